@@ -63,7 +63,7 @@ class _Rank:
             planes=planes,
         )
         self._transport.open()
-        settled = self._transport.settled[self._peer]
+        settled = self._transport.plane_choices[self._peer]
         if settled.plane is not planes.asked:
             self.close(farewell=False)
             raise RrfpError(f"{planes.asked} does not serve here: {settled.why}")

@@ -45,7 +45,7 @@ from rrfp.megatron.step_groups import (
 from rrfp.megatron.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace, StepPace
-from rrfp.runtime.planes.negotiation import Taken
+from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary, monotonic
 from rrfp.runtime.rendezvous import default_store, tell_of_end
 from rrfp.schedule.knobs import counts_microbatches
@@ -128,7 +128,7 @@ class ForwardBackward:
         self.last_steering: StepPolicy | None = None
         self.last_order: Sequence[int] | None = None
         """The order of entry of the last step that was planned."""
-        self.planes: Taken | None = None
+        self.planes: AcceptedPlanes | None = None
         """What carries the tensors of the recorded links from this rank; None before these are."""
 
     def start_at(self, step: int) -> None:

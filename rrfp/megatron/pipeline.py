@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import Store
@@ -20,9 +20,9 @@ from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.device_worker import make_worker
-from rrfp.runtime.net.transport import data_planes, transport_maker
+from rrfp.runtime.net.transport import SocketTransport, TransportMaker, data_planes
 from rrfp.runtime.pace import Delays, StepPace
-from rrfp.runtime.planes.negotiation import Taken
+from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StoreStallBoard
@@ -39,6 +39,9 @@ _LEAST_STALL_S = 600.0
 
 class Pipeline:
     """This rank's links, from their opening to their close."""
+
+    transport: ClassVar[TransportMaker] = SocketTransport
+    """Constructor of the transport."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Pipeline:
         neighbours |= _star(place.rank, members)
         inbox = Inbox()
         self._planes = data_planes(device, settings.transport, settings.outbox_mb)
-        self._transport = transport_maker(device)(
+        self._transport = type(self).transport(
             place.rank,
             store,
             neighbours,
@@ -106,9 +109,9 @@ class Pipeline:
         self._worker.open()
 
     @property
-    def planes(self) -> Taken:
+    def planes(self) -> AcceptedPlanes:
         """What carries the tensors of the links from this rank."""
-        return self._planes.taken
+        return self._planes.accepted
 
     def grant(self, num_credits: int) -> None:
         """Let each link hold at least `num_credits` messages."""

@@ -14,7 +14,7 @@ from rrfp.megatron.step.microbatch_data import is_iterator, shared
 from rrfp.megatron.step.stage import refuse_stateful
 from rrfp.megatron.step.weight_gradients import described_hook, lost_hook
 from rrfp.megatron.step_policy import StepPolicy, hints_in_order
-from rrfp.runtime.net.transport import transport_maker
+from rrfp.runtime.net.transport import check_device
 from rrfp.schedule.tasks import Kind
 
 _REFUSED = {
@@ -139,7 +139,7 @@ def _refuse_shared_random_states(config: Any) -> None:
 
 def _refuse_device(model: Any) -> None:
     for parameter in model.parameters():
-        transport_maker(parameter.device)
+        check_device(parameter.device)
 
 
 def _refuse_misplaced(model: Any, chunk: int, steering: StepPolicy, pp_rank: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, reason_of
-from rrfp.runtime.planes.negotiation import Settled, Taken
+from rrfp.runtime.planes.negotiation import AcceptedPlanes, PlaneChoice
 from rrfp.strict_json import integer, member, parsed
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import describe_transport
@@ -30,7 +30,7 @@ class TransportLog:
         self._ranks = ranks
         self._has_told = False
 
-    def tell(self, taken: Taken) -> None:
+    def tell(self, taken: AcceptedPlanes) -> None:
         """Call it after each step until the last rank has told; it waits for nobody."""
         if not self._has_told:
             self._has_told = True
@@ -48,7 +48,7 @@ class TransportLog:
                 )
             self._ranks = ()
 
-    def _write(self, own: Taken) -> None:
+    def _write(self, own: AcceptedPlanes) -> None:
         """All ranks were asked for the same."""
         links: list[dict[str, object]] = []
         outbox_bytes = {}
@@ -57,7 +57,7 @@ class TransportLog:
             of_rank = member(told, "links")
             assert isinstance(of_rank, dict)
             links += [
-                {"from": rank, "to": int(peer), **Settled.decode(each).described()}
+                {"from": rank, "to": int(peer), **PlaneChoice.decode(each).described()}
                 for peer, each in of_rank.items()
             ]
             outbox_bytes[str(rank)] = integer(member(told, "outbox_bytes"))

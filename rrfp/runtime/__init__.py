@@ -1,4 +1,5 @@
 """One rank at run time: its worker, agreement, recorder and pace, and how it finds its peers.
 
-`rrfp.runtime.net` moves its messages.
+`rrfp.runtime.link` is the protocol of its messages, `rrfp.runtime.net` connects its sockets, and
+`rrfp.runtime.planes` carries large tensors beside them.
 """

@@ -180,7 +180,7 @@ class Links(Protocol):
 
 
 class Transport(Links, Protocol):
-    """A rank's links and their life cycle; `rrfp.runtime.net.transport` picks the right one.
+    """A rank's links and their life cycle (`rrfp.runtime.net.transport`).
 
     Its owner opens it once, before anything else, and closes it once. A constructor contacts no
     peer and starts no thread.

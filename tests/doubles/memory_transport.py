@@ -1,22 +1,26 @@
 """A transport in memory, in virtual time, between ranks of one process: for tests of what uses one.
 
-It runs the protocol that the sockets run (`link.py`), with no thread and no clock: time passes and
-bytes move only when a test says so, one end of one link at a time. A seed decides what the test
-leaves open: how late bytes are, and which of several ends moves first. So messages keep their order
-on one link and not between links, and a run is the same each time.
+It runs the protocol that the sockets run (`rrfp.runtime.link`), with no thread and no clock: time
+passes and bytes move only when a test says so, one end of one link at a time. A seed decides what
+the test leaves open: how late bytes are, and which of several ends moves first. So messages keep
+their order on one link and not between links, and a run is the same each time.
 """
 
 import random
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.runtime.link.channel import Link, LinkOptions, Output, Released, State
-from rrfp.runtime.link.receiver import DestinationLink
-from rrfp.runtime.link.sender import SourceLink
-from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose, prepare_message
-from rrfp.runtime.planes.plane import Pull
+from rrfp.runtime.link.channel import Channel, LinkOptions, Output
+from rrfp.runtime.link.endpoint import Endpoint
+from rrfp.runtime.link.link_id import LinkId
+from rrfp.runtime.link.receiver import Receiver
+from rrfp.runtime.link.sender import Envelope, Sender
+from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose
+from rrfp.runtime.planes.codec import sendable
+from rrfp.runtime.planes.plane import Fetch, Release
 from rrfp.runtime.protocols import Inbox, Message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
@@ -74,7 +78,7 @@ class _End:
     """One end of a link, with its two pipes."""
 
     rank: int
-    link: Link
+    link: Endpoint[Any]
     incoming: _Pipe
     outgoing: _Pipe
     tell: Callable[[Output], None]
@@ -177,7 +181,7 @@ class MemoryNetwork:
             if data:
                 self._put(pipe, data)
             _tell(end, link.wrote(len(data), self.now_ns))
-            if link.has_said_all:
+            if link.channel.has_said_all:
                 pipe.is_shut = True
             if not data:
                 return
@@ -191,8 +195,8 @@ class MemoryNetwork:
         """What a link's thread does between two waits."""
         link, now_ns = end.link, self.now_ns
         is_heard = False
-        while link.state is not State.OVER and not link.is_broken:
-            num_bytes = end.incoming.read_into(link.next_read(), now_ns)
+        while not link.is_over and not link.channel.is_broken:
+            num_bytes = end.incoming.read_into(link.channel.next_read(), now_ns)
             if num_bytes is None:
                 break
             is_heard = True
@@ -200,14 +204,14 @@ class MemoryNetwork:
         if is_heard:
             self._wake_peer(end)
         else:
-            _tell(end, link.waited(now_ns))
-        if link.is_broken:
-            _tell(end, link.lose_gone())
+            _tell(end, link.channel.waited(now_ns))
+        if link.channel.is_broken:
+            _tell(end, link.channel.lose_gone())
         self.write(end)
-        if link.state is State.OVER:
+        if link.is_over:
             self._close(end)
             return
-        end.wake_ns = now_ns + link.patience_ns(now_ns)
+        end.wake_ns = now_ns + link.channel.patience_ns(now_ns)
         if link.due_ns is not None:
             end.wake_ns = min(end.wake_ns, max(now_ns, link.due_ns))
 
@@ -218,7 +222,7 @@ class MemoryNetwork:
                 each.wake_ns = self.now_ns
 
     def _close(self, end: _End) -> None:
-        for words in end.link.last_words():
+        for words in end.link.channel.last_words():
             if not end.outgoing.is_unread:
                 self._put(end.outgoing, bytes(words))
         end.outgoing.is_shut = True
@@ -263,28 +267,30 @@ class MemoryTransport:
         self._options = LinkOptions(
             heartbeat_ns, silence_ns, _MAX_MESSAGE_BYTES, keeps_records=record is not None
         )
-        self._sources: dict[int, tuple[DestinationLink, _End]] = {}
-        self._destinations: dict[int, tuple[SourceLink, _End]] = {}
+        self._sources: dict[int, tuple[Receiver, _End]] = {}
+        self._destinations: dict[int, tuple[Sender, _End]] = {}
 
     def open(self) -> None:
         """Make this rank's ends; nobody is waited for."""
         rank, now_ns = self._rank, self._network.now_ns
         for peer in self._sends_to:
             there, back = self._network.pipes(rank, peer)
-            source = SourceLink(rank, peer, self._options, now_ns)
-            self._destinations[peer] = source, self._add(source, back, there)
+            channel = Channel(LinkId(rank, peer, is_source=True), self._options, now_ns)
+            sender = Sender(channel)
+            self._destinations[peer] = sender, self._add(Endpoint(channel, sender), back, there)
         for peer in self._receives_from:
             there, back = self._network.pipes(peer, rank)
-            destination = DestinationLink(rank, peer, self._options, now_ns, self._num_credits)
-            self._sources[peer] = destination, self._add(destination, there, back)
+            channel = Channel(LinkId(rank, peer, is_source=False), self._options, now_ns)
+            receiver = Receiver(channel, self._num_credits)
+            self._sources[peer] = receiver, self._add(Endpoint(channel, receiver), there, back)
 
-    def _add(self, link: Link, incoming: _Pipe, outgoing: _Pipe) -> _End:
+    def _add(self, link: Endpoint[Any], incoming: _Pipe, outgoing: _Pipe) -> _End:
         end = _End(self._rank, link, incoming, outgoing, self._tell, self._network.now_ns)
         self._network.add(end)
         return end
 
     def _tell(self, output: Output) -> None:
-        assert not isinstance(output, Pull | Released), "a transport in memory has no data plane"
+        assert not isinstance(output, Fetch | Release), "a transport in memory has no data plane"
         if not isinstance(output, SendRecord | ReceiveRecord):
             self._inbox.put(output)
         elif self._record is not None:
@@ -293,8 +299,12 @@ class MemoryTransport:
     def send(self, peer: int, message: Message) -> None:
         """Send a message, or what of it the pipe takes now."""
         link, end = self._destination(peer)
-        prepared = prepare_message(message, self._options.max_message_bytes)
-        self._go_on(end, link.send(prepared, self._network.now_ns))
+        tensors, num_bytes = sendable(message, self._options.max_message_bytes)
+        now_ns = self._network.now_ns
+        envelope = Envelope(
+            message.step, message.task, tensors, num_bytes, now_ns, message.latency_ns
+        )
+        self._go_on(end, link.send(envelope))
 
     def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
         """Tell `peer` when to expect the input of a task that is still to be sent."""
@@ -332,19 +342,20 @@ class MemoryTransport:
     def close(self, *, farewell: bool = True) -> None:
         """Begin to close every link; the network's next steps do the rest (`is_over`)."""
         now_ns = self._network.now_ns
-        for link, end in self._links():
-            link.begin_close(now_ns + self._close_ns, farewell=farewell)
+        for end in self._ends():
+            end.link.channel.begin_close(now_ns + self._close_ns, farewell=farewell)
             end.wake_ns = now_ns
 
     @property
     def is_over(self) -> bool:
         """Whether every link of this rank is."""
-        return all(link.state is State.OVER for link, _ in self._links())
+        return all(end.link.is_over for end in self._ends())
 
-    def _links(self) -> list[tuple[Link, _End]]:
-        return [*self._destinations.values(), *self._sources.values()]
+    def _ends(self) -> list[_End]:
+        links = [*self._destinations.values(), *self._sources.values()]
+        return [end for _, end in links]
 
-    def _destination(self, peer: int) -> tuple[SourceLink, _End]:
+    def _destination(self, peer: int) -> tuple[Sender, _End]:
         if peer not in self._destinations:
             raise UsageError(
                 f"rank {self._rank} does not send to rank {peer}; it was not made with that link"

@@ -16,10 +16,11 @@ import torch
 
 from rrfp.megatron.pipeline import Pipeline
 from rrfp.runtime.net import transport as factory
-from rrfp.runtime.planes import selection as rank_planes
+from rrfp.runtime.planes import host_planes, nixl
+from rrfp.runtime.planes import outbox as outbox_module
 from rrfp.runtime.planes.codec import flat
-from rrfp.runtime.planes.outbox import Outbox, PostingLink
-from rrfp.runtime.protocols import Compute, Message
+from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.protocols import Compute
 from rrfp.schedule.admission import pyramid
 from rrfp.schedule.balance import deal, even_times, format_dealing
 from rrfp.schedule.order import Order, format_order
@@ -432,16 +433,17 @@ def _dealt(rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settin
 
 def over_planes(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Trained]:
     """As `trained`, with small messages in the outbox as well."""
-    CountingOutbox.num_put = 0
+    CountingOutbox.num_staged = 0
     with (
-        patch.object(rank_planes, "LEAST_POSTED_BYTES", 1),
-        patch.object(rank_planes, "Outbox", CountingOutbox),
+        patch.object(outbox_module, "LEAST_STAGED_BYTES", 1),
+        patch.object(host_planes, "Outbox", CountingOutbox),
+        patch.object(nixl, "Outbox", CountingOutbox),
     ):
         found = trained(layout, settings, schedules)
     # A middle stage sends both ways.
     num_ways = 1 if layout.pp_rank in (0, layout.last_stage_pp_rank) else 2
     num_steps = TrainSettings(**settings).num_steps
-    assert CountingOutbox.num_put == (
+    assert CountingOutbox.num_staged == (
         num_ways * num_steps * settings["microbatches"] * len(schedules)
     )
     return found
@@ -450,11 +452,11 @@ def over_planes(layout: Any, settings: Settings, schedules: Sequence[Settings]) 
 class CountingOutbox(Outbox):
     """Knows how many messages went by outboxes."""
 
-    num_put = 0
+    num_staged = 0
 
-    def put(self, link: PostingLink, message: Message) -> None:
-        CountingOutbox.num_put += 1
-        super().put(link, message)
+    def stage(self, *staged: Any) -> None:
+        CountingOutbox.num_staged += 1
+        super().stage(*staged)
 
 
 def on_simulated_device(

@@ -23,7 +23,7 @@ from rrfp.errors import RrfpError
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.run_directory import Meeting
 from rrfp.megatron.transport_log import TransportLog
-from rrfp.runtime.planes.negotiation import Taken
+from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import resolve_trace
@@ -291,6 +291,6 @@ def test_a_description_that_cannot_be_read_ends_no_training(
 ) -> None:
     run = RunDir(tmp_path)
     run.run_json.write_text(content)
-    taken = Taken(TransportName.AUTO, 256, {}, 0)
+    taken = AcceptedPlanes(TransportName.AUTO, 256, {}, 0)
     TransportLog(HashStore(), "run", run, 0, [0]).tell(taken)
     assert f"{run.run_json} does not say what carries the tensors" in caplog.text

@@ -4,7 +4,7 @@ they are sent, and no task waits for a number that the device has."""
 import random
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rrfp.runtime.planes.host_memory import SharedMemoryPlane
+from rrfp.runtime.planes.host_planes import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox, _Copying
-from rrfp.runtime.planes.plane import Posted
-from rrfp.runtime.protocols import Message
+from rrfp.runtime.planes.plane import Completion, Staged
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.settings import TrainSettings
@@ -35,23 +34,29 @@ class Forgetful(Outbox):
 
     def _copy(self, *taken: Any) -> _Copying:
         copying = super()._copy(*taken)
-        copying.tensors = ()
+        copying.waiting.tensors = ()
         return copying
 
 
 class Slots:
-    """The end of a link that looks into each slot as soon as it is told of it."""
+    """The queue of a link that looks into each slot as soon as its message is staged."""
 
     def __init__(self, plane: SharedMemoryPlane) -> None:
         self._plane = plane
         self.found: dict[int, bytes] = {}
 
-    def post(self, posted: Posted) -> None:
-        slot = self._plane.slab[posted.offset : posted.offset + NUM_BYTES]
-        self.found[posted.task.microbatch] = slot.numpy().tobytes()
+    def put(self, completion: Completion) -> None:
+        assert isinstance(completion, Staged), completion
+        offset = completion.descriptor.offset
+        slot = self._plane.slab[offset : offset + NUM_BYTES]
+        self.found[completion.ticket.task.microbatch] = slot.numpy().tobytes()
 
-    def fail(self, error: Exception) -> None:
-        raise error
+
+@dataclass(frozen=True)
+class Ticket:
+    """A message's name."""
+
+    task: Task
 
 
 class Late(torch.nn.Module):
@@ -108,12 +113,12 @@ def send_deallocated(outbox_type: type[Outbox]) -> int:
     shape = Shape(2, NUM_MESSAGES)
     chunk = ChunkStep(model, config, arguments, 0, shape, 0, GradOrder.CANONICAL, cp_size=1)
     plane = SharedMemoryPlane(device, 2 * NUM_MESSAGES * NUM_BYTES)
-    link, outbox = Slots(plane), outbox_type(plane)
+    link, outbox = Slots(plane), outbox_type(plane.name, device, plane.slab)
     outbox.open()
     for microbatch in range(NUM_MESSAGES):
         sent, _ = chunk.forward(microbatch, (), iter([microbatch]))
         assert chunk._kept[microbatch][1][0].numel() == 1
-        outbox.put(link, Message(0, Task(1, Kind.F, microbatch), sent))
+        outbox.stage(sent, Ticket(Task(1, Kind.F, microbatch)), link)
         del sent
         time.sleep(1e-3)
     outbox.drain(20.0)

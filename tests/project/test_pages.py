@@ -1,10 +1,13 @@
 """The page of figures from GPUs and the kit that measures them list the same lines."""
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from torch.distributed import HashStore
 
 from benchmarks.gpu import figures, lines, training
 from benchmarks.gpu.__main__ import HEAD, NOT_RUN, table
@@ -25,10 +29,15 @@ from rrfp.cli import app
 from rrfp.cli import main as cli
 from rrfp.errors import UsageError
 from rrfp.interchange.assemble import assemble
+from rrfp.megatron.memory.bound import StepMemory
+from rrfp.megatron.pipeline import Pipeline, discard
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step_groups import Place
+from rrfp.megatron.step_policy import StepPolicies
 from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, cuda_problem
 from rrfp.runtime.isolated_call import NoAnswerError, probe
-from rrfp.runtime.protocols import Arrived, Inbox, Left, Message, Transport
 from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.language_models import parse_flops
 from rrfp.train.settings import TrainSettings
@@ -356,19 +365,137 @@ def test_a_hint_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert order.startswith("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"), order
 
 
-def test_a_transport_carries_messages() -> None:
-    store: dict[object, Inbox] = {}
-    transport = example("A transport")["ThreadTransport"]
-    inboxes = Inbox(), Inbox()
-    here: Transport = transport(0, store, [1], [1], inboxes[0], num_credits=1)
-    there: Transport = transport(1, store, [], [0], inboxes[1], num_credits=1)
-    there.open()
-    here.open()
-    message = Message(0, Task(1, Kind.F, 3), (torch.ones(2),))
-    here.send(1, message)
-    here.close()
-    here.close()
-    assert inboxes[1].take() == (Arrived(0, message), Left(0))
+class Halves:
+    """A stage whose tasks return half of their input."""
+
+    held_bytes = waiting_gradient_bytes = 0
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.seen: dict[Task, float] = {}
+
+    def run(self, task: Task, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        tensor = inputs[0] if inputs else torch.full((2,), 2.0**task.microbatch)
+        assert tensor is not None
+        self.seen[task] = float(tensor[0])
+        return (tensor / 2,) if self.shape.receiver(task) is not None else ()
+
+
+def test_a_transport_carries_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pipeline, "transport", example("A transport")["ThreadTransport"])
+    shape, store = Shape(2, 3), HashStore()
+    settings = DispatchSettings()
+    steering = StepPolicies(settings.policy).of(shape, forward_only=False)
+
+    def run(rank: int) -> dict[Task, float]:
+        pipeline = Pipeline(
+            settings,
+            Place(rank, (0, 1), (rank,)),
+            shape,
+            discard,
+            store,
+            "example",
+            torch.device("cpu"),
+            num_credits=3,
+            timeout_s=20.0,
+        )
+        compute = Halves(shape)
+        pipeline.run_step(0, steering, StepMemory(), compute, None)
+        pipeline.close(farewell=True)
+        return compute.seen
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, (0, 1))
+    for microbatch in range(3):
+        assert second[Task(1, Kind.F, microbatch)] == 2.0**microbatch / 2
+        assert first[Task(0, Kind.B, microbatch)] == 2.0**microbatch / 2
+
+
+def patched(of: str, directory: Path) -> set[str]:
+    """Copy the package there, and change it as the example under this heading says. Gives the files
+    that it touches. The lines that a hunk keeps and removes stand in the file once."""
+    shutil.copytree(ROOT / "rrfp", directory / "rrfp", ignore=shutil.ignore_patterns("__pycache__"))
+    section = EXTENDING.partition(f"\n## {of}\n")[2].partition("\n## ")[0]
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    touched = set()
+    for change in re.split(r"^--- .*\n\+\+\+ b/", diff, flags=re.MULTILINE)[1:]:
+        name, *hunks = change.split("\n@@\n")
+        file = directory / name
+        text = file.read_text() if file.exists() else ""
+        for hunk in map(str.splitlines, hunks):
+            before = "".join(f"{line[1:]}\n" for line in hunk if not line.startswith("+"))
+            after = "".join(f"{line[1:]}\n" for line in hunk if not line.startswith("-"))
+            assert text.count(before) == 1, f"{name} does not have this once:\n{before}"
+            text = text.replace(before, after)
+        file.write_text(text)
+        touched.add(name)
+    return touched
+
+
+def output_of(directory: Path, script: str) -> str:
+    """What a script prints that imports the package there."""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+EXCHANGE = """
+import logging, sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from torch.distributed import HashStore
+from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.protocols import Arrived, Inbox, Message
+from rrfp.schedule.tasks import Kind, Task
+
+store, inboxes, records = HashStore(), (Inbox(), Inbox()), []
+transports = [
+    SocketTransport(
+        rank, store, [1 - rank], [1 - rank], inboxes[rank], num_credits=8, record=records.append,
+        planes=data_planes(torch.device("cpu"), TransportName(sys.argv[1]), 16),
+    )
+    for rank in (0, 1)
+]
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(SocketTransport.open, transports))
+    for microbatch in range(3):
+        message = Message(0, Task(1, Kind.F, microbatch), (torch.full((5,), float(microbatch)),))
+        transports[0].send(1, message)
+    events = []
+    while len(events) < 3:
+        events += inboxes[1].take(10.0)
+    for event in events:
+        assert isinstance(event, Arrived), event
+        transports[1].consumed(0, 0)
+        print(event.message.task, event.message.tensors[0].tolist()[0])
+    receiver = transports[1]._incoming[0].receiver
+    print(getattr(receiver, "num_behind", "no field"))
+    list(pool.map(SocketTransport.close, transports))
+print(*sorted({record.plane for record in records}))
+"""
+ARRIVED = "1F0 0.0\n1F1 1.0\n1F2 2.0\n"
+
+
+def test_a_data_plane_takes_two_files(tmp_path: Path) -> None:
+    touched = patched("A data plane", tmp_path)
+    assert touched == {"rrfp/runtime/planes/files.py", "rrfp/runtime/planes/registry.py"}
+    script = EXCHANGE.replace("sys.argv[1]", "'files'")
+    assert output_of(tmp_path, script) == f"{ARRIVED}no field\nfiles\n"
+
+
+def test_a_field_of_the_header_takes_three_files(tmp_path: Path) -> None:
+    touched = patched("A field of the header", tmp_path)
+    assert touched == {f"rrfp/runtime/link/{name}.py" for name in ("wire", "sender", "receiver")}
+    script = EXCHANGE.replace("sys.argv[1]", "'inline'")
+    assert output_of(tmp_path, script) == f"{ARRIVED}0\ninline\n"
 
 
 def test_an_importer_reads_a_run(tmp_path: Path) -> None:
@@ -412,6 +539,7 @@ def test_the_files_to_touch_are_there() -> None:
     named = set(re.findall(r"`((?:rrfp|tests|docs|benchmarks)/[\w/.]+)`", EXTENDING))
     new = {
         "rrfp/interchange/tasks_table.py",
+        "rrfp/runtime/planes/files.py",
         "rrfp/analyze/task_times.py",
         "rrfp/cli/analyze/task_times.py",
     }

@@ -24,25 +24,28 @@ from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.device.host_memory import HELPER
-from rrfp.runtime.link.receiver import DestinationLink
+from rrfp.runtime.link.driver import LinkDriver
+from rrfp.runtime.link.receiver import Receiver
 from rrfp.runtime.link.wire import Header, Purpose, encode_header
 from rrfp.runtime.net import tls
 from rrfp.runtime.net import transport as socket_transport
 from rrfp.runtime.net.connecting import Door, Listener, Port, Where
-from rrfp.runtime.net.driver import DestinationDriver
 from rrfp.runtime.net.tls import Tunnels
 from rrfp.runtime.net.transport import SocketTransport
-from rrfp.runtime.planes import host_memory as shared_memory_plane
+from rrfp.runtime.planes import cuda_ipc as cuda_ipc_plane
+from rrfp.runtime.planes import host_planes as shared_memory_plane
+from rrfp.runtime.planes import registry
 from rrfp.runtime.planes import selection as rank_planes
-from rrfp.runtime.planes.host_memory import SharedMemoryPlane
+from rrfp.runtime.planes.host_planes import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox
-from rrfp.runtime.planes.plane import MappedPuller, Offer, Plane, Puller
+from rrfp.runtime.planes.plane import Attachment, Fetcher, MappedFetcher, Offer, Plane
 from rrfp.runtime.planes.registry import HOW_TO_INSTALL, TransportName, is_installed
 from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived, Event, Failed, Inbox, Message
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Record
+from tests.doubles import receiver_slots
 from tests.doubles.simulated_device import POISON, SimulatedDevice
 
 PREFIX = "rrfp/transport"
@@ -141,7 +144,8 @@ class Pair:
     @property
     def outboxes(self) -> list[list[Outbox]]:
         """Of each rank."""
-        return [[*each._planes._outboxes.values()] for each in self.transports]
+        found = [each._planes._stagers for each in self.transports]
+        return [[each for each in own if isinstance(each, Outbox)] for own in found]
 
     def close(self) -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -294,7 +298,8 @@ class PoisoningOutbox(Outbox):
 
     def release(self, offset: int) -> None:
         size = self._slots.size_of(offset)  # nothing is lent to a device
-        self.plane.slab[offset : offset + size].fill_(POISON)
+        assert self._slab is not None
+        self._slab[offset : offset + size].fill_(POISON)
         super().release(offset)
 
 
@@ -305,13 +310,14 @@ class WatchedPlane(SharedMemoryPlane):
         super().__init__(device, slab_bytes)
         self._findings = findings
 
-    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
-        puller, rate = super().attach(offer, peer, timeout_s)
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
+        attached = super().attach(offer, peer, timeout_s)
         slab = os.fstat(offer.descriptors[0]).st_ino
         self._findings.attached[slab] += 1
-        return WatchedPuller(puller, lambda: self._let_go(slab)), rate
+        fetcher = WatchedFetcher(attached.fetcher, lambda: self._detached(slab))
+        return attached._replace(fetcher=fetcher)
 
-    def _let_go(self, slab: int) -> None:
+    def _detached(self, slab: int) -> None:
         self._findings.attached[slab] -= 1
 
     def close(self, *, are_detached: bool) -> None:
@@ -322,19 +328,19 @@ class WatchedPlane(SharedMemoryPlane):
         super().close(are_detached=are_detached)
 
 
-class WatchedPuller:
-    """Tells once that it has let go."""
+class WatchedFetcher:
+    """Tells once that it has detached."""
 
-    def __init__(self, puller: Puller, let_go: Callable[[], None]) -> None:
-        self.pull = puller.pull
-        self._puller = puller
-        self._let_go: Callable[[], None] | None = let_go
+    def __init__(self, fetcher: Fetcher, detached: Callable[[], None]) -> None:
+        self.fetch = fetcher.fetch
+        self._fetcher = fetcher
+        self._detached: Callable[[], None] | None = detached
 
     def detach(self, *, waits: bool = True) -> None:
-        self._puller.detach(waits=waits)
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None:
-            let_go()
+        self._fetcher.detach(waits=waits)
+        detached, self._detached = self._detached, None
+        if detached is not None:
+            detached()
 
 
 @dataclass(frozen=True)
@@ -342,9 +348,9 @@ class Mistake:
     """One rule of the protocol broken: classes that stand in for those that keep it."""
 
     outbox: type[Outbox] = PoisoningOutbox
-    puller: type[MappedPuller] = MappedPuller
-    link: type[DestinationLink] = DestinationLink
-    driver: type[DestinationDriver] = DestinationDriver
+    fetcher: type[MappedFetcher] = MappedFetcher
+    receiver: type[Receiver] = Receiver
+    driver: type[LinkDriver[Any]] = LinkDriver
     device: type[SimulatedDevice] = SimulatedDevice
     outbox_bytes: int = SMALL_OUTBOX_BYTES
     delay_s: float = 50e-6
@@ -374,15 +380,21 @@ def exchange(
     findings = Findings()
     with ExitStack() as stack:
         for where, name, stand_in in (
-            (rank_planes, "Outbox", mistake.outbox),
-            (shared_memory_plane, "MappedPuller", mistake.puller),
-            (socket_transport, "DestinationLink", mistake.link),
-            (socket_transport, "DestinationDriver", mistake.driver),
+            (shared_memory_plane, "Outbox", mistake.outbox),
+            (cuda_ipc_plane, "Outbox", mistake.outbox),
+            (receiver_slots, "Outbox", mistake.outbox),
+            (shared_memory_plane, "MappedFetcher", mistake.fetcher),
+            (receiver_slots, "MappedFetcher", mistake.fetcher),
+            (socket_transport, "Receiver", mistake.receiver),
+            (socket_transport, "LinkDriver", mistake.driver),
         ):
             stack.enter_context(patch.object(where, name, stand_in))
-        planes = {plane: lambda device, size: make_plane(device, size, findings)}
-        stack.enter_context(patch.object(rank_planes, "PLANES", planes))
-        stack.enter_context(patch.object(rank_planes, "CHOICES", {"cpu": {plane: ((plane,), ())}}))
+
+        def load_plane(_: TransportName) -> Callable[[Any, int], Plane]:
+            return lambda device, size: make_plane(device, size, findings)
+
+        stack.enter_context(patch.object(rank_planes, "load_plane", load_plane))
+        stack.enter_context(patch.object(registry, "CHOICES", {"cpu": {plane: ((plane,), ())}}))
         store = HashStore()
         ranks = [_Rank(rank, seed, store, mistake, findings, plane) for rank in (0, 1)]
         with ThreadPoolExecutor(2) as pool:

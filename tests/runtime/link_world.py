@@ -7,14 +7,24 @@ may have begun and not ended while another one reads, closes or sends.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from rrfp.runtime.link.channel import MOST_USELESS, Far, Link, LinkOptions, Output, State
-from rrfp.runtime.link.receiver import DestinationLink
-from rrfp.runtime.link.sender import SourceLink
+from rrfp.runtime.link.channel import (
+    MAX_USELESS,
+    Channel,
+    Connection,
+    LinkOptions,
+    Output,
+    State,
+)
+from rrfp.runtime.link.endpoint import Endpoint
+from rrfp.runtime.link.link_id import CrossHost, LinkId
+from rrfp.runtime.link.receiver import Receiver
+from rrfp.runtime.link.sender import Envelope, Sender
 from rrfp.runtime.link.wire import FrameReader, Purpose
+from rrfp.runtime.planes.codec import payload_bytes
 from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
@@ -27,6 +37,14 @@ HEARTBEAT_NS, SILENCE_NS, CLOSE_NS = 10, 100, 200
 OPTIONS = LinkOptions(HEARTBEAT_NS, SILENCE_NS, 2**20, keeps_records=True)
 PIPE_BYTES = 300
 """About two messages."""
+
+
+def envelope(message: Message, now_ns: int) -> Envelope:
+    """What a transport makes of a message whose tensors are as they must be."""
+    num_bytes = payload_bytes(message.tensors)
+    return Envelope(
+        message.step, message.task, message.tensors, num_bytes, now_ns, message.latency_ns
+    )
 
 
 class Way:
@@ -43,7 +61,7 @@ class Way:
 class End:
     """One end with what a driver knows: it calls the protocol as one does, when it is told to."""
 
-    def __init__(self, link: Link, incoming: Way, outgoing: Way) -> None:
+    def __init__(self, link: Endpoint[Any], incoming: Way, outgoing: Way) -> None:
         self.link = link
         self.incoming = incoming
         self.outgoing = outgoing
@@ -77,6 +95,14 @@ class End:
         """For how long it was stopped since anything was heard, and how often."""
         self.num_stops = 0
 
+    @property
+    def state(self) -> State:
+        return self.link.channel.state
+
+    @property
+    def connection(self) -> Connection:
+        return self.link.channel.connection
+
     def begin_write(self, now_ns: int) -> bool:
         if not self.buffers and not self.is_closed:
             self.buffers = self.link.next_write(now_ns)
@@ -94,7 +120,7 @@ class End:
             self.outputs += self.link.write_failed()
             return 0
         self.outputs += self.link.wrote(num_carried, now_ns)
-        if self.link.has_said_all:
+        if self.link.channel.has_said_all:
             way.is_shut = True
         return num_carried
 
@@ -125,7 +151,7 @@ class End:
 
     def read(self, most_bytes: int, now_ns: int) -> int:
         """Read up to so many bytes; the number of those that were read."""
-        if self.is_closed or not self.can_read or self.link.is_broken:
+        if self.is_closed or not self.can_read or self.link.channel.is_broken:
             return 0
         data = self.incoming.data
         if not data:
@@ -134,7 +160,7 @@ class End:
         num_read = 0
         self.heard_ns, self.stopped_ns, self.num_stops = now_ns, 0, 0
         while data and num_read < most_bytes and self.reads:
-            buffer = self.link.next_read()
+            buffer = self.link.channel.next_read()
             num_bytes = min(len(buffer), len(data), most_bytes - num_read)
             buffer[:num_bytes] = data[:num_bytes]
             del data[:num_bytes]
@@ -144,7 +170,7 @@ class End:
 
     @property
     def reads(self) -> bool:
-        return self.link.state is not State.OVER and not self.link.is_broken
+        return self.state is not State.OVER and not self.link.channel.is_broken
 
     def use(self, incoming: Way, outgoing: Way) -> None:
         """Go on over another connection."""
@@ -152,7 +178,7 @@ class End:
         self.leave()
         self.incoming, self.outgoing = incoming, outgoing
         self._reader = FrameReader(2**20)
-        self.outputs += self.link.attach()
+        self.link.channel.attach()
 
     def leave(self) -> None:
         """Close the connection."""
@@ -163,27 +189,27 @@ class End:
         """End a wait and begin the next one."""
         if self.is_closed:
             return
-        if not self.can_read or self.link.is_broken:
-            if self.link.is_broken:
-                outputs = self.link.could_not_attach("no way", now_ns)
+        if not self.can_read or self.link.channel.is_broken:
+            if self.link.channel.is_broken:
+                outputs = self.link.channel.could_not_attach("no way", now_ns)
             else:
-                outputs = self.link.waited(now_ns)
+                outputs = self.link.channel.waited(now_ns)
             self.outputs += outputs
             if outputs:
                 # Of a stop, no more than one wait counts as the peer's silence.
                 quiet_ns = now_ns - self.heard_ns - self.stopped_ns
                 assert quiet_ns + HEARTBEAT_NS * self.num_stops >= SILENCE_NS
-        self.link.patience_ns(now_ns)
+        self.link.channel.patience_ns(now_ns)
 
     def close_if_over(self) -> None:
         """What a driver does once its link is over, or broken, and no write is under way."""
-        if self.link.is_broken and not self.buffers:
+        if self.link.channel.is_broken and not self.buffers:
             self.leave()
-        if self.is_closed or self.link.state is not State.OVER or self.buffers:
+        if self.is_closed or self.state is not State.OVER or self.buffers:
             return
         self.is_closed = True
         if not self.outgoing.is_unread:
-            self._put(b"".join(self.link.last_words()))
+            self._put(b"".join(self.link.channel.last_words()))
         if self.incoming.data and not self.outgoing.is_shut:
             # As TCP does: what a socket has not read when it is closed takes the rest along.
             self.outgoing.data.clear()
@@ -200,11 +226,13 @@ class World:
     def __init__(self, num_credits: int, *, is_far: bool = False) -> None:
         self.now_ns = 0
         there, back = Way(), Way()
-        far, raf = (Far("a", "b"), Far("b", "a")) if is_far else (None, None)
-        self.source_link = SourceLink(0, 1, OPTIONS, 0, far=far)
-        self.destination_link = DestinationLink(1, 0, OPTIONS, 0, num_credits, far=raf)
-        self.source = End(self.source_link, back, there)
-        self.destination = End(self.destination_link, there, back)
+        far, raf = (CrossHost("a", "b"), CrossHost("b", "a")) if is_far else (None, None)
+        channel = Channel(LinkId(0, 1, is_source=True, cross_host=far), OPTIONS, 0)
+        self.sender = Sender(channel)
+        self.source = End(Endpoint(channel, self.sender), back, there)
+        channel = Channel(LinkId(1, 0, is_source=False, cross_host=raf), OPTIONS, 0)
+        self.receiver = Receiver(channel, num_credits)
+        self.destination = End(Endpoint(channel, self.receiver), there, back)
         self.ends = (self.source, self.destination)
         self.bound = num_credits
         self.messages: list[tuple[Task, int, int]] = []
@@ -235,7 +263,7 @@ class World:
             task = Task(1, Kind.F, len(self.messages))
             self.messages.append((task, size, latency_ns))
             message = Message(0, task, (TENSORS[size], None), latency_ns)
-            self.source.outputs += self.source_link.send(message, self.now_ns)
+            self.source.outputs += self.sender.send(envelope(message, self.now_ns))
 
     def announce(self, number: int) -> None:
         if self.source.is_stopped:
@@ -243,17 +271,17 @@ class World:
         task = Task(1, Kind.B, len(self.announcements))
         purpose = TASK_PURPOSES[1 + number % 3]
         self.announcements.append(task)
-        self.source.outputs += self.source_link.announce(purpose, 0, task, number)
+        self.source.outputs += self.sender.announce(purpose, 0, task, number)
 
     def consume(self, number: int) -> None:
         if not self.destination.is_stopped and self.num_consumed < self.num_arrived:
             self.num_consumed += 1
-            self.destination_link.consumed(number)
+            self.receiver.consumed(number)
 
     def grant(self, number: int) -> None:
         if not self.destination.is_stopped:
             self.bound = max(self.bound, number % 12)
-            self.destination_link.grant(number % 12)
+            self.receiver.grant(number % 12)
 
     def begin_write(self, number: int) -> None:
         end = self.ends[number % 2]
@@ -317,13 +345,13 @@ class World:
         self.begin_close(end, farewell=number < 240)
 
     def begin_close(self, end: End, *, farewell: bool) -> None:
-        if end.link.state is not State.OVER:
+        if end.state is not State.OVER:
             end.was_closing = True
             end.was_aborted |= not farewell
             end.close_deadline_ns = end.close_deadline_ns or self.now_ns + CLOSE_NS
         if end.num_unsent_at_close is None:
             end.num_unsent_at_close = self.num_unsent()
-        end.link.begin_close(self.now_ns + CLOSE_NS, farewell=farewell)
+        end.link.channel.begin_close(self.now_ns + CLOSE_NS, farewell=farewell)
 
     def cut(self, number: int) -> None:
         """Break the connection, after some of what is under way."""
@@ -346,16 +374,16 @@ class World:
     def dial(self, number: int) -> None:
         """What the source's driver does when its link is broken."""
         source, answered = self.source, self.destination.link
-        if not source.link.is_broken or source.is_stopped or source.buffers:
+        if not source.link.channel.is_broken or source.is_stopped or source.buffers:
             return
-        if self.is_parted or (self.destination.is_closed and not answered.has_peer_left):
-            source.outputs += source.link.lose_gone()
+        if self.is_parted or (self.destination.is_closed and not answered.channel.has_peer_left):
+            source.outputs += source.link.channel.lose_gone()
             return
         self.num_attempts += 1
         there, back = Way(), Way()
         source.use(back, there)
         if self.destination.is_closed:
-            back.data += answered.parting_words()
+            back.data += answered.channel.parting_words()
             back.is_shut = there.is_unread = True
         else:
             self.offers.append((self.num_attempts, there, back))
@@ -371,12 +399,12 @@ class World:
                 there.is_unread = back.is_shut = True
                 return
             self.last_attempt = attempt
-            end.outputs += end.link.break_off("has connected again")
-            if end.link.is_broken:
+            end.outputs += end.link.channel.break_off("has connected again")
+            if end.link.channel.is_broken:
                 end.use(there, back)
             return
-        if end.link.is_broken and (self.is_parted or self.source.is_closed):
-            end.outputs += end.link.lose_gone()
+        if end.link.channel.is_broken and (self.is_parted or self.source.is_closed):
+            end.outputs += end.link.channel.lose_gone()
 
     ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (
         *(send, send, send, send, announce, consume, consume, grant),
@@ -414,7 +442,7 @@ class World:
                 assert not end.was_closing, "who closes tells nothing"
                 assert not end.has_left, "a clean farewell is no loss"
                 end.failure = str(error)
-                assert f"rank {end.link.peer} " in end.failure
+                assert f"rank {end.link.channel.link.peer} " in end.failure
             case SendRecord():
                 assert is_source
                 assert output.sequence == self.num_recorded
@@ -455,7 +483,7 @@ class World:
             assert end is self.source
             assert self.num_unsent() or self.num_cuts
         elif "times in a row" in told:
-            assert self.num_cuts >= MOST_USELESS
+            assert self.num_cuts >= MAX_USELESS
         else:
             assert "was silent" in told or "has been down for" in told
 
@@ -485,7 +513,7 @@ class World:
             while consumes and self.num_consumed < self.num_arrived:
                 self.consume(0)
                 is_moving = True
-            due_ns = self.source_link.due_ns
+            due_ns = self.source.link.due_ns
             if not is_moving and due_ns is not None and not self.source.is_stopped:
                 assert due_ns > self.now_ns
                 self.advance(due_ns - self.now_ns)
@@ -498,7 +526,7 @@ class World:
     @property
     def connections(self) -> tuple[object, ...]:
         """What dialling changes."""
-        states = [(end.link.state, end.link.connection) for end in self.ends]
+        states = [(end.state, end.connection) for end in self.ends]
         return (*states, self.num_attempts, len(self.offers))
 
     def idle(self) -> None:
@@ -522,14 +550,14 @@ class World:
         """Settle, close in one way or another, and see that everything has come to its end."""
         for end in self.ends:
             end.is_stopped = False
-        is_fair = not self.is_parted and all(end.link.state is State.OPEN for end in self.ends)
+        is_fair = not self.is_parted and all(end.state is State.OPEN for end in self.ends)
         if number & 4:
             self.settle()
             if is_fair and number & 8:
                 self.idle()
             if is_fair and number & 32:
                 self.flood()
-        is_whole = is_fair and all(end.link.state is State.OPEN for end in self.ends)
+        is_whole = is_fair and all(end.state is State.OPEN for end in self.ends)
         assert is_whole or not is_fair
         if is_whole and number & 4:
             self.check_that_all_came()
@@ -551,7 +579,7 @@ class World:
         self.advance(CLOSE_NS)
         self.settle()
         for end in self.ends:
-            assert end.link.state is State.OVER
+            assert end.state is State.OVER
             assert end.is_closed
         self.check_what_was_told()
 
@@ -563,7 +591,7 @@ class World:
         self.advance(CLOSE_NS)
         self.settle()
         for end in self.ends:
-            assert end.link.state is State.OVER or end.is_stopped
+            assert end.state is State.OVER or end.is_stopped
             end.is_stopped = False
 
     def check_that_all_came(self) -> None:
@@ -581,7 +609,7 @@ class World:
         if not is_settled:
             return
         for end in self.ends:
-            assert end.link.state is State.OVER, "one end that closes ends both"
+            assert end.state is State.OVER, "one end that closes ends both"
             if farewell:
                 assert not end.failure, "a clean farewell is no loss"
             elif end not in closing:

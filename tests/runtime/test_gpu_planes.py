@@ -14,21 +14,29 @@ from typing import Any, ClassVar, Self, cast
 import pytest
 import torch
 
-from rrfp.errors import RrfpError, UsageError
+from rrfp.errors import UsageError
 from rrfp.runtime.device.cuda_runtime import BLOCK_BYTES, CudaRuntime
 from rrfp.runtime.device.interface import CPU, CpuDevice, Device, Stream
 from rrfp.runtime.planes import cuda_ipc as file
 from rrfp.runtime.planes import nixl as nixl_agent
 from rrfp.runtime.planes import nixl as nixl_plane
-from rrfp.runtime.planes import selection as rank_planes
+from rrfp.runtime.planes import registry
 from rrfp.runtime.planes.codec import Form
-from rrfp.runtime.planes.cuda_ipc import CudaIpcPlane, CudaIpcPuller
-from rrfp.runtime.planes.negotiation import Settled
+from rrfp.runtime.planes.cuda_ipc import CudaIpcFetcher, CudaIpcPlane
+from rrfp.runtime.planes.negotiation import PlaneChoice
 from rrfp.runtime.planes.nixl import NixlPlane
-from rrfp.runtime.planes.plane import Offer, PlaneRefusal, Pull, Puller
+from rrfp.runtime.planes.plane import (
+    Completion,
+    Descriptor,
+    Fetched,
+    Fetcher,
+    Offer,
+    PlaneFailed,
+    PlaneRefusal,
+)
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Failed, Inbox
+from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
 from rrfp.schedule.tasks import Kind, Task
 from tests.doubles import cuda_in_files
 from tests.doubles.cuda_in_files import cudaError_t
@@ -53,14 +61,14 @@ def put_files_in_place_of_cuda(directory: Path, set_attribute: Callable[..., Non
         set_attribute(sys.modules, name, ModuleType(name))
     set_attribute(sys.modules, "cuda.bindings.runtime", cuda_in_files)
     sys.modules["cuda.bindings"].runtime = cuda_in_files  # type: ignore[attr-defined] # bare
-    rank_planes.CHOICES = CHOICES
+    registry.CHOICES = CHOICES
 
 
 @pytest.fixture
 def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """CUDA in files; at the end nothing was freed while somebody had it open."""
     monkeypatch.setenv(cuda_in_files.DIRECTORY, "")
-    monkeypatch.setattr(rank_planes, "CHOICES", CHOICES)
+    monkeypatch.setattr(registry, "CHOICES", CHOICES)
     monkeypatch.setattr(cuda_in_files, "freed_open", [])
     put_files_in_place_of_cuda(tmp_path, monkeypatch.setitem)
     yield tmp_path
@@ -74,6 +82,16 @@ def memory_left(directory: Path) -> list[str]:
 
 def refuse(monkeypatch: pytest.MonkeyPatch, call: str, error: cudaError_t) -> None:
     monkeypatch.setattr(cuda_in_files, call, lambda *_: (error, None))
+
+
+class Queue:
+    """A link's queue that calls a function."""
+
+    def __init__(self, put: Callable[[Completion], None]) -> None:
+        self.put = put
+
+
+MESSAGE = Message(0, Task(0, Kind.F, 0), ())
 
 
 def planes() -> RankPlanes:
@@ -117,7 +135,7 @@ def test_a_rank_that_says_farewell_before_it_detaches_is_found(cuda: Path) -> No
 def test_the_speed_is_told(cuda: Path) -> None:
     with pair(make_planes=planes) as ranks:
         for transport in ranks.transports:
-            (settled,) = transport.settled.values()
+            (settled,) = transport.plane_choices.values()
             assert settled.plane is CUDA_IPC
             assert settled.gb_per_s
             assert settled.why == ""
@@ -126,8 +144,8 @@ def test_the_speed_is_told(cuda: Path) -> None:
 
 def test_a_peer_on_another_host_is_told_of(cuda: Path) -> None:
     with pair(make_planes=planes, allow_unix=False) as ranks:
-        why = "rank 1 is on another host"
-        assert ranks.transports[0].settled == {1: Settled(TransportName.BOUNCE, None, why)}
+        expected = PlaneChoice(TransportName.BOUNCE, None, "rank 1 is on another host")
+        assert ranks.transports[0].plane_choices == {1: expected}
 
 
 def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:
@@ -144,19 +162,21 @@ def test_an_arrival_is_told_when_the_host_has_seen_the_copy(cuda: Path) -> None:
     device = SimulatedDevice(mean_delay_s=2e-3)
     owner, reader = CudaIpcPlane(device, BLOCK_BYTES), CudaIpcPlane(device, BLOCK_BYTES)
     owner.slab.fill_(7)
-    puller, _ = reader.attach(owner.offer(), 0, 1.0)
+    fetcher = reader.attach(owner.offer(), 0, 1.0).fetcher
     told: list[bool] = []
-    pull = Pull(0, Task(0, Kind.F, 0), 0, (Form(torch.uint8, (4096,)),), 256, 0, is_lent=False)
+    descriptor = Descriptor((Form(torch.uint8, (4096,)),), 256)
 
-    def pulled(_: Pull, tensors: object) -> None:
-        assert isinstance(tensors, list)
-        told.append(bool((tensors[0] == 7).all()))
+    def fetched(completion: Completion) -> None:
+        assert isinstance(completion, Fetched)
+        (tensor,) = completion.tensors
+        assert tensor is not None
+        told.append(bool((tensor == 7).all()))
 
-    puller.pull(pull, pulled, lambda _: None)
+    fetcher.fetch(descriptor, MESSAGE, Queue(fetched))
     assert told == [True]
-    puller.detach()
-    puller.detach()  # once is enough
-    puller.pull(pull, pulled, lambda _: None)
+    fetcher.detach()
+    fetcher.detach()  # once is enough
+    fetcher.fetch(descriptor, MESSAGE, Queue(fetched))
     assert told == [True]
     owner.close(are_detached=True)
     reader.close(are_detached=True)
@@ -169,8 +189,8 @@ def test_memory_is_closed_once_no_copy_reads_it(
 ) -> None:
     device = SimulatedDevice(mean_delay_s=0.0)
     plane = CudaIpcPlane(device, BLOCK_BYTES)
-    puller, _ = plane.attach(plane.offer(), 0, 1.0)
-    assert isinstance(puller, CudaIpcPuller)
+    fetcher = plane.attach(plane.offer(), 0, 1.0).fetcher
+    assert isinstance(fetcher, CudaIpcFetcher)
     happened: list[str] = []
     close = cuda_in_files.cudaIpcCloseMemHandle
 
@@ -184,8 +204,8 @@ def test_memory_is_closed_once_no_copy_reads_it(
         time.sleep(0.05)
         happened.append("copied")
 
-    device.launch(copy, puller._stream)
-    puller.detach()
+    device.launch(copy, fetcher._stream)
+    fetcher.detach()
     assert happened == ["copied", "closed"]
     plane.close(are_detached=True)
     device.close()
@@ -195,12 +215,12 @@ def test_memory_is_closed_once_no_copy_reads_it(
 def test_a_lost_link_does_not_wait_for_a_device_that_hangs(cuda: Path) -> None:
     device = SimulatedDevice(mean_delay_s=0.0)
     plane = CudaIpcPlane(device, BLOCK_BYTES)
-    puller, _ = plane.attach(plane.offer(), 0, 1.0)
-    assert isinstance(puller, CudaIpcPuller)
+    fetcher = plane.attach(plane.offer(), 0, 1.0).fetcher
+    assert isinstance(fetcher, CudaIpcFetcher)
     goes_on = threading.Event()
-    device.launch(lambda: cast(None, goes_on.wait()), puller._stream)
-    puller.detach(waits=False)
-    assert puller._slab is None
+    device.launch(lambda: cast(None, goes_on.wait()), fetcher._stream)
+    fetcher.detach(waits=False)
+    assert fetcher._slab is None
     goes_on.set()
     plane.close(are_detached=False)
     device.close()
@@ -208,12 +228,16 @@ def test_a_lost_link_does_not_wait_for_a_device_that_hangs(cuda: Path) -> None:
 
 def test_a_message_beyond_the_slab_is_an_error_of_the_link(cuda: Path) -> None:
     owner, reader = CudaIpcPlane(CPU, 1024), CudaIpcPlane(CPU, 1024)
-    puller, _ = reader.attach(owner.offer(), 3, 1.0)
-    pull = Pull(0, Task(0, Kind.F, 0), 0, (Form(torch.uint8, (4096,)),), 0, 0, is_lent=False)
+    fetcher = reader.attach(owner.offer(), 3, 1.0).fetcher
     told: list[str] = []
-    puller.pull(pull, lambda _, error: told.append(str(error)), lambda _: None)
+
+    def failed(completion: Completion) -> None:
+        assert isinstance(completion, PlaneFailed)
+        told.append(str(completion.error))
+
+    fetcher.fetch(Descriptor((Form(torch.uint8, (4096,)),), 0), MESSAGE, Queue(failed))
     assert told[0].startswith("rank 3 posted 0F0 beyond its outbox of 1024 bytes")
-    puller.detach()
+    fetcher.detach()
 
 
 # Between processes.
@@ -236,7 +260,7 @@ def _exchange(directory: str) -> list[str]:
         assert tensor is not None
         assert bool((tensor == event.message.task.microbatch).all())
         made.consumed(1 - rank, 0)
-    plane = str(made.settled[1 - rank].plane)
+    plane = str(made.plane_choices[1 - rank].plane)
     made.close()
     return [plane, *map(str, cuda_in_files.freed_open)]
 
@@ -270,9 +294,9 @@ def test_what_a_lost_peer_had_open_is_not_freed(tmp_path: Path) -> None:
     assert num_freed_open == 0
 
 
-def settled_with(why: str) -> dict[int, Settled]:
+def settled_with(why: str) -> dict[int, PlaneChoice]:
     """Of a link that takes the next plane."""
-    return {1: Settled(TransportName.BOUNCE, None, why)}
+    return {1: PlaneChoice(TransportName.BOUNCE, None, why)}
 
 
 MEMORY = "cudaErrorMemoryAllocation, invalid argument"
@@ -324,7 +348,7 @@ def test_a_call_that_fails_is_named_and_the_next_plane_serves(
 ) -> None:
     refuse(monkeypatch, call, error)
     with pair(make_planes=planes) as ranks:
-        assert ranks.transports[0].settled == settled_with(why)
+        assert ranks.transports[0].plane_choices == settled_with(why)
         ranks.transports[0].send(1, message(5, filled(OUTBOX_BYTES // 2, 5)))
         assert isinstance(take(ranks.inboxes[1], 1)[0], Arrived)
     assert memory_left(cuda) == []
@@ -336,8 +360,8 @@ def test_a_gpu_without_peer_access_is_named(cuda: Path, monkeypatch: pytest.Monk
     plane = CudaIpcPlane(CPU, 1024)
     offer = plane.offer()
     offer = Offer(offer.plane, {**offer.values, "gpu": other})
-    puller, _ = plane.attach(offer, 4, 1.0)
-    puller.detach()
+    fetcher = plane.attach(offer, 4, 1.0).fetcher
+    fetcher.detach()
     monkeypatch.setattr(cuda_in_files, "cudaDeviceCanAccessPeer", lambda *_: (0, 0))
     with pytest.raises(PlaneRefusal) as refusal:
         plane.attach(offer, 4, 1.0)
@@ -346,8 +370,8 @@ def test_a_gpu_without_peer_access_is_named(cuda: Path, monkeypatch: pytest.Monk
         " GPU-01010101-0101-0101-0101-010101010101 of rank 4; see nvidia-smi topo -m"
     )
     # Its own memory a GPU reaches, though CUDA does not call that a peer's.
-    puller, _ = plane.attach(plane.offer(), 4, 1.0)
-    puller.detach()
+    fetcher = plane.attach(plane.offer(), 4, 1.0).fetcher
+    fetcher.detach()
     plane.close(are_detached=True)
 
 
@@ -401,10 +425,10 @@ def test_memory_that_is_not_given_back_is_told(
 ) -> None:
     """A device that has failed fails again; the run has its error already."""
     plane = CudaIpcPlane(CPU, 1024)
-    puller, _ = plane.attach(plane.offer(), 4, 1.0)
+    fetcher = plane.attach(plane.offer(), 4, 1.0).fetcher
     for call in ("cudaIpcCloseMemHandle", "cudaFree"):
         refuse(monkeypatch, call, cudaError_t.cudaErrorInvalidValue)
-    puller.detach()
+    fetcher.detach()
     plane.close(are_detached=True)
     assert [record.getMessage() for record in caplog.records] == [
         "the CUDA memory of rank 4 was not closed: cudaIpcCloseMemHandle: cudaErrorInvalidValue,"
@@ -499,17 +523,17 @@ def may_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers.set()
 
 
-def pulled(puller: Puller) -> object:
-    """What is told of a message of one tensor."""
-    told: list[object] = []
+def fetched(fetcher: Fetcher) -> Completion:
+    """What becomes of a message of one tensor."""
+    told: list[Completion] = []
     is_told = threading.Event()
 
-    def tell(_: Pull, outcome: object) -> None:
-        told.append(outcome)
+    def tell(completion: Completion) -> None:
+        told.append(completion)
         is_told.set()
 
-    form = Form(torch.uint8, (100,))
-    puller.pull(Pull(0, TASK, 0, (form,), 0, 0, is_lent=False), tell, lambda _: None)
+    descriptor = Descriptor((Form(torch.uint8, (100,)),), 0)
+    fetcher.fetch(descriptor, Message(0, TASK, ()), Queue(tell))
     assert is_told.wait(PATIENCE_S), "nobody was told"
     return told[0]
 
@@ -521,20 +545,24 @@ def test_a_message_that_cannot_be_taken_over_fails_its_link_and_no_other(
     reader = NixlPlane(device, SLAB_BYTES)
     try:
         source.slab.fill_(7)
-        puller, rate = reader.attach(source.offer(), 3, PATIENCE_S)
+        fetcher, rate, answer = reader.attach(source.offer(), 3, PATIENCE_S)
         assert rate
+        assert answer is None
         device.is_full = True
-        error = pulled(puller)
-        assert isinstance(error, RrfpError)
+        failed = fetched(fetcher)
+        assert isinstance(failed, PlaneFailed)
+        error = failed.error
         assert str(error) == (
             "what rank 3 sent for 1F0 was read and cannot be taken over (OutOfMemoryError: CUDA"
             " out of memory.)"
         )
         assert isinstance(error.__cause__, torch.OutOfMemoryError)
         device.is_full = False
-        tensors = pulled(puller)
-        assert isinstance(tensors, list)
-        assert bool((tensors[0] == 7).all())
+        arrived = fetched(fetcher)
+        assert isinstance(arrived, Fetched)
+        (tensor,) = arrived.tensors
+        assert tensor is not None
+        assert bool((tensor == 7).all())
     finally:
         source.close(are_detached=True)
         reader.close(are_detached=True)
@@ -546,10 +574,12 @@ def test_a_read_that_fails_is_let_go_of(
 ) -> None:
     source, reader = (NixlPlane(CpuDevice(), SLAB_BYTES) for _ in range(2))
     try:
-        puller, _ = reader.attach(source.offer(), 3, PATIENCE_S)
+        fetcher = reader.attach(source.offer(), 3, PATIENCE_S).fetcher
         monkeypatch.setattr(OwnReads, "states", states)
         monkeypatch.setattr(OwnReads, "num_released", 0)
-        assert "rank 3 was lost while its outbox was read" in str(pulled(puller))
+        failed = fetched(fetcher)
+        assert isinstance(failed, PlaneFailed)
+        assert "rank 3 was lost while its outbox was read" in str(failed.error)
         assert OwnReads.num_released == 1
     finally:
         source.close(are_detached=True)

@@ -16,12 +16,10 @@ import pytest
 import torch
 
 from rrfp.runtime.device.interface import CPU
-from rrfp.runtime.link.channel import MOST_USELESS, State
+from rrfp.runtime.link.channel import MAX_USELESS, State
 from rrfp.runtime.link.wire import Purpose
-from rrfp.runtime.net import transport as factory
 from rrfp.runtime.net.connecting import Door
-from rrfp.runtime.net.driver import Wrap
-from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.net.transport import SocketTransport, Wrap
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Left, Message, PeerLostError, Reported
@@ -167,7 +165,7 @@ def test_no_slot_is_pulled_or_released_twice(plane: TransportName) -> None:
         assert len(wires.made) > 8, "no connection was made again"
         # Slots are free once all that was received is gone.
         deadline_s = time.monotonic() + PATIENCE_S
-        while any(outbox.num_taken_bytes for own in made.outboxes for outbox in own):
+        while any(outbox.used_bytes for own in made.outboxes for outbox in own):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
     check_nothing_else_came(made, 40)
@@ -202,7 +200,7 @@ def test_a_cut_while_both_ends_close_fails_nobody() -> None:
         with ThreadPoolExecutor(2) as pool:
             closing = [pool.submit(sender.close)]
             # A receiver that leaves while the sender still works would rightly fail it.
-            while sender._destinations[1]._link.state is State.OPEN:
+            while sender._outgoing[1].driver._endpoint.channel.state is State.OPEN:
                 time.sleep(0.0001)
             closing.append(pool.submit(receiver.close))
             time.sleep(random.Random(seed).random() * 0.004)
@@ -265,7 +263,7 @@ def test_a_link_that_garbles_all_is_told_with_both_its_ends() -> None:
         made.transports[0].send(1, Message(0, task(0), ()))
         told = str(failure(take(made.inboxes[1], 1)))
     assert told.startswith(
-        f"the link from rank 0 (127.0.0.1) to rank 1 (127.0.0.1) broke {MOST_USELESS} times in a"
+        f"the link from rank 0 (127.0.0.1) to rank 1 (127.0.0.1) broke {MAX_USELESS} times in a"
         " row and carried nothing between (the last time rank 0 sent what came garbled (the header"
     )
 
@@ -364,6 +362,7 @@ def train_beside_cuts(
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
+    from rrfp.megatron.pipeline import Pipeline
     from rrfp.train.launch.process_groups import parallel_groups
 
     wires, is_over = Wires(), threading.Event()
@@ -379,7 +378,7 @@ def train_beside_cuts(
     with parallel_groups(chosen[0]) as layout:
         calm = [train_variant(variant, layout) for variant in chosen]
         make = partial(SocketTransport, wrap=wires.wrap, allow_unix=allow_unix)
-        factory.TRANSPORTS = {"cpu": make}
+        Pipeline.transport = make
         cutting.start()
         try:
             return calm, [train_variant(variant, layout) for variant in chosen], len(wires.made)

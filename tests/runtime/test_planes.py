@@ -24,14 +24,35 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.device.interface import CPU, CpuDevice, Device, Stream
 from rrfp.runtime.device.interface import Event as DeviceEvent
 from rrfp.runtime.net.transport import SocketTransport, data_planes
-from rrfp.runtime.planes.codec import Form, Forms, forms_of, packed_bytes, unpacked
-from rrfp.runtime.planes.host_memory import BouncePlane, SharedMemoryPlane
-from rrfp.runtime.planes.negotiation import Settled, SettlingError, answer_offer, offer_planes
-from rrfp.runtime.planes.outbox import Outbox
-from rrfp.runtime.planes.plane import Offer, Plane, PlaneRefusal, Posted, Puller
+from rrfp.runtime.planes.codec import (
+    ALIGNMENT_BYTES,
+    Form,
+    Forms,
+    aligned,
+    forms_of,
+    packed_bytes,
+    unpacked,
+)
+from rrfp.runtime.planes.host_planes import BouncePlane, SharedMemoryPlane
+from rrfp.runtime.planes.negotiation import (
+    NegotiationError,
+    PlaneChoice,
+    answer_offer,
+    offer_planes,
+)
+from rrfp.runtime.planes.outbox import LEAST_STAGED_BYTES, Outbox, Slots
+from rrfp.runtime.planes.plane import (
+    Attachment,
+    Completion,
+    Offer,
+    Plane,
+    PlaneFailed,
+    PlaneRefusal,
+    Staged,
+    Stager,
+)
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.planes.selection import LEAST_POSTED_BYTES, RankPlanes
-from rrfp.runtime.planes.slots import ALIGNMENT_BYTES, Slots, aligned
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
@@ -39,7 +60,7 @@ from tests.e2e.ranks import run_ranks
 from tests.runtime.link_pairs import Pair, needs_nixl, take
 from tests.security.exposed import doors_of
 
-OUTBOX_BYTES = 8 * LEAST_POSTED_BYTES
+OUTBOX_BYTES = 8 * LEAST_STAGED_BYTES
 SLAB = "rrfp-outbox"
 planes = pytest.mark.parametrize(
     "name",
@@ -83,7 +104,7 @@ def own_store() -> Store:
 def _exchange(name: TransportName) -> list[str]:
     rank, inbox = int(os.environ["RANK"]), Inbox()
     made = transport(rank, 2, own_store(), inbox, name)
-    sizes = [1, LEAST_POSTED_BYTES, 3 * LEAST_POSTED_BYTES, OUTBOX_BYTES, 2 * OUTBOX_BYTES] * 3
+    sizes = [1, LEAST_STAGED_BYTES, 3 * LEAST_STAGED_BYTES, OUTBOX_BYTES, 2 * OUTBOX_BYTES] * 3
     for number, size in enumerate(sizes):
         made.send(1 - rank, message(number, filled(size, number), None, filled(7, number)))
     kept = []
@@ -101,7 +122,7 @@ def _exchange(name: TransportName) -> list[str]:
         kept.append(first)
     # What has arrived is the receiver's own, however much is sent afterwards.
     assert sorted(int(tensor[0]) for tensor in kept) == [*range(len(sizes))]
-    settled = made.settled[1 - rank]
+    settled = made.plane_choices[1 - rank]
     made.close()
     return [str(settled.plane), settled.why, str(bool(settled.gb_per_s))]
 
@@ -126,25 +147,25 @@ def test_a_lent_slot_is_free_once_its_tensors_are_gone() -> None:
     # Neither heartbeats nor credits carry the release.
     pair = PlanePair(TransportName.SHM, heartbeat_s=100, silence_s=200)
     try:
-        pair.transports[0].send(1, message(0, filled(LEAST_POSTED_BYTES, 1)))
+        pair.transports[0].send(1, message(0, filled(LEAST_STAGED_BYTES, 1)))
         (arrived,) = take(pair.inboxes[1], 1)
         assert isinstance(arrived, Arrived)
         (outbox,) = pair.outboxes[0]
-        taken = outbox.num_taken_bytes
-        assert taken >= LEAST_POSTED_BYTES
+        taken = outbox.used_bytes
+        assert taken >= LEAST_STAGED_BYTES
         (tensor,) = arrived.message.tensors
         del arrived
         pair.transports[1].consumed(0, 0)
         pair.transports[1].grant(200)  # It writes to the peer, and releases would go along.
         time.sleep(0.2)
-        assert outbox.num_taken_bytes == taken
+        assert outbox.used_bytes == taken
         assert tensor is not None
         assert bool((tensor == 1).all())
         del tensor
         deadline_s = time.monotonic() + 10
-        while outbox.num_taken_bytes and time.monotonic() < deadline_s:
+        while outbox.used_bytes and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert outbox.num_taken_bytes == 0
+        assert outbox.used_bytes == 0
     finally:
         pair.close()
 
@@ -216,7 +237,7 @@ def test_slots_that_receivers_keep_withhold_nothing() -> None:
     pair = PlanePair(TransportName.SHM)
     try:
         for number in range(30):
-            pair.transports[0].send(1, message(number, filled(LEAST_POSTED_BYTES, number)))
+            pair.transports[0].send(1, message(number, filled(LEAST_STAGED_BYTES, number)))
         kept = take(pair.inboxes[1], 30)
         for event in kept:
             assert isinstance(event, Arrived)
@@ -230,7 +251,7 @@ def test_slots_that_receivers_keep_withhold_nothing() -> None:
 def test_the_records_name_the_plane_and_split_the_time() -> None:
     pair = PlanePair(TransportName.SHM)
     try:
-        for size in (10, LEAST_POSTED_BYTES):
+        for size in (10, LEAST_STAGED_BYTES):
             pair.transports[0].send(1, message(size, filled(size, 1)))
         take(pair.inboxes[1], 2)
     finally:
@@ -239,11 +260,11 @@ def test_the_records_name_the_plane_and_split_the_time() -> None:
     receives = [each for each in pair.records[1] if isinstance(each, ReceiveRecord)]
     for records in (sends, receives):
         planes = {record.microbatch: record.plane for record in records}
-        assert planes == {10: "inline", LEAST_POSTED_BYTES: "shm"}
+        assert planes == {10: "inline", LEAST_STAGED_BYTES: "shm"}
     send = max(sends, key=lambda each: each.num_bytes)
     receive = max(receives, key=lambda each: each.num_bytes)
     for record in (send, receive):
-        assert record.num_bytes == LEAST_POSTED_BYTES
+        assert record.num_bytes == LEAST_STAGED_BYTES
         assert record.queued_ns >= 0
         assert 0 <= record.copy_ns <= record.end_ns - record.start_ns
     assert send.queued_ns > 0
@@ -265,10 +286,10 @@ def test_a_plane_that_is_not_there_is_replaced_with_a_sentence(
     monkeypatch.delattr(os, "memfd_create")
     pair = PlanePair(TransportName.SHM)
     try:
-        pair.transports[0].send(1, message(0, filled(LEAST_POSTED_BYTES, 5)))
+        pair.transports[0].send(1, message(0, filled(LEAST_STAGED_BYTES, 5)))
         assert isinstance(take(pair.inboxes[1], 1)[0], Arrived)
         why = "this system has no memfd_create"
-        assert pair.transports[0].settled == {1: Settled(TransportName.INLINE, None, why)}
+        assert pair.transports[0].plane_choices == {1: PlaneChoice(TransportName.INLINE, None, why)}
         assert f"the link to rank 1 takes inline: {why}" in caplog.text
     finally:
         pair.close()
@@ -314,7 +335,7 @@ def _exchange_until_killed(name: TransportName, kills_after_s: float) -> tuple[s
     made = transport(rank, 2, own_store(), inbox, name)
     killed_s = time.monotonic() + kills_after_s
     for number in range(4):
-        made.send(1 - rank, message(number, filled(LEAST_POSTED_BYTES, number)))
+        made.send(1 - rank, message(number, filled(LEAST_STAGED_BYTES, number)))
     while True:
         for event in inbox.take(0.001):
             if isinstance(event, Failed):
@@ -322,7 +343,7 @@ def _exchange_until_killed(name: TransportName, kills_after_s: float) -> tuple[s
                 return str(event.error), time.monotonic() - killed_s
             assert isinstance(event, Arrived)
             made.consumed(1 - rank, 0)
-            made.send(1 - rank, message(0, filled(LEAST_POSTED_BYTES, 0)))
+            made.send(1 - rank, message(0, filled(LEAST_STAGED_BYTES, 0)))
         if rank == 1 and time.monotonic() > killed_s:
             os.kill(os.getpid(), signal.SIGKILL)
         assert time.monotonic() < killed_s + 20
@@ -363,7 +384,7 @@ def test_a_killed_peer_is_named_and_nothing_is_left(name: TransportName, seed: i
 def _idle(name: TransportName) -> float:
     rank, inbox = int(os.environ["RANK"]), Inbox()
     made = transport(rank, 2, own_store(), inbox, name)
-    made.send(1 - rank, message(0, filled(LEAST_POSTED_BYTES, 1)))
+    made.send(1 - rank, message(0, filled(LEAST_STAGED_BYTES, 1)))
     assert isinstance(take(inbox, 1)[0], Arrived)
     time.sleep(0.5)
     begun_s, used_s = time.monotonic(), time.process_time()
@@ -392,16 +413,18 @@ class SilentPlane:
 
     name = TransportName.NIXL
     device: Device = CPU
-    lends = is_inline = False
+    is_carried = False
     reserved_bytes = 0
-    slab = torch.empty(0, dtype=torch.uint8)
 
     def offer(self) -> Offer:
         return Offer(self.name, {})
 
-    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, None]:
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
         time.sleep(timeout_s)
         raise PlaneRefusal("nothing was read in time")
+
+    def stager(self, answer: Offer | None, peer: int) -> Stager:
+        raise AssertionError("no link takes it")
 
     def close(self, *, are_detached: bool) -> None: ...
 
@@ -418,7 +441,7 @@ def test_a_plane_that_hangs_leaves_time_for_the_next_one(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     planes: list[Plane] = [SilentPlane(), BouncePlane(CPU, 1)]
-    answered: list[Settled] = []
+    answered: list[PlaneChoice] = []
 
     def answer() -> None:
         # Its own limit is longer: it began to wait later.
@@ -427,31 +450,32 @@ def test_a_plane_that_hangs_leaves_time_for_the_next_one(
 
     answering = threading.Thread(target=answer)
     answering.start()
-    settled = offer_planes(ends[0], planes, "", LIMIT_S)
+    choice, answer_of_receiver = offer_planes(ends[0], planes, "", LIMIT_S)
     answering.join()
-    assert answered == [settled]
-    assert settled == Settled(TransportName.BOUNCE, None, "nothing was read in time")
+    assert answered == [choice]
+    assert answer_of_receiver is None
+    assert choice == PlaneChoice(TransportName.BOUNCE, None, "nothing was read in time")
 
 
 def test_what_was_attached_is_let_go_of_where_nobody_can_be_told(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     detached: list[bool] = []
-    puller = SimpleNamespace(detach=lambda: detached.append(True))
+    fetcher: Any = SimpleNamespace(detach=lambda: detached.append(True))
 
     class Breaking(SilentPlane):
         """Its peer goes while it attaches itself."""
 
-        def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Any, None]:
+        def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
             ends[0].close()
-            return puller, None
+            return Attachment(fetcher)
 
     plane = Breaking()
     told = json.dumps(
         {"why": "", "timeout_s": 9, "offers": [{"plane": plane.name, "values": {}, "files": 0}]}
     ).encode()
     ends[0].sendall(struct.pack("<II", len(told), 0) + told)
-    with pytest.raises(SettlingError, match="the connection broke"):
+    with pytest.raises(NegotiationError, match="the connection broke"):
         answer_offer(ends[1], {plane.name: plane}, 0, LIMIT_S)
     assert detached == [True]
 
@@ -461,7 +485,7 @@ def test_no_file_of_a_broken_offer_stays_open(ends: tuple[socket.socket, socket.
         socket.send_fds(ends[0], [b"\0"], [file.fileno()])
         ends[0].close()
     before = len([*DESCRIPTORS.iterdir()])
-    with pytest.raises(SettlingError, match="closed"):
+    with pytest.raises(NegotiationError, match="closed"):
         answer_offer(ends[1], {}, 0, LIMIT_S)
     assert len([*DESCRIPTORS.iterdir()]) == before
 
@@ -485,7 +509,7 @@ def test_slots_do_not_overlap_and_come_back(program: list[int]) -> None:
                 assert not slots.release(offset)
                 del taken[offset]
             continue
-        fits = slots.take(number)
+        fits = slots.allocate(number)
         if fits is None:
             # First fit finds any gap that is large enough.
             assert aligned(number) > _largest_gap(taken)
@@ -495,10 +519,10 @@ def test_slots_do_not_overlap_and_come_back(program: list[int]) -> None:
         for offset, size in taken.items():
             assert fits + aligned(number) <= offset or offset + size <= fits
         taken[fits] = aligned(number)
-    assert slots.num_taken_bytes == sum(taken.values())
+    assert slots.used_bytes == sum(taken.values())
     for offset in taken:
         assert slots.release(offset)
-    assert slots.take(SLAB_BYTES) == 0
+    assert slots.allocate(SLAB_BYTES) == 0
 
 
 def _largest_gap(taken: dict[int, int]) -> int:
@@ -528,7 +552,7 @@ def test_tensors_come_out_of_a_slot_as_they_went_in(packed: Forms) -> None:
 
 
 PATIENCE_S = 20.0
-MESSAGE = Message(0, Task(1, Kind.F, 0), (torch.zeros(100, dtype=torch.uint8),))
+MESSAGE = message(0, torch.zeros(100, dtype=torch.uint8))
 
 
 class BrokenDevice(CpuDevice):
@@ -545,33 +569,34 @@ class BrokenDevice(CpuDevice):
 
 
 class Ending:
-    """The sending end of a link."""
+    """The queue of a link that sends."""
 
     def __init__(self) -> None:
-        self.has_posted = threading.Event()
+        self.has_staged = threading.Event()
         self.has_failed = threading.Event()
         self.error: RrfpError | None = None
 
-    def post(self, posted: Posted) -> None:
-        self.has_posted.set()
-
-    def fail(self, error: RrfpError) -> None:
-        self.error = error
+    def put(self, completion: Completion) -> None:
+        if isinstance(completion, Staged):
+            self.has_staged.set()
+            return
+        assert isinstance(completion, PlaneFailed)
+        self.error = completion.error
         self.has_failed.set()
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_an_outbox_that_fails_tells_every_link_also_those_that_send_later() -> None:
     plane = SharedMemoryPlane(BrokenDevice(), 2**20)
-    outbox = Outbox(plane)
+    outbox = Outbox(plane.name, plane.device, plane.slab)
     outbox.open()
     ends = idle, sending, later = Ending(), Ending(), Ending()
     try:
-        outbox.put(idle, MESSAGE)
-        assert idle.has_posted.wait(PATIENCE_S)
-        outbox.put(sending, MESSAGE)
+        outbox.stage(MESSAGE.tensors, MESSAGE, idle)
+        assert idle.has_staged.wait(PATIENCE_S)
+        outbox.stage(MESSAGE.tensors, MESSAGE, sending)
         assert sending.has_failed.wait(PATIENCE_S)
-        outbox.put(later, MESSAGE)
+        outbox.stage(MESSAGE.tensors, MESSAGE, later)
         for end in ends:
             assert end.has_failed.wait(PATIENCE_S)
             assert str(end.error) == (

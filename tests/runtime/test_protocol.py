@@ -12,30 +12,41 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.runtime.link.channel import NEXT_STATES, State
-from rrfp.runtime.link.sender import SourceLink
+from rrfp.runtime.link.channel import (
+    CONNECTION_TRANSITIONS,
+    TRANSITIONS,
+    Change,
+    Channel,
+    Connection,
+    State,
+)
+from rrfp.runtime.link.endpoint import Endpoint
+from rrfp.runtime.link.link_id import LinkId
+from rrfp.runtime.link.sender import Sender
 from rrfp.runtime.link.wire import (
-    DTYPES,
     MAX_FORECAST_NS,
     Frame,
-    FrameError,
     FrameReader,
     GarbledError,
     Header,
     Purpose,
     checksum_of,
-    decode_descriptors,
     decode_prefix,
     encode_header,
+)
+from rrfp.runtime.planes.codec import (
+    DTYPES,
+    Form,
+    FrameError,
+    decode_forms,
     payload_bytes,
-    prepare_message,
+    sendable,
     tensor_bytes,
 )
-from rrfp.runtime.planes.codec import Form
 from rrfp.runtime.protocols import Failed, Left, Message, monotonic
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import evaluation_step
-from tests.runtime.link_world import HEARTBEAT_NS, OPTIONS, World
+from tests.runtime.link_world import HEARTBEAT_NS, OPTIONS, World, envelope
 
 MAX_BYTES = 1 << 20
 TASK = Task(2, Kind.B, 5)
@@ -94,11 +105,12 @@ def read(reader: FrameReader, connection: socket.socket) -> Frame | None:
 def test_a_message_arrives_bit_for_bit_however_it_is_cut(
     sent: list[torch.Tensor | None], data: st.DataObject
 ) -> None:
-    message = prepare_message(Message(7, TASK, tuple(sent)), MAX_BYTES)
+    prepared, num_bytes = sendable(Message(7, TASK, tuple(sent)), MAX_BYTES)
     header = Header(Purpose.MESSAGE, 7, TASK, sequence=3)
-    stream = encode_header(header, message.tensors) + b"".join(
-        bytes(tensor_bytes(tensor)) for tensor in message.tensors if tensor is not None
+    stream = encode_header(header, prepared) + b"".join(
+        bytes(tensor_bytes(tensor)) for tensor in prepared if tensor is not None
     )
+    assert num_bytes == payload_bytes(sent)
     frame: Frame | None = None
     with pair() as (left, right):
         reader = FrameReader(MAX_BYTES)
@@ -228,11 +240,11 @@ def descriptor(code: int, num_dimensions: int, *dimensions: int) -> bytes:
 )
 def test_a_malformed_tensor_is_refused_before_it_is_allocated(data: bytes, complaint: str) -> None:
     with pytest.raises(FrameError, match=complaint):
-        decode_descriptors(data, MAX_BYTES)
+        decode_forms(data, MAX_BYTES)
 
 
 def test_the_largest_message_is_accepted() -> None:
-    assert decode_descriptors(descriptor(5, 1, MAX_BYTES), MAX_BYTES) == (
+    assert decode_forms(descriptor(5, 1, MAX_BYTES), MAX_BYTES) == (
         Form(torch.uint8, (MAX_BYTES,)),
     )
 
@@ -250,7 +262,7 @@ def test_random_bytes_are_refused_or_read(data: bytes, begins_well: bool) -> Non
 @given(st.binary(min_size=72, max_size=72))
 def test_random_descriptors_are_refused_or_bounded(data: bytes) -> None:
     try:
-        (form,) = decode_descriptors(data, MAX_BYTES)
+        (form,) = decode_forms(data, MAX_BYTES)
     except FrameError:
         return
     if form is not None:
@@ -260,7 +272,7 @@ def test_random_descriptors_are_refused_or_bounded(data: bytes) -> None:
 
 def test_a_message_keeps_its_memory_when_data_is_replaced() -> None:
     tensor = torch.arange(6.0, requires_grad=True)
-    (kept,) = prepare_message(Message(0, TASK, (tensor,)), MAX_BYTES).tensors
+    ((kept,), _) = sendable(Message(0, TASK, (tensor,)), MAX_BYTES)
     tensor.data = torch.empty(1)
     assert kept is not None
     assert kept.tolist() == [0, 1, 2, 3, 4, 5]
@@ -282,7 +294,7 @@ def test_what_cannot_travel_is_refused_at_once(
     sent: tuple[torch.Tensor | None, ...], complaint: str
 ) -> None:
     with pytest.raises(UsageError, match=complaint):
-        prepare_message(Message(0, TASK, sent), MAX_BYTES)
+        sendable(Message(0, TASK, sent), MAX_BYTES)
 
 
 # The link protocol without a socket: both ends, a wire of bytes, and every interleaving of them.
@@ -331,9 +343,9 @@ def test_the_states_of_an_end_that_closes() -> None:
     world.send(0)
     world.send(0)
     world.begin_close(world.source, farewell=True)
-    states = [world.source_link.state]
+    states = [world.source.state]
     world.settle()
-    states.append(world.source_link.state)
+    states.append(world.source.state)
     assert states == [State.DRAINING, State.OVER]
     world.check_that_all_came()
     assert Left(0) in world.destination.outputs
@@ -346,25 +358,41 @@ def test_an_end_lingers_until_its_peer_has_read_the_farewell() -> None:
     world = open_ends()
     world.begin_close(world.source, farewell=True)
     world.write(254)
-    states = [world.source_link.state]
+    states = [world.source.state]
     world.send(0)
-    assert not world.source_link.next_write(0), "its last word is said"
+    assert not world.source.link.next_write(0), "its last word is said"
     world.settle()
-    states.append(world.source_link.state)
+    states.append(world.source.state)
     assert states == [State.LINGERING, State.OVER]
     assert not world.source.outputs
 
 
 def test_no_state_leads_back() -> None:
-    for before, states in NEXT_STATES.items():
-        assert before not in states
-        assert states in (frozenset(), frozenset({State.OVER})) or State.OVER in states
     order = list(State)
-    assert all(
-        order.index(after) > order.index(before)
-        for before in order
-        for after in NEXT_STATES[before]
-    )
+    for before, changes in TRANSITIONS.items():
+        assert changes[Change.END] is State.OVER
+        for after in changes.values():
+            assert order.index(after) >= order.index(before)
+    assert set(TRANSITIONS) == set(State)
+    assert set(TRANSITIONS[State.OVER].values()) == {State.OVER}
+
+
+def test_a_connection_is_whole_again_only_by_a_resume() -> None:
+    assert set(CONNECTION_TRANSITIONS) == set(Connection)
+    leads_to_whole = {
+        (before, change)
+        for before, changes in CONNECTION_TRANSITIONS.items()
+        for change, after in changes.items()
+        if after is Connection.WHOLE
+    }
+    assert leads_to_whole == {(Connection.RESUMING, Change.RESUME)}
+    assert all(before not in changes.values() for before, changes in CONNECTION_TRANSITIONS.items())
+
+
+def test_an_event_that_is_missing_from_the_table_is_an_error() -> None:
+    channel = Channel(LinkId(0, 1, is_source=True), OPTIONS, 0)
+    with pytest.raises(AssertionError, match=r"ATTACH.* cannot occur in .*WHOLE"):
+        channel.attach()
 
 
 def test_a_farewell_that_comes_during_a_write_is_acted_on_when_the_write_has_ended() -> None:
@@ -376,9 +404,9 @@ def test_a_farewell_that_comes_during_a_write_is_acted_on_when_the_write_has_end
     world.source.read(1000, 0)
     # The end of the pipe, behind the farewell, is no news.
     world.source.read(1000, 0)
-    states = [world.source_link.state]
+    states = [world.source.state]
     world.source.end_write(1000, 0)
-    states.append(world.source_link.state)
+    states.append(world.source.state)
     assert states == [State.OPEN, State.OVER]
     world.check()
     assert not world.source.failure, "the message was written before the link was over"
@@ -404,9 +432,9 @@ def test_a_broken_wire_is_read_to_its_end() -> None:
     world.source.outgoing.is_unread = True
     world.advance(HEARTBEAT_NS)
     world.write(0)
-    states = [world.source_link.state]
+    states = [world.source.state]
     world.source.read(1000, world.now_ns)
-    states.append(world.source_link.state)
+    states.append(world.source.state)
     assert states == [State.OPEN, State.OVER]
     world.check()
     assert not world.source.failure
@@ -414,14 +442,16 @@ def test_a_broken_wire_is_read_to_its_end() -> None:
 
 def test_a_delay_holds_messages_back_one_after_the_other_and_reports_overtake_it() -> None:
     delays_s = iter([20e-9, 30e-9])
-    link = SourceLink(0, 1, OPTIONS, 0, lambda: next(delays_s))
-    link._num_credits = 2
+    channel = Channel(LinkId(0, 1, is_source=True), OPTIONS, 0)
+    sender = Sender(channel, lambda: next(delays_s))
+    sender._num_credits = 2
+    link = Endpoint(channel, sender)
     for index in range(2):
-        link.send(Message(0, Task(1, Kind.F, index), ()), 0)
+        sender.send(envelope(Message(0, Task(1, Kind.F, index), ()), 0))
     written: list[tuple[int, int]] = []
     for now_ns in range(0, 60, 5):
         if now_ns == 10:
-            link.announce(Purpose.REPORT, 0, Task(1, Kind.B, 7), 0)
+            sender.announce(Purpose.REPORT, 0, Task(1, Kind.B, 7), 0)
         while buffers := link.next_write(now_ns):
             data = b"".join(buffers)
             if data[5] != Purpose.HEARTBEAT:
@@ -437,14 +467,14 @@ def test_what_is_no_frame_is_told_and_ends_the_link() -> None:
     world.destination.read(1000, 0)
     (failed,) = world.destination.outputs
     assert isinstance(failed, Failed)
-    assert world.destination_link.state is State.OVER
+    assert world.destination.state is State.OVER
     assert "what rank 0 sent to rank 1 cannot be read" in str(failed.error)
 
 
 def test_tensors_are_handed_over_where_they_lie() -> None:
     world = open_ends()
     big = torch.zeros(1000, dtype=torch.uint8)
-    world.source_link.send(Message(0, Task(1, Kind.F, 0), (big,)), 0)
-    _, payload = world.source_link.next_write(0)
+    world.sender.send(envelope(Message(0, Task(1, Kind.F, 0), (big,)), 0))
+    _, payload = world.source.link.next_write(0)
     big.fill_(7)
     assert bytes(payload) == b"\7" * 1000

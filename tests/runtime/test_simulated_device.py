@@ -1,16 +1,17 @@
 """The protocol of outbox, pull and release on simulated devices: right as it is, and wrong in every
 seed where one of its rules is broken."""
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
 
 from rrfp.runtime.device.interface import Device, Event, Stream
-from rrfp.runtime.link.channel import Output, Released
-from rrfp.runtime.link.receiver import DestinationLink
-from rrfp.runtime.net.driver import DestinationDriver
+from rrfp.runtime.link.channel import Output
+from rrfp.runtime.link.driver import LinkDriver
+from rrfp.runtime.link.receiver import Receiver
 from rrfp.runtime.planes.outbox import _Copying
-from rrfp.runtime.planes.plane import MappedPuller, Pull
+from rrfp.runtime.planes.plane import Fetch, MappedFetcher
 from tests.doubles.simulated_device import SimulatedDevice, _Stream
 from tests.runtime.link_pairs import Mistake, PoisoningOutbox, exchange
 
@@ -29,16 +30,16 @@ seeds = pytest.mark.parametrize(
 class HeaderEarly(PoisoningOutbox):
     """The frame leaves when the copy into the slot is queued, which is slower than a frame."""
 
-    def __init__(self, *plane_and_clock: Any) -> None:
-        super().__init__(*plane_and_clock)
+    def __init__(self, *plane: Any, **options: Any) -> None:
+        super().__init__(*plane, **options)
         cast(_Stream, self._stream).mean_delay_s = SLOW_S
 
     def _copy(self, *taken: Any) -> _Copying:
         copying = super()._copy(*taken)
-        super()._post(copying)
+        super()._complete(copying)
         return copying
 
-    def _post(self, copying: _Copying) -> None:
+    def _complete(self, copying: _Copying) -> None:
         pass
 
 
@@ -47,7 +48,7 @@ class SourceFreedEarly(PoisoningOutbox):
 
     def _copy(self, *taken: Any) -> _Copying:
         copying = super()._copy(*taken)
-        copying.tensors = ()
+        copying.waiting.tensors = ()
         return copying
 
 
@@ -64,13 +65,13 @@ class NeverAwaited:
         pass
 
 
-class ArrivalEarly(MappedPuller):
-    """The arrival is told when the pull is queued."""
+class ArrivalEarly(MappedFetcher):
+    """The arrival is told when the fetch is queued."""
 
-    def pull(self, *pulled: Any) -> None:
+    def fetch(self, *fetched: Any) -> None:
         device = self._device
         self._device = NeverAwaited(device)
-        super().pull(*pulled)
+        super().fetch(*fetched)
         self._device = device
 
     def detach(self, *, waits: bool = True) -> None:
@@ -78,34 +79,35 @@ class ArrivalEarly(MappedPuller):
         super().detach()
 
 
-class NeverReleases(DestinationLink):
-    """What was pulled is not released: with an early arrival no slot is used twice, and with an
+class NeverReleases(Receiver):
+    """What was fetched is not released: with an early arrival no slot is used twice, and with an
     early release none is released twice."""
 
-    def pulled(self, *pulled: Any) -> list[Output]:
-        outputs = super().pulled(*pulled)
+    def complete(self, *completed: Any) -> list[Output]:
+        outputs = super().complete(*completed)
         self._releases.clear()
         return outputs
 
 
-class ReleasesEarly(DestinationDriver):
-    """The slot is released before its message is pulled."""
+class ReleasesEarly(LinkDriver[Any]):
+    """The slot is released before its message is fetched."""
 
-    def _serve(self, output: Pull | Released) -> None:
-        assert isinstance(output, Pull)
+    def _emit(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, Fetch):
+                with self._lock:
+                    self._endpoint.direction._releases.append(output.descriptor.offset)
+                with self._write_lock:
+                    self._write()
+            super()._emit([output])
+
+
+class DetachesLate(LinkDriver[Any]):
+    """It does not detach from the peer's memory before its farewell."""
+
+    def _detach_if_done(self) -> None:
         with self._lock:
-            self._link._releases.append(output.offset)
-        with self._write_lock:
-            self._write()
-        super()._serve(output)
-
-
-class DetachesLate(DestinationDriver):
-    """It does not let go of the peer's memory before its farewell."""
-
-    def _let_go(self) -> None:
-        with self._lock:
-            self._link.let_go()
+            self._endpoint.detached()
 
 
 class DoesNotWait(SimulatedDevice):
@@ -125,10 +127,10 @@ class DoesNotTakeOver(SimulatedDevice):
 MISTAKES = {
     "header early": Mistake(outbox=HeaderEarly),
     "arrival early": Mistake(
-        puller=ArrivalEarly, link=NeverReleases, outbox_bytes=LARGE_OUTBOX_BYTES
+        fetcher=ArrivalEarly, receiver=NeverReleases, outbox_bytes=LARGE_OUTBOX_BYTES
     ),
     "source freed early": Mistake(outbox=SourceFreedEarly),
-    "slot released early": Mistake(driver=ReleasesEarly, link=NeverReleases),
+    "slot released early": Mistake(driver=ReleasesEarly, receiver=NeverReleases),
     # With few slots its messages wait long enough for the compute to be done.
     "compute that does not wait": Mistake(
         device=DoesNotWait, compute_delay_s=SLOW_S, outbox_bytes=LARGE_OUTBOX_BYTES

@@ -23,7 +23,7 @@ from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.link.wire import Header, Purpose, encode_header
 from rrfp.runtime.net.faults import LinkFault, order, shown_links, wrapped
-from rrfp.runtime.net.transport import SocketTransport, transport_maker
+from rrfp.runtime.net.transport import SocketTransport, check_device
 from rrfp.runtime.pace import Delays
 from rrfp.runtime.protocols import (
     Arrived,
@@ -323,11 +323,11 @@ def test_no_file_descriptor_is_left() -> None:
     assert len(list(descriptors.iterdir())) == num_before
 
 
-def test_the_device_chooses_the_transport() -> None:
+def test_messages_carry_tensors_of_some_devices() -> None:
     for device in ("cpu", "cuda"):
-        assert transport_maker(torch.device(device)) is SocketTransport
+        check_device(torch.device(device))
     with pytest.raises(UsageError, match="on meta and messages carry CPU and CUDA tensors only"):
-        transport_maker(torch.device("meta"))
+        check_device(torch.device("meta"))
 
 
 def test_a_transport_that_is_not_open_has_started_nothing() -> None:
@@ -703,7 +703,7 @@ def test_reports_overtake_what_is_held_back() -> None:
 def test_reports_that_the_links_thread_writes_overtake_what_is_held_back() -> None:
     with pair() as made:
         made.transports[0].send(1, message(0, 900))
-        with made.transports[0]._destinations[1]._write_lock:
+        with made.transports[0]._outgoing[1].driver._write_lock:
             for microbatch in range(3):
                 made.transports[0].report(1, 0, Task(1, Kind.B, microbatch))
         events = take(made.inboxes[1], 3)

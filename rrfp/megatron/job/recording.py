@@ -39,7 +39,7 @@ from rrfp.megatron.step_groups import (
 )
 from rrfp.megatron.transport_log import TransportLog
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.planes.negotiation import Taken
+from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
@@ -162,7 +162,7 @@ class JobRecording:
             self._policies = PolicyLog(self._run.run_json)
         self._policies.steered(step, policy.described())
 
-    def connected(self, taken: Taken) -> None:
+    def connected(self, taken: AcceptedPlanes) -> None:
         """A step has returned, and this is what the links of its pipeline take."""
         transport = self._transport
         if transport is not None:

@@ -1,66 +1,55 @@
 """The frames that travel on a link: a fixed binary header, then tensors as they lie in memory.
 
 A frame is a prefix (60 bytes), one descriptor (72 bytes) for each tensor, and the bytes of the
-tensors in that order. Only messages carry tensors; those of a posted one lie in its sender's outbox
-(`rrfp.runtime.planes.plane`), and its frame has descriptors only. Everything in prefix and
-descriptors is checked before memory is allocated for the tensors, and nothing on the wire is ever
-executed or unpickled.
-Integers are little-endian; tensors travel in the byte order of the (little-endian) hosts.
+tensors in that order. Only messages carry tensors. The frame of a staged message has descriptors
+only: its tensors lie in a slot of the link's data plane (`rrfp.runtime.planes.plane`). Prefix and
+descriptors are checked before memory is allocated for the tensors, and nothing on the wire is
+executed or unpickled. Integers are little-endian; tensors travel in the byte order of the
+(little-endian) hosts.
 
-Prefix and descriptors each have a CRC-32, and so have the tensors where nothing else vouches for
-them: between hosts without TLS. A kernel that copies memory within a host needs no such check.
+Prefix and descriptors each have a CRC-32. The tensors have one where nothing else protects them:
+between hosts without TLS. A kernel that copies memory within a host needs no such check.
 """
 
-import math
 import struct
 import zlib
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from rrfp.errors import RrfpError, UsageError
-from rrfp.runtime.planes.codec import Form, Forms, payload_of
-from rrfp.runtime.protocols import Message
+from rrfp.runtime.planes.codec import (
+    DESCRIPTOR_BYTES,
+    Form,
+    Forms,
+    FrameError,
+    decode_forms,
+    encode_forms,
+    form_bytes,
+    payload_bytes,
+    tensor_bytes,
+)
 from rrfp.schedule.tasks import Kind, Task
 
 MAGIC = b"RRFP"
 VERSION = 5
-MAX_DIMENSIONS = 8
-MAX_TENSORS = 255
 MAX_FORECAST_NS = 3_600_000_000_000
-"""A task that takes longer is not waited for; nor is a number believed that says so."""
+"""Longest forecast that a sender makes and a receiver accepts; nothing waits longer for a task."""
 
 # magic, version, purpose, kind, number of tensors, stage, microbatch, step, sequence, number,
 # acknowledged, checksums of the descriptors and of the tensors
 _PREFIX = struct.Struct("<4sBBBBiiqqqqII")
-# of the prefix before it
+# checksum of the prefix before it
 _CHECKSUM = struct.Struct("<I")
-# dtype (0: no tensor), number of dimensions, (0), the dimensions
-_DESCRIPTOR = struct.Struct("<BB6x8q")
+PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
 
 _KINDS = (None, Kind.F, Kind.B, Kind.W)
-_DTYPES = (
-    None,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-)
-DTYPES: tuple[torch.dtype, ...] = tuple(dtype for dtype in _DTYPES if dtype is not None)
-"""What a tensor of a message may hold."""
 
 
 class Purpose(IntEnum):
-    """What a frame is for; the values are those on the wire."""
+    """Purpose of a frame; the values are those on the wire."""
 
     MESSAGE = 1
     CREDIT = 2
@@ -75,39 +64,36 @@ class Purpose(IntEnum):
     RESUME = 11
 
 
-_POSTED = frozenset({Purpose.POSTED, Purpose.LENT})
-_WITH_TENSORS = _POSTED | {Purpose.MESSAGE}
+_STAGED = frozenset({Purpose.POSTED, Purpose.LENT})
+_WITH_TENSORS = _STAGED | {Purpose.MESSAGE}
 _WITH_TASK = _WITH_TENSORS | {Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST}
 UNCOUNTED = frozenset({Purpose.HEARTBEAT, Purpose.RESUME})
-"""What concerns one connection only; all other frames are counted, and sent again over the next
-connection if the peer had not received them (`rrfp.runtime.link.channel`)."""
-
-
-class FrameError(RrfpError):
-    """What arrived is not a frame of this protocol, or breaks its rules."""
+"""Frames that concern one connection only. All other frames are counted, and retransmitted over the
+next connection if the peer had not received them (`rrfp.runtime.link.channel`)."""
 
 
 class GarbledError(FrameError):
-    """What arrived is not what was sent."""
+    """The received bytes differ from those that were sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed part of a frame. `task` is None for purposes that concern no task."""
+    """Fixed part of a frame. `task` is None for purposes that concern no task."""
 
     purpose: Purpose
     step: int = 0
     task: Task | None = None
     sequence: int = 0
-    """Messages on this link before this one, posted ones too; 0 for every other purpose."""
+    """Number of messages on this link before this one, staged ones included; 0 for every other
+    purpose."""
     number: int = 0
-    """The position in the agreed sequence (decision); how many credits (credit); in how many ns to
-    expect a task's input (forecast); the offset of a slot (posted, lent, released)."""
+    """Position in the agreed sequence (decision), number of credits (credit), ns until a task's
+    input is expected (forecast), or offset of a slot (posted, lent, released)."""
     num_tensors: int = 0
 
 
 class Prefix(NamedTuple):
-    """What stands before a frame's descriptors and tensors."""
+    """Decoded prefix of a frame."""
 
     header: Header
     acknowledged: int
@@ -122,59 +108,13 @@ class Frame:
     header: Header
     tensors: tuple[torch.Tensor | None, ...]
     arrived_ns: int
-    """When its prefix was here."""
+    """Time at which its prefix was complete."""
     num_bytes: int
-    """Of its tensors."""
+    """Bytes of its tensors."""
     forms: Forms = ()
-    """What the tensors of a posted message are."""
+    """Forms of the tensors of a staged message."""
     acknowledged: int = 0
-    """How many counted frames its sender has received on this link, over all connections."""
-
-
-def payload_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
-    """How many bytes the tensors take on the wire."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
-def prepare_message(message: Message, max_message_bytes: int, device: str = "cpu") -> Message:
-    """The message as the wire can take it: detached, contiguous, on a device of this type.
-
-    Shares memory with the tensors that are contiguous already. Raises UsageError for a tensor that
-    cannot travel.
-    """
-    if len(message.tensors) > MAX_TENSORS:
-        raise UsageError(
-            f"the message for {message.task} has {len(message.tensors)} tensors;"
-            f" a message takes at most {MAX_TENSORS}"
-        )
-    tensors: list[torch.Tensor | None] = []
-    for tensor in message.tensors:
-        if tensor is None:
-            tensors.append(None)
-            continue
-        if tensor.device.type != device or tensor.layout != torch.strided:
-            raise UsageError(
-                f"a tensor for {message.task} is {tensor.layout} on {tensor.device};"
-                f" the socket transport takes dense tensors on the {device}"
-            )
-        if tensor.dtype not in DTYPES:
-            raise UsageError(
-                f"a tensor for {message.task} is of {tensor.dtype};"
-                f" the socket transport takes {', '.join(str(dtype) for dtype in DTYPES)}"
-            )
-        if tensor.dim() > MAX_DIMENSIONS:
-            raise UsageError(
-                f"a tensor for {message.task} has {tensor.dim()} dimensions;"
-                f" the socket transport takes at most {MAX_DIMENSIONS}"
-            )
-        tensors.append(tensor.detach().contiguous())
-    num_bytes = payload_bytes(tensors)
-    if num_bytes > max_message_bytes:
-        raise UsageError(
-            f"the message for {message.task} has {num_bytes} bytes, above the maximum of"
-            f" {max_message_bytes}; raise max_message_bytes on every rank"
-        )
-    return replace(message, tensors=tuple(tensors))
+    """Number of counted frames that its sender has received on this link, over all connections."""
 
 
 def encode_header(
@@ -183,9 +123,9 @@ def encode_header(
     acknowledged: int = 0,
     tensors_checksum: int = 0,
 ) -> bytes:
-    """The prefix and the descriptors of the tensors, or of what they are."""
+    """Encode the prefix, and the descriptors of the tensors or of their forms."""
     task = header.task
-    descriptors = b"".join(map(_descriptor, tensors))
+    descriptors = encode_forms(tensors)
     prefix = _PREFIX.pack(
         MAGIC,
         VERSION,
@@ -204,33 +144,33 @@ def encode_header(
     return prefix + _CHECKSUM.pack(zlib.crc32(prefix)) + descriptors
 
 
-def _descriptor(tensor: torch.Tensor | Form | None) -> bytes:
-    code, shape = (0, ()) if tensor is None else (_DTYPES.index(tensor.dtype), tuple(tensor.shape))
-    dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
-    return _DESCRIPTOR.pack(code, len(shape), *dimensions)
-
-
 def checksum_of(buffers: Iterable[memoryview]) -> int:
-    """A checksum of the bytes of tensors."""
+    """Compute the checksum of the bytes of tensors."""
     checksum = 0
     for buffer in buffers:
         checksum = zlib.crc32(buffer, checksum)
     return checksum
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as bytes; writing to it writes to the tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def decode_prefix(data: bytes | bytearray) -> Prefix:
-    """Read and check a prefix; raises FrameError that says what is wrong."""
+    """Decode and check a prefix. Raises FrameError for an invalid one."""
     fields, (checksum,) = data[: _PREFIX.size], _CHECKSUM.unpack_from(data, _PREFIX.size)
     _compare("header", zlib.crc32(fields), checksum)
-    magic, version, purpose, kind, num_tensors, stage, microbatch, step, *numbers = _PREFIX.unpack(
-        fields
-    )
-    sequence, number, acknowledged, *checksums = numbers
+    (
+        magic,
+        version,
+        purpose,
+        kind,
+        num_tensors,
+        stage,
+        microbatch,
+        step,
+        sequence,
+        number,
+        acknowledged,
+        descriptors_checksum,
+        tensors_checksum,
+    ) = _PREFIX.unpack(fields)
     if magic != MAGIC:
         raise FrameError(f"a frame begins with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
@@ -258,67 +198,36 @@ def decode_prefix(data: bytes | bytearray) -> Prefix:
     kind_of_task = _KINDS[kind]
     task = None if kind_of_task is None else Task(stage, kind_of_task, microbatch)
     header = Header(purpose, step, task, sequence, number, num_tensors)
-    return Prefix(header, acknowledged, *checksums)
+    return Prefix(header, acknowledged, descriptors_checksum, tensors_checksum)
 
 
-def _compare(what: str, checksum: int, told: int) -> None:
-    if checksum != told:
-        raise GarbledError(f"the {what} of a frame has checksum {checksum:08x}, not {told:08x}")
-
-
-def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> Forms:
-    """Read and check the descriptors of one message; raises FrameError that says what is wrong."""
-    forms: list[Form | None] = []
-    total_bytes = 0
-    for code, num_dimensions, *dimensions in _DESCRIPTOR.iter_unpack(data):
-        if code >= len(_DTYPES):
-            raise FrameError(f"a tensor has the unknown dtype {code}")
-        if num_dimensions > MAX_DIMENSIONS:
-            raise FrameError(f"a tensor has {num_dimensions} dimensions")
-        shape = tuple(dimensions[:num_dimensions])
-        if any(dimensions[num_dimensions:]) or min(shape, default=0) < 0:
-            raise FrameError(f"a tensor of {num_dimensions} dimensions has the shape {dimensions}")
-        dtype = _DTYPES[code]
-        if dtype is None:
-            if num_dimensions:
-                raise FrameError(f"a tensor that is not there has {num_dimensions} dimensions")
-            forms.append(None)
-            continue
-        # A zero counts as one, so that the other dimensions of an empty tensor are bounded too.
-        bound_bytes = math.prod(max(size, 1) for size in shape) * dtype.itemsize
-        total_bytes += bound_bytes if 0 not in shape else 0
-        if max(total_bytes, bound_bytes) > max_message_bytes:
-            raise FrameError(
-                f"a message has a tensor of shape {shape} and {dtype}, in all"
-                f" {max(total_bytes, bound_bytes)} bytes or more, above the maximum of"
-                f" {max_message_bytes}"
-            )
-        forms.append(Form(dtype, shape))
-    return tuple(forms)
+def _compare(what: str, checksum: int, expected: int) -> None:
+    if checksum != expected:
+        raise GarbledError(f"the {what} of a frame has checksum {checksum:08x}, not {expected:08x}")
 
 
 class FrameReader:
-    """Puts frames together from bytes as they come.
+    """Assembles frames from bytes as they arrive.
 
-    The bytes go straight to where they belong: into a header's buffer, then into the tensors that
-    are made once that header was checked.
+    The bytes go straight to their place: into a header's buffer, then into the tensors, which are
+    allocated once that header has been checked.
     """
 
     def __init__(self, max_message_bytes: int, *, checks_tensors: bool = False) -> None:
-        """With `checks_tensors` their checksum is held against what the header says."""
+        """With `checks_tensors` the tensors' checksum is compared with the header's."""
         self._max_message_bytes = max_message_bytes
         self._checks_tensors = checks_tensors
         self._checksum = 0
-        """Of what has come since the descriptors."""
+        """Checksum of the tensor bytes so far."""
         self._begin()
 
     def _begin(self) -> None:
         self._buffers = self._build()
         self.missing = next(self._buffers)
-        """Where the next bytes belong; never empty."""
+        """Buffer for the next bytes; never empty."""
 
     def fill(self, num_bytes: int, now_ns: int) -> Frame | None:
-        """So many bytes have come into `missing`: the frame if it is whole now.
+        """Account for bytes written into `missing`, and return the frame if it is complete.
 
         Raises FrameError when the bytes are not a frame.
         """
@@ -336,19 +245,19 @@ class FrameReader:
         return None
 
     def _build(self) -> Generator[memoryview, int, Frame]:
-        """Yield the buffers to fill, one after the other, and return the frame made of them. It is
-        sent the time at which each was full."""
-        prefix = bytearray(_PREFIX.size + _CHECKSUM.size)
+        """Yield the buffers to fill, one after the other, and return the frame made of them. Each
+        `send` passes the time at which the buffer was full."""
+        prefix = bytearray(PREFIX_BYTES)
         arrived_ns = yield memoryview(prefix)
         header, acknowledged, descriptors_checksum, tensors_checksum = decode_prefix(prefix)
         if header.num_tensors == 0:
             return Frame(header, (), arrived_ns, 0, (), acknowledged)
-        descriptors = bytearray(_DESCRIPTOR.size * header.num_tensors)
+        descriptors = bytearray(DESCRIPTOR_BYTES * header.num_tensors)
         yield memoryview(descriptors)
         _compare("descriptors", zlib.crc32(descriptors), descriptors_checksum)
-        forms = decode_descriptors(descriptors, self._max_message_bytes)
-        if header.purpose in _POSTED:
-            return Frame(header, (), arrived_ns, payload_of(forms), forms, acknowledged)
+        forms = decode_forms(descriptors, self._max_message_bytes)
+        if header.purpose in _STAGED:
+            return Frame(header, (), arrived_ns, form_bytes(forms), forms, acknowledged)
         tensors: list[torch.Tensor | None] = []
         self._checksum = 0
         for form in forms:

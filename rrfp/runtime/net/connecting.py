@@ -29,10 +29,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, Lock, Thread
-from typing import Protocol, Self
+from typing import Self
 
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
+from rrfp.runtime.link.driver import NotYetError, Pause, PeerGoneError
 from rrfp.runtime.net.handshake import (
     SECRET_BYTES,
     HandshakeError,
@@ -459,46 +460,20 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-# How an end comes to another connection: a source dials, and a destination waits to be dialled.
+# How an end obtains another connection: a source dials, and a destination waits to be dialled.
 #
-# Each `attempt` is one step, on the link's own thread, within the time that it is given. It gives a
-# connection, or says why there is none yet, or that the peer is gone.
+# Each `attempt` is one step, on the link's own thread, within the time that it is given. It returns
+# a connection, or raises why there is none yet, or that the peer is gone.
 
 
 _KNOCK_S = 0.25
-"""How often a destination that waits looks whether its source is still there."""
+"""Interval at which a destination that waits checks whether its source is still there."""
 _DIAL_AGAIN_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
-Pause = Callable[[float], None]
-"""Waits so many seconds, or until the link's thread is woken."""
-
-
-class NotYetError(Exception):
-    """There is no connection yet; a sentence says why."""
-
-
-class PeerGoneError(Exception):
-    """There will never be one."""
-
-
-class Reconnecting(Protocol):
-    """Of one end of a link."""
-
-    def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
-        """Another connection. Raises NotYetError or PeerGoneError. `num_useless`: so many have
-        broken in a row and carried nothing."""
-
-    @property
-    def has_other(self) -> bool:
-        """Whether the peer has connected again, although this end's connection may seem whole."""
-
-    def close(self) -> None:
-        """The link is over: no other connection is taken."""
-
 
 class Dialling:
-    """A source's."""
+    """Connects a source again. Implements `rrfp.runtime.link.driver.Reconnector`."""
 
     has_other = False
 
@@ -525,7 +500,8 @@ class Dialling:
 
 
 class Awaiting:
-    """A destination's."""
+    """Waits until a destination's source connects again. Implements
+    `rrfp.runtime.link.driver.Reconnector`."""
 
     def __init__(self, door: Door) -> None:
         self._door = door

@@ -1,18 +1,20 @@
 """The socket transport: tensors between the ranks of a run, without a wait for compute.
 
-Ranks on one host meet at Unix sockets, others at TCP ports; the addresses travel through torch's
-store. Each listener has a secret: a Unix socket's lies beside it, for this user alone; a TCP port's
-travels through the store too, and protects the link as far as that store is protected. The wire is
-authenticated when a connection is made; between hosts it is encrypted if that is asked for, and
-else belongs on a cluster's own network.
+Ranks on one host connect by Unix sockets, others by TCP; the addresses go through torch's store.
+Each listener has a secret. That of a Unix socket lies beside it, for this user alone; that of a TCP
+port goes through the store, too, and protects the link as far as that store is protected. Both
+sides of a connection authenticate when it is made. Between hosts it is encrypted on request, and
+otherwise belongs on a cluster's own network.
 
-The sockets carry small tensors of the CPU themselves. Large ones, and those of a device, a data
-plane carries beside them (`rrfp.runtime.planes.plane`).
+The sockets carry small CPU tensors themselves. A data plane carries large ones, and those of a
+device (`rrfp.runtime.planes.plane`).
 """
 
 import socket
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -22,31 +24,79 @@ from torch.distributed import Store
 from rrfp.errors import UsageError
 from rrfp.runtime.device.cuda import CudaDevice
 from rrfp.runtime.device.interface import CPU, Device
-from rrfp.runtime.link.channel import Far, LinkOptions
-from rrfp.runtime.link.receiver import DestinationLink, LinkPlane
-from rrfp.runtime.link.sender import SourceLink
-from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
+from rrfp.runtime.link.channel import Channel, LinkOptions
+from rrfp.runtime.link.driver import LinkDriver
+from rrfp.runtime.link.endpoint import Endpoint
+from rrfp.runtime.link.link_id import CrossHost, LinkId
+from rrfp.runtime.link.receiver import PlaneUse, Receiver
+from rrfp.runtime.link.sender import Envelope, Sender
+from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose
 from rrfp.runtime.net.connecting import Awaiting, DialError, Dialling, Door, Listener, Where
-from rrfp.runtime.net.driver import DestinationDriver, SourceDriver, Wrap
 from rrfp.runtime.net.faults import wrapped
 from rrfp.runtime.net.tls import Tunnels
 from rrfp.runtime.pace import Delays
-from rrfp.runtime.planes.host_memory import BouncePuller
-from rrfp.runtime.planes.negotiation import Settled, SettlingError
-from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.planes.codec import sendable
+from rrfp.runtime.planes.negotiation import NegotiationError, PlaneChoice
+from rrfp.runtime.planes.plane import Stager
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.planes.selection import RankPlanes
+from rrfp.runtime.planes.selection import Incoming, RankPlanes
 from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, Transport, monotonic
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 
 _END_S = 1.0
-"""How long after the deadline of its close a thread may end; one waits for a device that hangs."""
+"""Time after the deadline of its close in which a thread may end; one may wait for a device that
+hangs."""
 _LAST_WORDS_S = 0.1
-"""How long those of a rank that fails may take to be with the system, under TLS."""
+"""Time in which the last words of a rank that fails may reach the system, under TLS."""
 _KNOCK_S = 1.0
-_Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
+
+Wrap = Callable[[socket.socket, int, int], socket.socket]
+"""Function of a connected socket, this rank and the peer that returns the socket to use. Tests
+return one that does harm."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """A link from this rank."""
+
+    driver: LinkDriver[Sender]
+    sender: Sender
+    stager: Stager | None
+    """Stages the messages that the socket does not carry."""
+
+    def send(self, envelope: Envelope) -> None:
+        driver, stager = self.driver, self.stager
+        if stager is None or not stager.accepts(envelope.tensors, envelope.num_bytes):
+            driver.submit(lambda: self.sender.send(envelope))
+        else:
+            # The stager alone keeps the tensors alive, until they are copied.
+            tensors, envelope.tensors = envelope.tensors, ()
+            driver.change(self.sender.begin_staging)
+            stager.stage(tensors, envelope, driver)
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """A link to this rank."""
+
+    driver: LinkDriver[Receiver]
+    receiver: Receiver
+    awaiting: Awaiting
+    channel: Channel
+
+    def reconnected(self, connection: socket.socket, attempt: int) -> None:
+        """Use another connection of the source's; on a thread of the listener."""
+        if self.awaiting.offer(connection, attempt):
+            self.driver.note_other_connection()
+            return
+        # The source did not receive the answer to its farewell.
+        with connection, suppress(OSError):
+            connection.sendall(self.channel.parting_words())
+
+
+_Link = TypeVar("_Link", _Outgoing, _Incoming)
 
 
 class SocketTransport:
@@ -79,14 +129,15 @@ class SocketTransport:
         tls: bool = False,
         wrap: Wrap = wrapped,
     ) -> None:
-        """Every rank that has links makes its transport under the same `prefix`. `num_credits` is
-        how many messages each incoming link must be able to hold that were not `consumed` yet: all
-        of a step's in fixed dispatch, or a rank waits for ever behind the wrong microbatch. It
-        holds up to an eighth more. `record` is called by the links' threads and by whoever sends.
-        `allow_unix=False` takes TCP also within a host; `address` is where this rank listens for
-        other hosts. `planes` are its own from here on; None: the sockets carry all tensors. With
-        `tls` connections at TCP ports are encrypted. `wrap` is given every connected socket. Raises
-        UsageError for settings that cannot work.
+        """Every rank that has links makes its transport under the same `prefix`.
+
+        `num_credits` is the number of messages that each incoming link must be able to hold before
+        they are `consumed`: all of a step's in fixed dispatch, or a rank may wait indefinitely
+        behind the wrong microbatch. A link holds up to an eighth more. The links' threads call
+        `record`, and so do threads that send. `allow_unix=False` uses TCP also within a host;
+        `address` is where this rank listens for other hosts. The transport owns `planes`; None: the
+        sockets carry all tensors. With `tls` connections by TCP are encrypted. `wrap` is given
+        every connected socket. Raises UsageError for settings that cannot work.
         """
         _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
         self._rank = rank
@@ -116,10 +167,9 @@ class SocketTransport:
         self._is_closed = False
         self._listener: Listener | None = None
         self._doors: dict[int, Door] = {}
-        self._fars: dict[int, Far | None] = {}
-        self._sources: dict[int, DestinationDriver] = {}
-        self._awaiting: dict[int, Awaiting] = {}
-        self._destinations: dict[int, SourceDriver] = {}
+        self._cross_hosts: dict[int, CrossHost | None] = {}
+        self._incoming: dict[int, _Incoming] = {}
+        self._outgoing: dict[int, _Outgoing] = {}
 
     def open(self) -> None:
         """Connect every link; returns when all are there.
@@ -165,14 +215,14 @@ class SocketTransport:
             listener.accept()
             for peer in self._sends_to:
                 connection = self._doors[peer].dial(max(rendezvous.remaining_s, 0.001))
-                outbox = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
-                self._open_destination(peer, connection, outbox)
+                stager = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
+                self._open_outgoing(peer, connection, stager)
             listener.wait(rendezvous, self._connect_s, self._raise_if_gone)
         except PeerLostError:
-            # It says why, where it could.
+            # The rank that failed says why, where it could.
             rendezvous.raise_if_failed()
             raise
-        # Who has dialled this rank has found its door before, and who was dialled by it, too.
+        # All peers, those that dialled and those that were dialled, know its address by now.
         listener.hide()
 
     def _raise_if_gone(self, peer: int) -> None:
@@ -188,12 +238,14 @@ class SocketTransport:
         where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
         self._check_is_same(peer, where)
         self._doors[peer] = Door(self._rank, peer, where, unix=is_near, tunnels=self._tunnels)
-        self._fars[peer] = None
+        self._cross_hosts[peer] = None
         if not is_near:
             assert own.tcp is not None
             assert where.tcp is not None
             is_encrypted = self._tunnels is not None
-            self._fars[peer] = Far(own.tcp.host, where.tcp.host, is_encrypted=is_encrypted)
+            self._cross_hosts[peer] = CrossHost(
+                own.tcp.host, where.tcp.host, is_encrypted=is_encrypted
+            )
 
     def _check_is_same(self, peer: int, where: Where) -> None:
         if where.transport != self._planes.asked:
@@ -215,78 +267,76 @@ class SocketTransport:
 
     def _offer(
         self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_near: bool
-    ) -> Outbox | None:
-        if not self._planes.settles:
-            self._planes.settle(peer, Settled(TransportName.INLINE), is_near=is_near)
-            return None
+    ) -> Stager | None:
         try:
             left_s = max(rendezvous.remaining_s, 0.001)
             return self._planes.offer(connection, peer, is_near=is_near, timeout_s=left_s)
-        except SettlingError as error:
+        except NegotiationError as error:
             connection.close()
-            raise self._unsettled(peer, error) from None
+            raise self._no_plane(peer, error) from None
 
-    def _unsettled(self, peer: int, error: SettlingError) -> PeerLostError:
+    def _no_plane(self, peer: int, error: NegotiationError) -> PeerLostError:
         return PeerLostError(
             f"rank {self._rank} settled on no data plane with rank {peer}: {error}; see rank"
             f" {peer}'s own output for the cause"
         )
 
-    def _open_destination(
-        self, peer: int, connection: socket.socket, outbox: Outbox | None
-    ) -> None:
+    def _channel(self, peer: int, *, is_source: bool) -> Channel:
+        link = LinkId(self._rank, peer, is_source, self._cross_hosts[peer])
+        return Channel(link, self._options, monotonic())
+
+    def _open_outgoing(self, peer: int, connection: socket.socket, stager: Stager | None) -> None:
         connection.settimeout(None)
         draw = None if self._delays is None else self._delays.draws(f"messages to {peer}")
-        plane = TransportName.INLINE if outbox is None else outbox.plane.name
-        link = SourceLink(
-            self._rank, peer, self._options, monotonic(), draw, plane, self._fars[peer]
+        plane = TransportName.INLINE if stager is None else stager.plane
+        channel = self._channel(peer, is_source=True)
+        sender = Sender(channel, draw, plane)
+        driver = LinkDriver(
+            Endpoint(channel, sender, has_plane=stager is not None),
+            Dialling(self._doors[peer]),
+            self._inbox,
+            self._record,
+            f"rrfp-send-to-{peer}",
+            stager=stager,
+            wrap=lambda connection: self._wrap(connection, self._rank, peer),
         )
-        driver = SourceDriver(
-            *(link, self._rank, Dialling(self._doors[peer]), self._inbox, self._record),
-            *(f"rrfp-send-to-{peer}", self._wrap),
-        )
-        driver.outbox = outbox
         driver.start(connection)
-        self._destinations[peer] = driver
+        self._outgoing[peer] = _Outgoing(driver, sender, stager)
 
     def _connected(self, peer: int, connection: socket.socket, attempt: int) -> None:
-        """A source has connected, or once more; on a thread of the listener."""
+        """Use a connection of a source's, its first or a later one; on a thread of the listener."""
         if attempt == 0:
-            self._open_source(peer, connection)
+            self._open_incoming(peer, connection)
         else:
-            self._sources[peer].offer(self._awaiting[peer], connection, attempt)
+            self._incoming[peer].reconnected(connection, attempt)
 
-    def _open_source(self, peer: int, connection: socket.socket) -> None:
-        """Settle on a plane and start the link."""
-        served = None
-        if self._planes.settles:
-            try:
-                served = self._planes.answer(connection, peer, self._connect_s)
-            except SettlingError as error:
-                # The source says it, too; this rank finds a link that is over.
-                self._inbox.put(Failed(self._unsettled(peer, error)))
-            connection.settimeout(None)
-        plane = None
-        if served is not None:
-            # On a device a message may be too large for the outbox, and come over the socket.
-            is_inline, device = served[0].is_inline, self._planes.device
-            lands = is_inline or not device.is_synchronous
-            plane = LinkPlane(str(served[0].name), lands, frees_slots=is_inline)
-        link = DestinationLink(
-            *(self._rank, peer, self._options, monotonic(), self._num_credits),
-            *(plane, self._fars[peer]),
-        )
+    def _open_incoming(self, peer: int, connection: socket.socket) -> None:
+        """Negotiate a plane and start the link."""
+        incoming: Incoming | None = None
+        try:
+            incoming = self._planes.answer(connection, peer, self._connect_s)
+        except NegotiationError as error:
+            # The source reports it, too; this rank finds a link that is over.
+            self._inbox.put(Failed(self._no_plane(peer, error)))
+        connection.settimeout(None)
+        plane, fetcher = None, None
+        if incoming is not None:
+            plane = PlaneUse(str(incoming.name), incoming.lands, incoming.is_carried)
+            fetcher = incoming.fetcher
+        channel = self._channel(peer, is_source=False)
+        receiver = Receiver(channel, self._num_credits, plane)
         awaiting = Awaiting(self._doors[peer])
-        driver = DestinationDriver(
-            *(link, self._rank, awaiting, self._inbox, self._record),
-            *(f"rrfp-receive-from-{peer}", self._wrap),
+        driver = LinkDriver(
+            Endpoint(channel, receiver, has_plane=fetcher is not None),
+            awaiting,
+            self._inbox,
+            self._record,
+            f"rrfp-receive-from-{peer}",
+            fetcher=fetcher,
+            wrap=lambda connection: self._wrap(connection, self._rank, peer),
         )
-        if served is not None:
-            driver.puller = served[1]
-            driver.lander = BouncePuller(self._planes.device)
         driver.start(connection)
-        self._awaiting[peer] = awaiting
-        self._sources[peer] = driver
+        self._incoming[peer] = _Incoming(driver, receiver, awaiting, channel)
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message, or what of it can be sent without waiting; the link's thread sends the
@@ -295,52 +345,52 @@ class SocketTransport:
         Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
         large) and for a peer that this rank does not send to.
         """
-        prepared = prepare_message(message, self._options.max_message_bytes, self._device_type)
-        driver = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
-        outbox = driver.outbox
-        if outbox is None or not self._planes.posts(
-            outbox, prepared, payload_bytes(prepared.tensors)
-        ):
-            driver.send(prepared)
-        else:
-            outbox.put(driver, prepared)
+        tensors, num_bytes = sendable(message, self._options.max_message_bytes, self._device_type)
+        link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
+        link.send(
+            Envelope(
+                message.step, message.task, tensors, num_bytes, monotonic(), message.latency_ns
+            )
+        )
 
     def consumed(self, peer: int, step: int) -> None:
         """Give the link peer -> here one credit back: the compute thread took a message of it."""
-        _driver(self._sources, peer, f"rank {self._rank} does not receive from").consumed(step)
+        link = _link(self._incoming, peer, f"rank {self._rank} does not receive from")
+        link.driver.change(partial(link.receiver.consumed, step))
 
     def grant(self, num_credits: int) -> None:
         """Raise every incoming link's credits to `num_credits`, for a step with more in flight;
         a smaller number changes nothing. Its sources need not know."""
-        for source in self._sources.values():
-            source.grant(num_credits)
+        for link in self._incoming.values():
+            link.driver.change(partial(link.receiver.grant, num_credits))
 
     def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
-        """Tell `peer` when to expect the input of a task that is still to be sent."""
-        destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
-        destination.announce(Purpose.FORECAST, step, task, min(left_ns, MAX_FORECAST_NS))
+        """Announce to `peer` when to expect the input of a task that is still to be sent."""
+        self._announce(peer, Purpose.FORECAST, step, task, min(left_ns, MAX_FORECAST_NS))
 
     def report(self, peer: int, step: int, task: Task) -> None:
-        """Tell the group's leader `peer` that the input of a task is here."""
-        destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
-        destination.announce(Purpose.REPORT, step, task, 0)
+        """Report to the group's leader `peer` that the input of a task is here."""
+        self._announce(peer, Purpose.REPORT, step, task, 0)
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
-        """Tell the member `peer` the next task of the agreed sequence."""
-        destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
-        destination.announce(Purpose.DECISION, step, task, position)
+        """Send the member `peer` the next task of the agreed sequence."""
+        self._announce(peer, Purpose.DECISION, step, task, position)
+
+    def _announce(self, peer: int, purpose: Purpose, step: int, task: Task, number: int) -> None:
+        link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
+        link.driver.submit(partial(link.sender.announce, purpose, step, task, number))
 
     @property
-    def settled(self) -> dict[int, Settled]:
-        """What carries the tensors of each link from this rank, by peer."""
-        return self._planes.settled
+    def plane_choices(self) -> dict[int, PlaneChoice]:
+        """Plane of each link from this rank, by peer."""
+        return self._planes.choices
 
     def close(self, *, farewell: bool = True) -> None:
         """Write what is queued, say farewell on every link, and stop every thread, within about
         `close_s`; a second call does nothing.
 
-        With `farewell=False`, for a rank that fails, nothing is waited for, and the peers are told
-        at once that this rank is lost.
+        With `farewell=False`, for a rank that fails, it waits for nothing, and the peers learn at
+        once that this rank is lost.
         """
         with self._lock:
             if self._is_closed:
@@ -351,10 +401,12 @@ class SocketTransport:
         if farewell:
             self._planes.drain(self._close_s)
         elif self._listener is not None:
-            # Who finds a connection closed looks here whether this rank is lost.
+            # A peer whose connection is closed probes here whether this rank is lost.
             self._listener.close()
-        drivers: list[SourceDriver | DestinationDriver]
-        drivers = [*self._destinations.values(), *self._sources.values()]
+        drivers: list[LinkDriver[Sender] | LinkDriver[Receiver]] = [
+            *(link.driver for link in self._outgoing.values()),
+            *(link.driver for link in self._incoming.values()),
+        ]
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
         end_ns = deadline_ns + round(_END_S * NS_PER_S)
@@ -365,13 +417,13 @@ class SocketTransport:
             door.close()
         if self._tunnels is not None:
             self._tunnels.close(self._close_s if farewell else _LAST_WORDS_S)
-        # Each peer has let go of this rank's memory before its farewell.
+        # Each peer has detached from this rank's memory before its farewell.
         self._planes.close(max(patience_s, _END_S), are_detached=all(have_left))
 
 
-def _driver(drivers: dict[int, _Driver], peer: int, otherwise: str) -> _Driver:
+def _link(links: dict[int, _Link], peer: int, otherwise: str) -> _Link:
     try:
-        return drivers[peer]
+        return links[peer]
     except KeyError:
         raise UsageError(f"{otherwise} rank {peer}; it was not made with that link") from None
 
@@ -395,11 +447,12 @@ def _check(
         )
 
 
-# Which transport carries a rank's messages: the one place where a transport is registered.
+# What a run needs to make a transport: its constructor, the device of its tensors, their planes.
 
 
 class TransportMaker(Protocol):
-    """Makes a transport that is not open yet. `SocketTransport` says what the arguments mean."""
+    """Constructor of a transport, which contacts no peer before `open`; `SocketTransport` describes
+    the arguments."""
 
     def __call__(
         self,
@@ -420,47 +473,31 @@ class TransportMaker(Protocol):
     ) -> Transport: ...
 
 
-TRANSPORTS: Mapping[str, TransportMaker] = {
-    "cpu": SocketTransport,
-    "cuda": SocketTransport,
-}
-"""By the type of the device on which a message's tensors lie; a GPU's go by a data plane. Where a
-peer is, each transport asks when it opens, link by link, for a rank can have peers on its own host
-and on others: the sockets take a Unix socket or a TCP port."""
-
-
 DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
     "cpu": lambda _: CPU,
     "cuda": CudaDevice,
 }
-"""What stands for a device of this type, whatever lies on it."""
+"""Constructor of the runtime's device, by the type of torch's."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raise UsageError for a device of a type on which messages cannot carry tensors."""
+    if device.type not in DEVICES:
+        served = " and ".join(name.upper() for name in DEVICES)
+        raise UsageError(
+            f"the model is on {device} and messages carry {served} tensors only; there is no"
+            " transport for other devices in this version"
+        )
 
 
 def device_at(device: torch.device) -> Device:
-    """The runtime's device where tensors lie on this one of torch's. Raises UsageError for one that
-    is not there, or of a type that nothing serves."""
-    if device.type not in DEVICES:
-        raise _unserved(device)
+    """Return the runtime's device for one of torch's. Raises UsageError for one that is missing, or
+    of another type."""
+    check_device(device)
     return DEVICES[device.type](device)
 
 
 def data_planes(device: torch.device, asked: TransportName, outbox_mb: int) -> RankPlanes:
-    """What carries large messages, and those of a device, as a user asked for it. Raises UsageError
-    for what does not go together, or is not there."""
+    """Make the data planes of a rank for the requested transport. Raises UsageError for one that is
+    missing, or that does not carry tensors on this device."""
     return RankPlanes(device_at(device), asked, outbox_mb * 2**20)
-
-
-def transport_maker(device: torch.device) -> TransportMaker:
-    """What makes transports for tensors on this device. Raises UsageError for a device that none
-    serves."""
-    if device.type not in TRANSPORTS:
-        raise _unserved(device)
-    return TRANSPORTS[device.type]
-
-
-def _unserved(device: torch.device) -> UsageError:
-    served = " and ".join(name.upper() for name in TRANSPORTS)
-    return UsageError(
-        f"the model is on {device} and messages carry {served} tensors only; there is no"
-        " transport for other devices in this version"
-    )

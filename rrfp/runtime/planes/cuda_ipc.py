@@ -1,7 +1,7 @@
 """CUDA IPC: device memory that the processes of a host share, for tensors on its GPUs.
 
-The slab is memory of CUDA's own allocation. A peer opens it by its handle and copies out of it on a
-stream of its own GPU, the same or another; it lets go of it before it says farewell.
+The slab is allocated by CUDA itself, not by torch. A peer opens it by its handle and copies out of
+it on a stream of its own GPU, the same or another; it closes it before it says farewell.
 """
 
 import logging
@@ -14,7 +14,8 @@ import torch
 from rrfp.errors import first_line
 from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
 from rrfp.runtime.device.interface import Device
-from rrfp.runtime.planes.plane import MappedPuller, Offer, PlaneRefusal, Puller
+from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.planes.plane import Attachment, MappedFetcher, Offer, PlaneRefusal
 from rrfp.runtime.planes.registry import TransportName
 
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -26,8 +27,7 @@ class CudaIpcPlane:
     """Implements `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.CUDA_IPC
-    is_inline = False
-    lends = False
+    is_carried = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
         """Raises PlaneRefusal where there is no CUDA, not so much memory, or no way to export
@@ -74,7 +74,7 @@ class CudaIpcPlane:
             },
         )
 
-    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
         octets, num_bytes = offer.values.get("handle"), offer.values.get("bytes")
         gpu, namespace = offer.values.get("gpu"), offer.values.get("pid_namespace")
         if not (isinstance(octets, str) and isinstance(num_bytes, int) and isinstance(gpu, str)):
@@ -99,22 +99,25 @@ class CudaIpcPlane:
                     f"the CUDA memory of rank {peer} cannot be opened ({error})"
                 ) from None
         close = partial(self._close, address, peer)
-        puller = None
+        fetcher = None
         try:
             slab = self.device.memory_at(address, num_bytes)
-            puller = CudaIpcPuller(self.device, slab, peer, close)
-            return puller, puller.measure()
+            fetcher = CudaIpcFetcher(self.device, slab, peer, close)
+            return Attachment(fetcher, fetcher.measure())
         except RuntimeError as error:  # torch's own
-            if puller is None:
+            if fetcher is None:
                 close()
             else:
-                puller.detach()
+                fetcher.detach()
             raise PlaneRefusal(
                 f"the CUDA memory of rank {peer} cannot be copied ({first_line(str(error))})"
             ) from None
 
+    def stager(self, answer: Offer | None, peer: int) -> Outbox:
+        return Outbox(self.name, self.device, self.slab)
+
     def _close(self, address: int, peer: int) -> None:
-        """Let go of a peer's slab."""
+        """Close a peer's slab."""
         with self.device.selected():
             try:
                 self._cuda.close(address)
@@ -123,7 +126,7 @@ class CudaIpcPlane:
 
     def close(self, *, are_detached: bool) -> None:
         del self.slab
-        # To free what a peer has open is undefined; it goes with this process.
+        # Freeing memory that a peer has open is undefined; it is freed with this process.
         if are_detached:
             with self.device.selected():
                 self._free()
@@ -135,7 +138,7 @@ class CudaIpcPlane:
             _log.warning("the outbox was not freed: %s", error)
 
 
-class CudaIpcPuller(MappedPuller):
+class CudaIpcFetcher(MappedFetcher):
     """Closes the peer's slab once nothing is copied out of it."""
 
     def __init__(self, device: Device, slab: torch.Tensor, peer: int, close: partial[None]) -> None:
@@ -146,9 +149,9 @@ class CudaIpcPuller(MappedPuller):
         if self._slab is None:
             return
         if waits:
-            # A device that has failed says so again, and copies nothing any more.
+            # A device that has failed raises again, and copies nothing any more.
             with suppress(RuntimeError):
                 self._await_copies()
         self._slab = None
-        if waits:  # CUDA itself waits for the device, to close it
+        if waits:  # CUDA waits for the device when it closes memory
             self._close()

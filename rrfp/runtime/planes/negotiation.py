@@ -1,7 +1,8 @@
-"""The two ends of a link settle on a data plane, over its socket, before the link runs.
+"""The two ends of a link agree on a data plane, over its socket, before the link runs.
 
 The source offers planes, the best first. The destination attaches itself to the first one that it
-can, measures it, and says which. Where there is none the socket carries tensors itself.
+can, measures it, and answers which. Without any, the socket carries the tensors. Where the
+destination owns the slots, its answer also says where they are.
 """
 
 import json
@@ -14,34 +15,34 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from rrfp.runtime.planes.plane import Offer, Plane, PlaneRefusal, Puller
+from rrfp.runtime.planes.plane import Attachment, Offer, Plane, PlaneRefusal
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.strict_json import integer, items, member, number, parsed, text
 
 _LENGTH = struct.Struct("<II")
-"""Bytes of JSON, and files."""
+"""Number of bytes of JSON, and of file descriptors."""
 _MAX_BYTES = 2**20
 _MAX_FILES = 4
 
 
-class SettlingError(Exception):
-    """The other end is gone, or does not keep to what is settled here."""
+class NegotiationError(Exception):
+    """The other end is gone, or breaks the rules of the negotiation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """What carries the tensors of a link."""
+class PlaneChoice:
+    """The plane that carries the tensors of a link."""
 
     plane: TransportName
     gb_per_s: float | None = None
-    """As the receiving end measured it at connect; None: it measured nothing."""
+    """Speed measured by the receiving end at connect; None if it measured nothing."""
     why: str = ""
-    """Why it is not the plane that was preferred, in a sentence; empty where it is."""
+    """One sentence: why it is not the preferred plane; empty where it is."""
     encrypted: bool = False
-    """Whether the link is, and with it all that it carries; its source knows."""
+    """True if the link is encrypted, with everything that it carries; set by its source."""
 
     def described(self) -> dict[str, object]:
-        """As `run.json` has it."""
+        """Return the entry of `run.json`."""
         rate = None if self.gb_per_s is None else round(self.gb_per_s, 2)
         return {
             "plane": str(self.plane),
@@ -63,87 +64,101 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What the links from one rank take."""
+class AcceptedPlanes:
+    """The planes of the links from one rank."""
 
     asked: TransportName
     outbox_mb: int
-    """The bound of each outbox."""
-    links: Mapping[int, Settled]
-    """By peer."""
+    """Upper bound of each outbox."""
+    links: Mapping[int, PlaneChoice]
+    """Choices by peer."""
     outbox_bytes: int
-    """The most memory that their outboxes take on this rank, of the host or the device."""
+    """Upper bound of the memory of their outboxes on this rank, of the host or the device."""
 
 
 def offer_planes(
     connection: socket.socket, planes: Sequence[Plane], why_none: str, timeout_s: float
-) -> Settled:
-    """Offer planes, and take what the destination says. `why_none` tells why there is none, where a
-    better one was asked for. Raises SettlingError."""
+) -> tuple[PlaneChoice, Offer | None]:
+    """Offer planes, and return the destination's choice, and the place of its slots if it owns
+    them. `why_none` says why a better plane that was asked for is missing. The caller closes the
+    answer's files. Raises NegotiationError."""
     deadline_s = time.monotonic() + timeout_s
     offers = [plane.offer() for plane in planes]
-    told = {
-        "why": why_none,
-        "timeout_s": timeout_s,
-        "offers": [
-            {"plane": each.plane, "values": dict(each.values), "files": len(each.descriptors)}
-            for each in offers
-        ],
-    }
-    _send(connection, told, [file for each in offers for file in each.descriptors], deadline_s)
+    offered = {"why": why_none, "timeout_s": timeout_s, "offers": [*map(_encoded, offers)]}
+    _send(connection, offered, [file for each in offers for file in each.descriptors], deadline_s)
     value, files = _receive(connection, deadline_s)
-    _close(files)
+    answer: Offer | None = None
     try:
-        settled = Settled.decode(value)
+        choice = PlaneChoice.decode(value)
+        answers: list[Offer | None] = [None]
+        if isinstance(value, dict) and "answers" in value:
+            answers = [*_offers(value, "answers", files)]
+        if choice.plane not in {TransportName.INLINE, *(plane.name for plane in planes)}:
+            raise NegotiationError(f"it took plane {choice.plane}, which was not offered")
+        (answer,) = answers
     except ValueError as error:
-        raise SettlingError(f"its answer cannot be read ({error})") from None
-    if settled.plane not in {TransportName.INLINE, *(plane.name for plane in planes)}:
-        raise SettlingError(f"it took plane {settled.plane}, which was not offered")
-    return settled
+        raise NegotiationError(f"its answer cannot be read ({error})") from None
+    finally:
+        if answer is None:
+            close_files(files)
+    return choice, answer
 
 
 def answer_offer(
     connection: socket.socket, planes: Mapping[TransportName, Plane], peer: int, timeout_s: float
-) -> tuple[Settled, Puller | None]:
-    """Attach to the first of the planes that the source offers, and say so. Raises
-    SettlingError."""
+) -> tuple[PlaneChoice, Attachment | None]:
+    """Attach to the first of the planes that the source offers, and answer which. Raises
+    NegotiationError."""
     deadline_s = time.monotonic() + timeout_s
     value, files = _receive(connection, deadline_s)
-    settled, puller = None, None
+    choice, attachment = None, None
     try:
         why = text(member(value, "why"))
         deadline_s = min(deadline_s, time.monotonic() + number(member(value, "timeout_s")))
-        for offer in _offers(value, files):
+        for offer in _offers(value, "offers", files):
             plane = planes.get(offer.plane)
             try:
                 if plane is None:
                     raise PlaneRefusal(f"its receiver has no plane {offer.plane}")
                 # A plane that hangs leaves time for the next one, and for the answer.
                 left_s = max(deadline_s - time.monotonic(), 0.001)
-                puller, rate = plane.attach(offer, peer, left_s / 2)
+                attachment = plane.attach(offer, peer, left_s / 2)
             except PlaneRefusal as refusal:
                 why = why or str(refusal)
                 continue
-            settled = Settled(offer.plane, rate, why)
+            choice = PlaneChoice(offer.plane, attachment.gb_per_s, why)
             break
     except ValueError as error:
-        raise SettlingError(f"its offer cannot be read ({error})") from None
+        raise NegotiationError(f"its offer cannot be read ({error})") from None
     finally:
-        _close(files)
-    settled = settled or Settled(TransportName.INLINE, None, why)
+        close_files(files)
+    choice = choice or PlaneChoice(TransportName.INLINE, None, why)
+    answer = None if attachment is None else attachment.answer
     try:
-        _send(connection, asdict(settled), [], deadline_s)
-    except SettlingError:
-        # Nobody else knows of it, and it has the peer's memory open.
-        if puller is not None:
-            puller.detach()
+        if answer is None:
+            _send(connection, asdict(choice), [], deadline_s)
+        else:
+            told = {**asdict(choice), "answers": [_encoded(answer)]}
+            _send(connection, told, answer.descriptors, deadline_s)
+    except NegotiationError:
+        # The link will not exist, and the attachment has the peer's memory open.
+        if attachment is not None:
+            attachment.fetcher.detach()
         raise
-    return settled, puller
+    return choice, attachment
 
 
-def _offers(value: object, files: Sequence[int]) -> list[Offer]:
+def _encoded(offer: Offer) -> dict[str, object]:
+    return {
+        "plane": offer.plane,
+        "values": dict(offer.values),
+        "files": len(offer.descriptors),
+    }
+
+
+def _offers(value: object, name: str, files: Sequence[int]) -> list[Offer]:
     offers, left = [], list(files)
-    for each in items(member(value, "offers")):
+    for each in items(member(value, name)):
         values = member(each, "values")
         num_files = integer(member(each, "files"))
         if not isinstance(values, dict) or not 0 <= num_files <= len(left):
@@ -166,27 +181,27 @@ def _send(
             connection.sendall(length)
         connection.sendall(data)
     except OSError as error:
-        raise SettlingError(f"the connection broke ({error})") from None
+        raise NegotiationError(f"the connection broke ({error})") from None
 
 
 def _receive(connection: socket.socket, deadline_s: float) -> tuple[object, list[int]]:
-    """What the other end sent, and the files that came along, which the caller closes."""
+    """Return the JSON that the other end sent, and the files with it, which the caller closes."""
     files: list[int] = []
     try:
         length, files = _read(connection, _LENGTH.size, deadline_s, files)
         num_bytes, num_files = _LENGTH.unpack(length)
         if num_bytes > _MAX_BYTES or num_files != len(files):
-            raise SettlingError(f"it sent {num_bytes} bytes and {len(files)} files")
+            raise NegotiationError(f"it sent {num_bytes} bytes and {len(files)} files")
         data, files = _read(connection, num_bytes, deadline_s, files)
         return parsed(data), files
     except OSError as error:
-        _close(files)
-        raise SettlingError(f"the connection broke ({error})") from None
+        close_files(files)
+        raise NegotiationError(f"the connection broke ({error})") from None
     except ValueError as error:
-        _close(files)
-        raise SettlingError(f"what it sent cannot be read ({error})") from None
-    except SettlingError:
-        _close(files)
+        close_files(files)
+        raise NegotiationError(f"what it sent cannot be read ({error})") from None
+    except NegotiationError:
+        close_files(files)
         raise
 
 
@@ -206,12 +221,13 @@ def _read(
         else:
             part = connection.recv(left)
         if not part:
-            raise SettlingError("it closed the connection")
+            raise NegotiationError("it closed the connection")
         data += part
     return data, files
 
 
-def _close(files: Sequence[int]) -> None:
+def close_files(files: Sequence[int]) -> None:
+    """Close file descriptors; an invalid one does no harm."""
     for file in files:
         with suppress(OSError):
             os.close(file)

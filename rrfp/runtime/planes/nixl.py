@@ -1,13 +1,12 @@
-"""NIXL's agent on a thread of its own: it is not safe to be called by several.
+"""NIXL's agent on a thread of its own: several threads must not call it.
 
-Reads are one-sided: the process that is read from does nothing for them but keep NIXL's progress
-thread. That one spins a whole core as NIXL's Python makes it, so that it is told to block instead.
+Reads are one-sided: the process that is read from only runs NIXL's progress thread. As NIXL's
+Python configures it, that thread spins on a whole core; here it blocks instead.
 """
 
 import base64
 import binascii
 import logging
-import os
 import secrets
 import time
 from collections import deque
@@ -25,32 +24,33 @@ from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
 from rrfp.runtime.device.interface import Device
 from rrfp.runtime.planes.codec import copied, packed_bytes, unpacked
+from rrfp.runtime.planes.outbox import Outbox, Slots
 from rrfp.runtime.planes.plane import (
     TRIAL_BYTES,
     WINDOW_BYTES,
+    Attachment,
+    Completions,
+    Descriptor,
+    Fetched,
     Offer,
+    PlaneFailed,
     PlaneRefusal,
-    Pull,
-    Pulled,
-    Puller,
-    Release,
+    Ticket,
     beyond_slab,
 )
 from rrfp.runtime.planes.registry import TransportName, nixl_api
-from rrfp.runtime.planes.slots import Slots
 from rrfp.runtime.protocols import PeerLostError
 
 T = TypeVar("T")
 
 _PROGRESS_DELAY_US = 50_000
-"""What makes NIXL's progress thread block until something comes, instead of spinning."""
+"""Delay with which NIXL's progress thread blocks until something arrives, instead of spinning."""
 _EAGER_S = 0.05
-"""For how long after the last thing that happened to poll without a pause: a large read goes on
-only while somebody polls."""
+"""Time after the last progress during which it polls without a pause: a large read continues only
+while the agent is polled."""
 _POLL_S = 1e-3
 _START_S = 30.0
 _CLOSE_S = 2.0
-_NETWORK_DEVICES = "UCX_NET_DEVICES"
 _making = Lock()
 
 
@@ -59,16 +59,16 @@ class ReadError(RrfpError):
 
 
 Done = Callable[[torch.Tensor | ReadError], None]
-"""Told, on the agent's thread, the memory that was read into, which is given out again afterwards;
-or why there is none."""
+"""Callback on the agent's thread, with the memory that was read into, which is reused when it
+returns, or with the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bytes of a peer's that are to be read."""
+    """A read of a peer's memory."""
 
     remote: str
-    """The peer's agent."""
+    """Name of the peer's agent."""
     address: int
     device: int
     num_bytes: int
@@ -79,7 +79,7 @@ class Read:
 class _Reading:
     read: Read
     offset: int
-    """Of the landing slot."""
+    """Offset of the landing slot."""
     handle: Any
 
 
@@ -89,8 +89,8 @@ class NixlAgent:
     def __init__(
         self, name: str, device: Device, lent: torch.Tensor, landing: torch.Tensor
     ) -> None:
-        """Both slabs lie on the device. Raises PlaneRefusal where there is no NIXL, or none that
-        starts."""
+        """Both slabs lie on the device. Raises PlaneRefusal where NIXL is not installed or does
+        not start."""
         self._name = name
         self._device = device
         self._slabs = lent, landing
@@ -114,7 +114,7 @@ class NixlAgent:
             raise PlaneRefusal(f"NIXL does not start ({type(error).__name__}: {error})") from None
 
     def add(self, metadata: bytes, timeout_s: float) -> str:
-        """Learn of a peer's agent; gives its name."""
+        """Connect to a peer's agent, and return its name."""
 
         def add() -> str:
             name = self._agent.add_remote_agent(metadata)
@@ -123,16 +123,16 @@ class NixlAgent:
         return self._call(add, timeout_s)
 
     def read(self, read: Read) -> None:
-        """Have bytes read. Any thread may call it; none waits."""
+        """Queue a read. Any thread may call it; none waits."""
         self._work.put(read)
 
     def close(self) -> None:
-        """End the agent and its thread; what is being read is given up."""
+        """End the agent and its thread, and cancel the reads in flight."""
         self._work.put(None)
         self._thread.join(2 * _CLOSE_S)
 
     def _call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """What a function gives that runs on the agent's thread. Raises TimeoutError."""
+        """Run a function on the agent's thread, and return its result. Raises TimeoutError."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -182,10 +182,10 @@ class NixlAgent:
         self._end()
 
     def _post_waiting(self) -> None:
-        """Begin what has a place to land."""
+        """Begin the reads for which there is a landing slot."""
         agent = self._agent
         while self._waiting:
-            offset = self._landing.take(self._waiting[0].num_bytes)
+            offset = self._landing.allocate(self._waiting[0].num_bytes)
             if offset is None:
                 return
             read = self._waiting.popleft()
@@ -213,7 +213,7 @@ class NixlAgent:
         return landing.data_ptr() + offset, num_bytes, max(landing.get_device(), 0)
 
     def _poll(self) -> bool:
-        """Finish what has ended; tells whether there was any."""
+        """Finish the reads that have ended; return whether there were any."""
         ended = []
         for reading in self._reading:
             outcome = self._outcome(reading)
@@ -228,7 +228,7 @@ class NixlAgent:
         return bool(ended)
 
     def _outcome(self, reading: _Reading) -> torch.Tensor | ReadError | None:
-        """What came of a read; None while it is under way."""
+        """Return the result of a read; None while it is in flight."""
         try:
             state = self._agent.check_xfer_state(reading.handle)
             if state == "PROC":
@@ -251,15 +251,9 @@ class NixlAgent:
         self._agent = None
 
 
-def keep_to_this_host() -> None:
-    """Have UCX, by which NIXL reads, listen at loopback alone, and not at every interface; what the
-    user has set stays. For a process whose peers are all on its host, before its first agent."""
-    os.environ.setdefault(_NETWORK_DEVICES, "lo")
-
-
 def _made(name: str) -> Any:
-    """NIXL's own agent. Its class reads its bindings from its module, and sets the delay in them to
-    0 by itself."""
+    """Make NIXL's own agent. Its class reads its bindings from its module, and sets their delay to
+    0."""
     try:
         api = nixl_api()
     except ImportError as error:
@@ -288,7 +282,7 @@ class _BlockingBindings:
 
 
 def _release(reading: _Reading) -> None:
-    """Let NIXL forget a read that came to nothing."""
+    """Release the handle of a read that failed."""
     with suppress(Exception):
         reading.handle.release()
 
@@ -304,7 +298,7 @@ def _failed(error: Exception) -> ReadError:
 
 
 _TRIAL_S = 2.0
-"""A trial of a slow link ends then: every link's comes before a run can begin."""
+"""Longest trial of a slow link: the run begins only after the trials of all links."""
 
 _log = logging.getLogger(__name__)
 
@@ -313,11 +307,10 @@ class NixlPlane:
     """Implements `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.NIXL
-    is_inline = False
-    lends = False
+    is_carried = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
-        """Raises PlaneRefusal where there is no NIXL, or none that starts."""
+        """Raises PlaneRefusal where NIXL is not installed or does not start."""
         self.device = device
         self.reserved_bytes = 2 * slab_bytes
         self._on_exit = ExitStack()
@@ -329,8 +322,9 @@ class NixlPlane:
             raise
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory to be registered. Of a GPU it is none of torch's: reads of that are slow where
-        its segments expand (https://github.com/ai-dynamo/nixl/issues/1754)."""
+        """Allocate memory to be registered. On a GPU CUDA allocates it, not torch: reads of torch's
+        memory are slow where its segments expand
+        (https://github.com/ai-dynamo/nixl/issues/1754)."""
         device = self.device
         if device.torch_device.type != "cuda":
             return device.empty([num_bytes], torch.uint8, device.compute_stream())
@@ -361,7 +355,7 @@ class NixlPlane:
             },
         )
 
-    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
         agent = offer.values.get("agent")
         place = [offer.values.get(name) for name in ("address", "device", "bytes")]
         numbers = [number for number in place if isinstance(number, int)]
@@ -382,8 +376,14 @@ class NixlPlane:
             raise PlaneRefusal(
                 f"NIXL does not reach rank {peer} ({type(error).__name__}: {error})"
             ) from None
-        puller = NixlPuller(self._agent, self.device, remote, peer, *numbers)
-        return puller, puller.measure(deadline_s)
+        address, remote_device, slab_bytes = numbers
+        fetcher = NixlFetcher(
+            self._agent, self.device, remote, peer, address, remote_device, slab_bytes
+        )
+        return Attachment(fetcher, fetcher.measure(deadline_s))
+
+    def stager(self, answer: Offer | None, peer: int) -> Outbox:
+        return Outbox(self.name, self.device, self.slab)
 
     def close(self, *, are_detached: bool) -> None:
         self._agent.close()
@@ -392,8 +392,8 @@ class NixlPlane:
             self._on_exit.close()
 
 
-class NixlPuller:
-    """Pulls on the agent's thread. Implements `rrfp.runtime.planes.plane.Puller`."""
+class NixlFetcher:
+    """Fetches on the agent's thread. Implements `rrfp.runtime.planes.plane.Fetcher`."""
 
     def __init__(
         self,
@@ -405,7 +405,7 @@ class NixlPuller:
         remote_device: int,
         slab_bytes: int,
     ) -> None:
-        """The peer's slab lies at this address of its own, on its device of this number."""
+        """`address` and `remote_device` are those of the peer's slab, in its process."""
         self._agent = agent
         self._device = device
         self._stream = device.new_stream()
@@ -415,23 +415,26 @@ class NixlPuller:
         self._remote_device = remote_device
         self._slab_bytes = slab_bytes
 
-    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
-        num_bytes = packed_bytes(pull.forms)
-        if pull.offset + num_bytes > self._slab_bytes:
-            told(pull, beyond_slab(self._peer, pull, self._slab_bytes))
+    def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
+        num_bytes = packed_bytes(descriptor.forms)
+        if descriptor.offset + num_bytes > self._slab_bytes:
+            error = beyond_slab(self._peer, ticket, self._slab_bytes)
+            completions.put(PlaneFailed(error))
             return
 
         def done(landed: torch.Tensor | ReadError) -> None:
             if isinstance(landed, ReadError):
-                told(pull, self._loss(landed))
+                completions.put(PlaneFailed(self._loss(landed)))
                 return
             try:
-                told(pull, copied(unpacked(landed, pull.forms), self._device, self._stream))
+                tensors = copied(unpacked(landed, descriptor.forms), self._device, self._stream)
             except Exception as error:  # the agent's thread serves other links, too
-                told(pull, self._not_taken(pull, error))
+                completions.put(PlaneFailed(self._not_copied(ticket, error)))
+            else:
+                completions.put(Fetched(ticket, tensors))
 
-        place = self._address + pull.offset
-        self._agent.read(Read(self._remote, place, self._remote_device, num_bytes, done))
+        address = self._address + descriptor.offset
+        self._agent.read(Read(self._remote, address, self._remote_device, num_bytes, done))
 
     def _loss(self, error: ReadError) -> PeerLostError:
         return PeerLostError(
@@ -439,16 +442,16 @@ class NixlPuller:
             " for the cause"
         )
 
-    def _not_taken(self, pull: Pull, error: Exception) -> RrfpError:
-        told = RrfpError(
-            f"what rank {self._peer} sent for {pull.task} was read and cannot be taken over"
+    def _not_copied(self, ticket: Ticket, error: Exception) -> RrfpError:
+        failure = RrfpError(
+            f"what rank {self._peer} sent for {ticket.task} was read and cannot be taken over"
             f" ({type(error).__name__}: {first_line(str(error))})"
         )
-        told.__cause__ = error
-        return told
+        failure.__cause__ = error
+        return failure
 
     def measure(self, deadline_s: float) -> float:
-        """Read as much as a trial takes, or for a while; gives GB/s. Raises PlaneRefusal."""
+        """Read `TRIAL_BYTES`, or for `_TRIAL_S`, and return GB/s. Raises PlaneRefusal."""
         window = min(WINDOW_BYTES, self._slab_bytes)
         self._read(window, deadline_s)
         begun_s, num_bytes, taken_s = time.perf_counter(), 0, 0.0
@@ -473,5 +476,5 @@ class NixlPuller:
             raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
 
     def detach(self, *, waits: bool = True) -> None:
-        # Nothing is pulled any more; NIXL forgets its peers with the agent.
+        # Nothing is fetched any more; NIXL forgets its peers with the agent.
         pass

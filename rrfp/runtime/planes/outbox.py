@@ -1,189 +1,272 @@
-"""The sending side of a data plane: tensors wait here for a slot, and in it for their receiver.
+"""Slots that a sender fills: tensors wait here for a slot, and in it for their receiver.
 
-The compute thread hands over a message and goes on. This outbox's own thread takes a slot, or waits
-for one, lets a copy stream copy the tensors into it once the compute stream has made them, and
-posts the message once the host has seen that the copy is done. Only then does it let go of the
-tensors. Slots belong to the sender and are free again as soon as a receiver has pulled, which it
-does whatever it computes: so they bind no decision. A message that is too large for any slot is
-copied to memory of the host that is made for it, and the link's socket carries it.
+The compute thread stages a message and continues. The outbox's own thread takes a slot, or waits
+for one, orders a copy on its stream behind the compute stream's event, and completes the staging
+once the host has seen the end of the copy. Only then does it drop its reference to the tensors.
+A receiver releases a slot as soon as it has fetched, whatever it computes: so slots bind no
+decision. A message that is too large for any slot is copied to host memory of its own, and the
+link's socket carries it.
+
+The slab is this rank's own and serves all links of a plane, or it is one receiver's, mapped here.
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Thread
-from typing import Protocol
 
 import torch
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.runtime.device.interface import Event
-from rrfp.runtime.planes.codec import Forms, flat, forms_of, packed_bytes, unpacked
-from rrfp.runtime.planes.plane import Plane, Posted
-from rrfp.runtime.planes.slots import Slots
-from rrfp.runtime.protocols import Clock, Message, monotonic
+from rrfp.runtime.device.interface import Device, Event
+from rrfp.runtime.planes.codec import (
+    Forms,
+    Tensors,
+    aligned,
+    flat,
+    forms_of,
+    packed_bytes,
+    unpacked,
+)
+from rrfp.runtime.planes.plane import (
+    NO_SLOT,
+    Completions,
+    Descriptor,
+    PlaneFailed,
+    Staged,
+    Ticket,
+)
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.protocols import Clock, monotonic
 
-_NO_SLOT = -1
+LEAST_STAGED_BYTES = 4 * 2**20
+"""Size from which a message of CPU tensors is staged. The socket is faster for smaller ones: it
+wakes no thread of the sender."""
 
 
-class PostingLink(Protocol):
-    """The sending end of a link, as an outbox uses it."""
+class Slots:
+    """The slots of a slab: first fit, released in any order. Pure.
 
-    def post(self, posted: Posted) -> None:
-        """Queue a message that lies in its slot."""
+    The lowest gap that fits is used, so that memory which was never needed is never touched.
+    """
 
-    def fail(self, error: RrfpError) -> None:
-        """Nothing more will come."""
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.used_bytes = 0
+        self._sizes: dict[int, int] = {}
+        """Sizes of the slots in use, by offset."""
+        self._free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
+        """Gaps as (offset, size), sorted by offset; no two adjoin."""
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Return the offset of a new slot of at least 1 byte; None if no gap is large enough."""
+        size = aligned(num_bytes)
+        for index, (offset, free) in enumerate(self._free):
+            if free >= size:
+                if free == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = offset + size, free - size
+                self._sizes[offset] = size
+                self.used_bytes += size
+                return offset
+        return None
+
+    def size_of(self, offset: int) -> int:
+        """Return the size of a slot in use."""
+        return self._sizes[offset]
+
+    def release(self, offset: int) -> bool:
+        """Free a slot; return whether there was one."""
+        size = self._sizes.pop(offset, None)
+        if size is None:
+            return False
+        self.used_bytes -= size
+        index = bisect_left(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + size:
+            size += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            offset, before = self._free[index - 1]
+            self._free[index - 1] = offset, before + size
+        else:
+            self._free.insert(index, (offset, size))
+        return True
 
 
 @dataclass(slots=True)
 class _Waiting:
     """A message without a slot."""
 
-    link: PostingLink
-    message: Message
+    tensors: Tensors
     forms: Forms
+    ticket: Ticket
+    completions: Completions
     made: Event
     """Complete once the compute stream has made the tensors."""
-    queued_ns: int
 
 
 @dataclass(slots=True)
 class _Copying:
-    """A message on its way into its slot."""
+    """A message whose copy to its slot is queued on the stream."""
 
-    link: PostingLink
-    posted: Posted
-    made: Event
+    waiting: _Waiting
+    """Keeps the tensors alive until they are copied."""
+    descriptor: Descriptor
+    begun_ns: int
     copied: Event
-    tensors: Sequence[torch.Tensor | None]
-    """Of the message: kept alive until they are copied."""
 
 
 class Outbox:
-    """One rank's slots of one plane, and the thread that fills them."""
+    """The slots of one slab, and the thread that fills them. Implements `Stager`."""
 
-    def __init__(self, plane: Plane, clock: Clock = monotonic) -> None:
-        self._plane = plane
-        self._device = plane.device
+    def __init__(
+        self,
+        plane: TransportName,
+        device: Device,
+        slab: torch.Tensor,
+        *,
+        lends: bool = False,
+        is_carried: bool = False,
+        detach: Callable[[], None] | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`slab` is flat and of uint8. With `lends` receivers may keep slots in one half of it.
+        `is_carried`: the socket carries what lies in a slot. `detach` unmaps a slab of the
+        receiver's."""
+        self.plane = plane
+        self._device = device
+        self._slab: torch.Tensor | None = slab
+        self._is_carried = is_carried
+        self._unmap = detach
         self._clock = clock
-        self._stream = plane.device.new_stream()
+        self._stream = device.new_stream()
         self._condition = Condition()
         # Guarded by the condition.
-        num_bytes = plane.slab.numel()
-        self._lent = Slots(num_bytes // 2 if plane.lends else 0)
-        """The lower half, where receivers keep slots for as long as they like."""
+        num_bytes = slab.numel()
+        self._lent = Slots(num_bytes // 2 if lends else 0)
+        """Lower half, where receivers keep slots for any length of time."""
         self._slots = Slots(num_bytes - self._lent.num_bytes)
-        """Above it, what goes round whatever is computed."""
+        """Slots above it, whose release does not depend on what a receiver computes."""
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
-        self._num_unposted = 0
-        self._links: set[PostingLink] = set()
-        """Those that have sent something."""
+        self._num_unstaged = 0
+        self._users: set[Completions] = set()
+        """Links that have staged something."""
         self._failure: RrfpError | None = None
-        """Why nothing leaves any more."""
-        # Of the thread alone.
+        """Reason why nothing is staged any more."""
+        # Used by the thread alone.
         self._copying: deque[_Copying] = deque()
-        self._thread = Thread(target=self._run, name=f"rrfp-outbox-{plane.name}", daemon=True)
-
-    @property
-    def plane(self) -> Plane:
-        return self._plane
+        self._thread = Thread(target=self._run, name=f"rrfp-outbox-{plane}", daemon=True)
 
     def open(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
-    def num_taken_bytes(self) -> int:
-        """Of the slots that are in use."""
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are in use."""
         with self._condition:
-            return self._lent.num_taken_bytes + self._slots.num_taken_bytes
+            return self._lent.used_bytes + self._slots.used_bytes
 
-    def takes(self, message: Message) -> bool:
-        """Whether a message ever fits."""
-        return packed_bytes(forms_of(message.tensors)) <= self._slots.num_bytes
+    def accepts(self, tensors: Tensors, num_bytes: int) -> bool:
+        if not self._device.is_synchronous:
+            return bool(tensors)
+        if num_bytes < LEAST_STAGED_BYTES:
+            return False
+        return packed_bytes(forms_of(tensors)) <= self._slots.num_bytes
 
-    def put(self, link: PostingLink, message: Message) -> None:
-        """Send a message over a link. Its tensors lie on the plane's device and are contiguous; the
-        calling thread computes them."""
+    def stage(self, tensors: Tensors, ticket: Ticket, completions: Completions) -> None:
         device = self._device
         made = device.record(device.compute_stream())
-        waiting = _Waiting(link, message, forms_of(message.tensors), made, self._clock())
+        waiting = _Waiting(tensors, forms_of(tensors), ticket, completions, made)
         with self._condition:
             failure = self._failure
             if failure is None:
-                self._links.add(link)
+                self._users.add(completions)
                 self._waiting.append(waiting)
-                self._num_unposted += 1
+                self._num_unstaged += 1
                 self._condition.notify_all()
         if failure is not None:
-            link.fail(failure)
+            completions.put(PlaneFailed(failure))
 
     def release(self, offset: int) -> None:
-        """A receiver has pulled what lay in this slot."""
         with self._condition:
             if not self._lent.release(offset):
                 self._slots.release(offset - self._lent.num_bytes)
             self._condition.notify_all()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything that was put is posted, or until the time is up."""
         with self._condition:
             self._condition.wait_for(
-                lambda: self._num_unposted == 0 or self._failure is not None, timeout_s
+                lambda: self._num_unstaged == 0 or self._failure is not None, timeout_s
             )
 
+    def detach(self, *, waits: bool = True) -> None:
+        """Unmap a receiver's slab; does nothing for one of this rank's own."""
+        if self._unmap is None:
+            return
+        self._end()
+        self._thread.join(None if waits else 0)
+        if not self._thread.is_alive():
+            self._slab = None
+            unmap, self._unmap = self._unmap, None
+            unmap()
+
     def close(self, timeout_s: float) -> None:
-        """End the thread; what was not posted is dropped. Copies under way end first."""
+        self._end()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._slab = None
+
+    def _end(self) -> None:
+        """Drop what waits, and let the thread end once its copies have."""
         with self._condition:
             self._is_closed = True
             self._waiting.clear()
             self._condition.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
 
     # The thread.
 
     def _run(self) -> None:
         try:
             try:
-                while self._go_on():
+                while self._progress():
                     pass
             finally:
                 # No copy may still read or write when the memory goes.
                 self._device.synchronize(self._device.record(self._stream))
-        except Exception as error:  # A thread that dies in silence would hang the run.
+        except Exception as error:  # A thread that ends silently would hang the run.
             self._fail(error)
         finally:
             self._copying.clear()
 
-    def _go_on(self) -> bool:
-        """Do the next thing that can be done, or wait; tells whether there will be another."""
+    def _progress(self) -> bool:
+        """Do the next thing that can be done, or wait; return whether to go on."""
         copying = self._copying
         if copying and self._device.query(copying[0].copied):
-            self._post(copying.popleft())
-        elif (taken := self._take(waits=not copying)) is not None:
-            copying.append(self._copy(*taken))
+            self._complete(copying.popleft())
+        elif (next_one := self._allocate(waits=not copying)) is not None:
+            copying.append(self._copy(*next_one))
         elif copying:
             # A copy takes microseconds; the tasks that make the tensors may take long.
-            is_made = self._device.query(copying[0].made)
+            is_made = self._device.query(copying[0].waiting.made)
             self._device.synchronize(copying[0].copied, soon=is_made)
         return not self._is_closed
 
-    def _take(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
-        """The message in front, the offset of its slot (-1 if none is large enough), and whether
-        that is lent; None if there is no such thing now."""
+    def _allocate(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
+        """Return the first message, the offset of its slot (`NO_SLOT` if none is large enough),
+        and whether the slot is lent; None if there is no message or no slot now."""
         with self._condition:
             while not self._is_closed:
                 if self._waiting:
                     num_bytes = packed_bytes(self._waiting[0].forms)
                     if num_bytes > self._slots.num_bytes:
-                        return self._waiting.popleft(), _NO_SLOT, False
-                    offset = self._lent.take(num_bytes)
+                        return self._waiting.popleft(), NO_SLOT, False
+                    offset = self._lent.allocate(num_bytes)
                     if offset is not None:
                         return self._waiting.popleft(), offset, True
-                    offset = self._slots.take(num_bytes)
+                    offset = self._slots.allocate(num_bytes)
                     if offset is not None:
                         return self._waiting.popleft(), self._lent.num_bytes + offset, False
                 if not waits:
@@ -192,46 +275,44 @@ class Outbox:
         return None
 
     def _copy(self, waiting: _Waiting, offset: int, is_lent: bool) -> _Copying:
-        """Let the copy stream fill a slot, or memory of the host."""
-        message, forms, device = waiting.message, waiting.forms, self._device
+        """Queue the copy to a slot, or to host memory."""
+        forms, device = waiting.forms, self._device
         begun_ns = self._clock()
         num_bytes = packed_bytes(forms)
-        if offset == _NO_SLOT:
+        if offset == NO_SLOT:
             slot = device.empty_on_host(num_bytes)
         else:
-            slot = self._plane.slab[offset : offset + num_bytes]
+            assert self._slab is not None
+            slot = self._slab[offset : offset + num_bytes]
         targets = unpacked(slot, forms)
         device.wait(self._stream, waiting.made)
-        for target, source in zip(targets, message.tensors, strict=True):
+        for target, source in zip(targets, waiting.tensors, strict=True):
             if target is not None and source is not None:
                 device.copy(flat(target), flat(source), self._stream)
-        posted = Posted(
-            *(message.step, message.task, forms, offset, message.latency_ns),
-            *(waiting.queued_ns, begun_ns, begun_ns, is_lent),
-            inline=targets if self._plane.is_inline or offset == _NO_SLOT else None,
-        )
-        copied = device.record(self._stream)
-        return _Copying(waiting.link, posted, waiting.made, copied, message.tensors)
+        carried = targets if self._is_carried or offset == NO_SLOT else None
+        descriptor = Descriptor(forms, offset, is_lent, carried)
+        return _Copying(waiting, descriptor, begun_ns, device.record(self._stream))
 
-    def _post(self, copying: _Copying) -> None:
-        """The host has seen that a message is in its slot: tell the receiver."""
-        copying.posted.copied_ns = self._clock()
-        copying.link.post(copying.posted)
+    def _complete(self, copying: _Copying) -> None:
+        """Announce a message: the host has seen that it is in its slot."""
+        waiting = copying.waiting
+        staged = Staged(waiting.ticket, copying.descriptor, copying.begun_ns, self._clock())
+        waiting.completions.put(staged)
         with self._condition:
-            self._num_unposted -= 1
+            self._num_unstaged -= 1
             self._condition.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Tell every link: what fails one message, fails those behind it."""
-        told = RrfpError(
-            f"the outbox of plane {self._plane.name} failed with {type(error).__name__}:"
+        """Fail every link: an error of one message affects those behind it."""
+        failure = RrfpError(
+            f"the outbox of plane {self.plane} failed with {type(error).__name__}:"
             f" {first_line(str(error))}"
         )
-        told.__cause__ = error
+        failure.__cause__ = error
         with self._condition:
-            self._failure = told
+            self._failure = failure
             self._waiting.clear()
-            links = [*self._links]
+            users = [*self._users]
             self._condition.notify_all()
-        for link in links:
-            link.fail(told)
+        for completions in users:
+            completions.put(PlaneFailed(failure))

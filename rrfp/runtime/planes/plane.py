@@ -1,157 +1,233 @@
-"""A data plane: memory that a rank lends to its peers, and how these take what lies in it.
+"""The seam between a link and its data plane: memory beside the socket for large tensors.
 
-The sender owns an *outbox*: a slab of memory, divided into slots. It copies a message's tensors
-into a slot and, once the host has seen that they are there, *posts* the message: a frame on the
-link's own socket says what the tensors are and at which offset of the slab they lie. The receiver
-*pulls* them into memory of its own and, once its host has seen that they are there, tells its rank
-that the message has arrived, and the sender that the slot is free. So the socket stays the control
-plane: order, credits, heartbeats, farewell and loss are those of the link.
+A plane has two calls. `Stager.stage` makes the tensors of a message available to the peer, and its
+result is a `Descriptor`; the link's socket carries that in the message's frame. `Fetcher.fetch`
+turns a descriptor into tensors of the receiver. Both return at once, and both complete into one
+queue, the link's `Completions`. The link handles envelopes and never looks at the memory. Order,
+credits, heartbeats, farewell and loss stay those of the link.
 
-No stream of a device ever waits for another process.
+Slots belong to either side:
 
-Where both sides are the CPU of one host, a slot may be *lent*: the receiver's tensors are the slot,
-which it releases once they are gone. Slots are lent in one half of a slab, so that those in the
-other half go round whatever is computed.
+| slots of | `stage`                      | `fetch`                            |
+|----------|------------------------------|------------------------------------|
+| sender   | copies to a slot of its own  | copies from the slot or borrows it |
+| receiver | copies to a slot of the peer | uses the slot itself               |
+
+In both cases the sender chooses the slot, and the receiver releases it by its offset. The side that
+is attached to the other's memory detaches before it says farewell, and only then does the owner
+free it. So a receiver that owns the slots answers with their place at connect
+(`Attachment.answer`), and then the sender's stager detaches.
+
+No stream of a device ever waits for another process: a message is announced once the *host* has
+seen the end of its copy.
 """
 
 import ctypes
 import mmap
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.device.interface import Device
-from rrfp.runtime.planes.codec import Forms, copied, packed_bytes, unpacked
+from rrfp.runtime.planes.codec import Forms, Tensors, copied, packed_bytes, unpacked
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.schedule.tasks import Task
 
 TRIAL_BYTES = 64 * 2**20
-"""What a plane carries at connect, to say how fast it is, in windows of `WINDOW_BYTES`."""
+"""Bytes that a plane transfers at connect to measure its speed, in windows of `WINDOW_BYTES`."""
 WINDOW_BYTES = 4 * 2**20
+NO_SLOT = -1
+"""Offset in a descriptor whose tensors are in no slot."""
 
 
-@dataclass(slots=True, eq=False)
-class Posted:
-    """A message whose tensors lie in a slot of this rank's outbox."""
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Place and forms of the tensors of a staged message."""
 
-    step: int
-    task: Task
     forms: Forms
     offset: int
-    """Of the slot, in the slab; -1 for a message that is too large for any slot."""
-    latency_ns: int
-    queued_ns: int
-    """When the compute thread handed it over."""
+    """Offset of the slot in its slab, or `NO_SLOT`."""
+    is_lent: bool = False
+    """True if the receiver may use the slot itself for as long as it needs the tensors."""
+    carried: Tensors | None = None
+    """Tensors on the host, where the link's socket carries them."""
+
+
+class Ticket(Protocol):
+    """The link's own name for a message, which a plane returns with its result."""
+
+    @property
+    def task(self) -> Task: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Result of `Stager.stage`."""
+
+    ticket: Ticket
+    descriptor: Descriptor
     begun_ns: int
-    """When its copy into the slot began."""
+    """Time at which the copy began."""
     copied_ns: int
-    """When the host saw that it was there."""
-    is_lent: bool
-    """Whether the receiver may use the slot itself for as long as it needs the tensors."""
-    inline: Sequence[torch.Tensor | None] | None
-    """Where the socket is to carry the tensors: copies on the host."""
+    """Time at which the host saw its end."""
 
 
-@dataclass(slots=True, eq=False)
-class Pull:
-    """A message whose tensors are to be taken from its sender's outbox."""
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Result of `Fetcher.fetch`."""
 
-    step: int
-    task: Task
-    sequence: int
-    forms: Forms
+    ticket: Ticket
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFreed:
+    """Nothing uses the tensors in a lent slot any more."""
+
     offset: int
-    heard_ns: int
-    """When its frame was here."""
-    is_lent: bool
-    """Whether the slot itself may be used for as long as the tensors are needed."""
-    inline: Sequence[torch.Tensor | None] | None = None
-    """The tensors on the host, where the socket has carried them."""
-    begun_ns: int = 0
-    """When it began to be pulled."""
 
 
-Release = Callable[[int], None]
-"""Told, on any thread and between any two instructions, the offset of a lent slot whose tensors are
-gone."""
+@dataclass(frozen=True, slots=True)
+class PlaneFailed:
+    """The link cannot use its plane any more."""
 
-Pulled = Callable[[Pull, Sequence[torch.Tensor | None] | RrfpError], None]
-"""Told what was pulled once the host has seen it, or why it never will be; on any thread."""
+    error: RrfpError
+
+
+Completion = Staged | Fetched | SlotFreed | PlaneFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A link's request: `Fetcher.fetch`."""
+
+    descriptor: Descriptor
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A link's request: `Stager.release`."""
+
+    offset: int
+
+
+PlaneRequest = Fetch | Release
+
+
+class Completions(Protocol):
+    """The queue of a link into which its plane's calls complete."""
+
+    def put(self, completion: Completion) -> None:
+        """Pass a completion to the link. Any thread may call it. With `SlotFreed` a finalizer may
+        call it between any two instructions, so that it then waits for no lock."""
 
 
 class PlaneRefusal(Exception):  # noqa: N818 - a reason to take another plane, and no error
     """One sentence: why a plane does not serve a link."""
 
 
-class Puller(Protocol):
-    """The receiving end of one link's plane."""
+class Stager(Protocol):
+    """The sending end of a plane, for one link or for several."""
 
-    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
-        """Take a message out of its slot. `release` is for a lent slot."""
+    plane: TransportName
+
+    def open(self) -> None:
+        """Start its threads, if it has any."""
+
+    def accepts(self, tensors: Tensors, num_bytes: int) -> bool:
+        """Return whether to stage such a message; else the socket carries it."""
+        ...
+
+    def stage(self, tensors: Tensors, ticket: Ticket, completions: Completions) -> None:
+        """Make contiguous tensors available to the peer, once the calling thread's stream has
+        computed them. Completes with `Staged` or `PlaneFailed`, in the order of the calls."""
+
+    def release(self, offset: int) -> None:
+        """Reuse a slot: the peer has released it."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything is staged, or until the time is up."""
 
     def detach(self, *, waits: bool = True) -> None:
-        """Let go of the peer's memory; nothing is pulled any more. The peer frees it afterwards.
-        With `waits=False`, for a lost link, it does not wait for the device, which may hang: what
-        cannot be closed without that stays open until this process ends."""
+        """Stop using the peer's memory, if it uses any (see `Fetcher.detach`)."""
+
+    def close(self, timeout_s: float) -> None:
+        """Drop what is not staged, and end every thread."""
+
+
+class Fetcher(Protocol):
+    """The receiving end of one link's plane."""
+
+    def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
+        """Obtain the tensors of a message. Completes with `Fetched` or `PlaneFailed`, and for a
+        slot that it keeps in use with a later `SlotFreed`."""
+
+    def detach(self, *, waits: bool = True) -> None:
+        """Stop using the peer's memory, which the peer frees afterwards; later fetches complete
+        with nothing. With `waits=False`, for a lost link, it does not wait for the device, which
+        may hang; what cannot be closed without that stays open until this process ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a peer must know to attach itself to a plane."""
+    """Description of one side of a plane, with which a peer attaches itself to it."""
 
     plane: TransportName
     values: Mapping[str, object]
     descriptors: tuple[int, ...] = ()
-    """Files that travel along, over a Unix socket."""
+    """File descriptors that are passed along, over a Unix socket."""
+
+
+class Attachment(NamedTuple):
+    """The receiving end of a plane, attached to its peer."""
+
+    fetcher: Fetcher
+    gb_per_s: float | None = None
+    """Measured speed; None if the plane measures nothing."""
+    answer: Offer | None = None
+    """Place of the slots, where the receiver owns them."""
 
 
 class Plane(Protocol):
-    """One rank's side of a data plane: its own slab, and how to attach to those of its peers."""
+    """One rank's side of a data plane."""
 
     name: TransportName
     device: Device
-    lends: bool
-    """Whether receivers may use slots for as long as they need what is in them."""
-    is_inline: bool
-    """Whether the link's socket carries what lies in a slot, instead of a pull."""
+    is_carried: bool
+    """True if the link's socket carries what lies in a slot; the slot is free once the peer has
+    acknowledged the frame."""
     reserved_bytes: int
-    """The most memory that it takes on this rank, of the host or the device."""
+    """Upper bound of the memory that it takes on this rank, of the host or the device."""
 
-    @property
-    def slab(self) -> torch.Tensor:
-        """Flat, uint8: where this rank's slots lie. Not there once the plane is closed."""
+    def offer(self) -> Offer:
+        """Describe the sending side for the receiver of a link."""
         ...
 
-    def offer(self) -> Offer: ...
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
+        """Attach the receiving side of a link to its sender, and measure. Raises PlaneRefusal."""
+        ...
 
-    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
-        """Attach to a peer's slab, and measure: what pulls from it, and its GB/s. Raises
-        PlaneRefusal."""
+    def stager(self, answer: Offer | None, peer: int) -> Stager:
+        """Make the sending side of a link whose receiver has attached itself; its caller opens it.
+        Without an `answer` all links of the rank share it. Raises PlaneRefusal."""
         ...
 
     def close(self, *, are_detached: bool) -> None:
-        """Let go of the slab, and free it. `are_detached`: all peers have said that they have
-        detached themselves; else one may still read from it, or be lost."""
+        """Free this rank's memory. `are_detached`: all peers have said that they have detached
+        themselves; else one may still use it, or be lost."""
 
 
-def beyond_slab(peer: int, pull: Pull, slab_bytes: int) -> RrfpError:
-    """The error of a message that does not lie in its sender's slab."""
-    return RrfpError(
-        f"rank {peer} posted {pull.task} beyond its outbox of {slab_bytes} bytes; see that all"
-        " ranks run the same version of rrfp"
-    )
+# Fetching from a peer's slab that is mapped into this process: host memory, or a device's.
 
 
-# Pulling out of a peer's slab that is mapped into this process: host memory, or a device's.
-
-
-class MappedPuller:
-    """Pulls on the link's own thread. Implements `rrfp.runtime.planes.plane.Puller`."""
+class MappedFetcher:
+    """Fetches on the calling thread. Implements `Fetcher`."""
 
     def __init__(
         self, device: Device, slab: torch.Tensor, peer: int, memory: mmap.mmap | None = None
@@ -163,26 +239,29 @@ class MappedPuller:
         self._peer = peer
         self._memory = memory
 
-    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
+    def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
         slab = self._slab
         if slab is None:
             return
-        end = pull.offset + packed_bytes(pull.forms)
+        end = descriptor.offset + packed_bytes(descriptor.forms)
         if end > slab.numel():
-            told(pull, beyond_slab(self._peer, pull, slab.numel()))
+            error = beyond_slab(self._peer, ticket, slab.numel())
+            completions.put(PlaneFailed(error))
             return
-        if pull.is_lent and self._memory is not None:
-            told(pull, _borrowed(self._memory, pull, release))
-            return
-        sources = unpacked(slab[pull.offset : end], pull.forms)
-        told(pull, copied(sources, self._device, self._stream))
+        tensors: Tensors
+        if descriptor.is_lent and self._memory is not None:
+            tensors = borrowed(self._memory, descriptor, completions)
+        else:
+            sources = unpacked(slab[descriptor.offset : end], descriptor.forms)
+            tensors = copied(sources, self._device, self._stream)
+        completions.put(Fetched(ticket, tensors))
 
     def _await_copies(self) -> None:
-        """Let the host see that what was pulled is here."""
+        """Wait until the host has seen the end of every copy."""
         self._device.synchronize(self._device.record(self._stream))
 
     def measure(self) -> float:
-        """Pull as much as a trial takes; gives GB/s."""
+        """Fetch `TRIAL_BYTES`, and return GB/s."""
         slab, device, stream = self._slab, self._device, self._stream
         assert slab is not None
         source = slab[: min(WINDOW_BYTES, slab.numel())]
@@ -203,9 +282,49 @@ class MappedPuller:
             self._slab = self._memory = None
 
 
-def _borrowed(memory: mmap.mmap, pull: Pull, release: Release) -> list[torch.Tensor | None]:
-    """The tensors where they lie; their slot is released once they are gone."""
-    view = (ctypes.c_char * packed_bytes(pull.forms)).from_buffer(memory, pull.offset)
-    # The view lives as long as a tensor that has its memory.
-    weakref.finalize(view, release, pull.offset).atexit = False
-    return unpacked(torch.frombuffer(view, dtype=torch.uint8), pull.forms)
+class LandingFetcher:
+    """Copies to the device the tensors that the socket has carried, and leaves all others to the
+    plane's own fetcher. Implements `Fetcher`."""
+
+    def __init__(self, device: Device, fetcher: Fetcher | None = None) -> None:
+        self._device = device
+        self._stream = device.new_stream()
+        self._fetcher = fetcher
+
+    def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
+        if descriptor.carried is not None:
+            tensors = copied(descriptor.carried, self._device, self._stream)
+            completions.put(Fetched(ticket, tensors))
+        elif self._fetcher is not None:
+            self._fetcher.fetch(descriptor, ticket, completions)
+
+    def detach(self, *, waits: bool = True) -> None:
+        if self._fetcher is not None:
+            self._fetcher.detach(waits=waits)
+
+
+def beyond_slab(peer: int, ticket: Ticket, slab_bytes: int) -> RrfpError:
+    """Make the error for a message that lies outside of its slab."""
+    return RrfpError(
+        f"rank {peer} posted {ticket.task} beyond its outbox of {slab_bytes} bytes; see that all"
+        " ranks run the same version of rrfp"
+    )
+
+
+def borrowed(memory: mmap.mmap, descriptor: Descriptor, completions: Completions) -> Tensors:
+    """View the tensors in their slot; `SlotFreed` follows once nothing uses them.
+
+    The tensors keep neither the link nor its inbox alive.
+    """
+    num_bytes = packed_bytes(descriptor.forms)
+    view = (ctypes.c_char * num_bytes).from_buffer(memory, descriptor.offset)
+    # A tensor keeps the view alive for as long as it uses its memory.
+    link = weakref.ref(completions)
+    weakref.finalize(view, _free, link, descriptor.offset).atexit = False
+    return unpacked(torch.frombuffer(view, dtype=torch.uint8), descriptor.forms)
+
+
+def _free(link: "weakref.ref[Completions]", offset: int) -> None:
+    completions = link()
+    if completions is not None:
+        completions.put(SlotFreed(offset))

@@ -1,16 +1,21 @@
-"""The names of the data planes. Imports no torch."""
+"""The data planes by name: which there are, which may serve a link, and how each is made.
+
+Settings and the command line read this file, so that it imports no torch.
+"""
 
 import importlib
+import os
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
 
 
 class TransportName(StrEnum):
-    """What carries the tensors of messages, as a user asks for it."""
+    """Transports that a user can ask for."""
 
     AUTO = "auto"
-    """What suits the device and the place of each peer."""
+    """The plane that suits the device and the place of each peer."""
     INLINE = "inline"
     """The link's own socket: CPU tensors."""
     SHM = "shm"
@@ -23,27 +28,56 @@ class TransportName(StrEnum):
     """Through pinned memory of the host and the link's own socket: always works, and is slow."""
 
 
+PLANES: Mapping[TransportName, str] = {
+    TransportName.SHM: "rrfp.runtime.planes.host_planes:SharedMemoryPlane",
+    TransportName.CUDA_IPC: "rrfp.runtime.planes.cuda_ipc:CudaIpcPlane",
+    TransportName.NIXL: "rrfp.runtime.planes.nixl:NixlPlane",
+    TransportName.BOUNCE: "rrfp.runtime.planes.host_planes:BouncePlane",
+}
+"""Class of each plane as `module:class`, imported when a rank first needs it. It is called with the
+device and the bytes of a slab, and raises PlaneRefusal."""
+
+_A, _I, _S = TransportName.AUTO, TransportName.INLINE, TransportName.SHM
+_C, _N, _B = TransportName.CUDA_IPC, TransportName.NIXL, TransportName.BOUNCE
+
+CHOICES: Mapping[str, Mapping[TransportName, tuple[tuple[TransportName, ...], ...]]] = {
+    "cpu": {_A: ((_S,), ()), _I: ((), ()), _S: ((_S,), ()), _N: ((_N,), (_N,)), _B: ((_B,), (_B,))},
+    "cuda": {
+        _A: ((_C, _B), (_N, _B)),
+        _C: ((_C, _B), (_B,)),
+        _N: ((_N, _B), (_N, _B)),
+        _B: ((_B,), (_B,)),
+    },
+}
+"""Planes of a link, by the device's type and the requested transport: first those to a peer on this
+host, then those to a peer on another one. A link takes the first that works, and otherwise the
+socket itself."""
+
+UNENCRYPTED = frozenset({TransportName.NIXL})
+"""Planes whose bytes bypass the link's socket, and so its TLS, on their way to another host."""
+
 DEFAULT_OUTBOX_MB = 256
-"""Of each rank, and of each plane in use."""
+"""Size of a slab: of each rank, and of each plane in use."""
 MOST_OUTBOX_MB = 2**20
-"""A TiB: more than any host has for it."""
+"""1 TiB, which is more than any host has for it."""
 
 
-# Where NIXL's Python is, of which there is one for each release of CUDA. Imports no torch.
+# NIXL's Python package, of which there is one for each release of CUDA. Imports no torch.
 
 
+_NETWORK_DEVICES = "UCX_NET_DEVICES"
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The one that finds this machine's CUDA, and each: on the CPU any of them serves."""
+"""The package that finds this machine's CUDA, then one for each release: any serves the CPU."""
 HOW_TO_INSTALL = "pip install 'rrfp[nixl]'"
 
 
 def is_installed() -> bool:
-    """Whether there is any, without importing it."""
+    """Return whether one of them is installed, without importing it."""
     return any(find_spec(package) is not None for package in _PACKAGES)
 
 
 def nixl_api() -> Any:
-    """The module that has `nixl_agent`. Raises ImportError, which says what to do."""
+    """Import the module that has `nixl_agent`. The ImportError says what to install."""
     reasons = []
     for package in _PACKAGES:
         try:
@@ -51,3 +85,10 @@ def nixl_api() -> Any:
         except ImportError as error:
             reasons.append(str(error))
     raise ImportError(f"NIXL cannot be imported ({reasons[0]}); {HOW_TO_INSTALL}")
+
+
+def keep_to_this_host() -> None:
+    """Let UCX, which NIXL reads with, listen at loopback alone, and not at every interface, unless
+    the user has set something else. A process whose peers are all on its host calls it before it
+    makes its first agent."""
+    os.environ.setdefault(_NETWORK_DEVICES, "lo")

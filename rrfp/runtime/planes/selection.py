@@ -1,175 +1,186 @@
-"""Which data planes a rank has, and which of them serve a link: the one place that chooses."""
+"""The data planes of a rank, and the choice of one for each link: the one place that chooses."""
 
+import importlib
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
+from typing import NamedTuple, cast
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.device.interface import Device
-from rrfp.runtime.planes.cuda_ipc import CudaIpcPlane
-from rrfp.runtime.planes.host_memory import BouncePlane, SharedMemoryPlane
-from rrfp.runtime.planes.negotiation import Settled, Taken, answer_offer, offer_planes
-from rrfp.runtime.planes.nixl import NixlPlane, keep_to_this_host
-from rrfp.runtime.planes.outbox import Outbox
-from rrfp.runtime.planes.plane import Plane, PlaneRefusal, Puller
-from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.protocols import Message
-
-LEAST_POSTED_BYTES = 4 * 2**20
-"""A smaller message of the CPU's travels on the socket, which is quicker: no thread is woken."""
+from rrfp.runtime.planes import registry
+from rrfp.runtime.planes.negotiation import (
+    AcceptedPlanes,
+    NegotiationError,
+    PlaneChoice,
+    answer_offer,
+    close_files,
+    offer_planes,
+)
+from rrfp.runtime.planes.plane import Fetcher, LandingFetcher, Offer, Plane, PlaneRefusal, Stager
+from rrfp.runtime.planes.registry import UNENCRYPTED, TransportName, keep_to_this_host
 
 _log = logging.getLogger(__name__)
 
-_A, _I, _S, _C, _N, _B = TransportName
 
-CHOICES: Mapping[str, Mapping[TransportName, tuple[tuple[TransportName, ...], ...]]] = {
-    "cpu": {_A: ((_S,), ()), _I: ((), ()), _S: ((_S,), ()), _N: ((_N,), (_N,)), _B: ((_B,), (_B,))},
-    "cuda": {
-        _A: ((_C, _B), (_N, _B)),
-        _C: ((_C, _B), (_B,)),
-        _N: ((_N, _B), (_N, _B)),
-        _B: ((_B,), (_B,)),
-    },
-}
-"""By the device's type and what was asked for: what a link takes to a peer on this host, and to one
-on another; the first that works, and else the socket itself."""
+class Incoming(NamedTuple):
+    """The plane of a link to this rank."""
+
+    name: TransportName
+    is_carried: bool
+    """True if the socket carries its slots (`Plane.is_carried`)."""
+    lands: bool
+    """True if tensors that the socket has carried are fetched, too: to the device."""
+    fetcher: Fetcher
 
 
-_PLAIN = frozenset({TransportName.NIXL})
-"""What goes past the link, and so past its TLS."""
-
-PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
-    TransportName.SHM: SharedMemoryPlane,
-    TransportName.CUDA_IPC: CudaIpcPlane,
-    TransportName.NIXL: NixlPlane,
-    TransportName.BOUNCE: BouncePlane,
-}
-"""What makes each, with a slab of so many bytes. Raises PlaneRefusal."""
+def load_plane(name: TransportName) -> Callable[[Device, int], Plane]:
+    """Import the class of a plane."""
+    module, _, plane = registry.PLANES[name].partition(":")
+    return cast(Callable[[Device, int], Plane], getattr(importlib.import_module(module), plane))
 
 
 class RankPlanes:
-    """The data planes of one rank, with an outbox for each that a link to a peer has taken."""
+    """The data planes of one rank, with the stagers of the links that use them."""
 
     def __init__(self, device: Device, asked: TransportName, outbox_bytes: int) -> None:
-        """Raises UsageError for a plane that tensors on this device cannot take."""
+        """Raises UsageError for a plane that does not carry tensors on this device."""
         self.device = device
         self.asked = asked
-        choices = CHOICES[device.torch_device.type]
+        choices = registry.CHOICES[device.torch_device.type]
         if asked not in choices:
             raise UsageError(
                 f"transport {asked} does not carry tensors on {device.torch_device}; choose one of"
                 f" {', '.join(choices)}"
             )
-        self._near, self._far = choices[asked]
+        self._on_host, self._across_hosts = choices[asked]
         self._encrypts = False
         self._outbox_bytes = outbox_bytes
         self._planes: dict[TransportName, Plane] = {}
         self._refusals: dict[TransportName, str] = {}
         self._lock = Lock()
-        # Guarded by the lock: links are settled on several threads.
-        self._outboxes: dict[TransportName, Outbox] = {}
-        self._settled: dict[int, Settled] = {}
+        # Guarded by the lock: links negotiate on several threads.
+        self._shared: dict[TransportName, Stager] = {}
+        """Stagers that all links of a plane share."""
+        self._stagers: list[Stager] = []
+        self._choices: dict[int, PlaneChoice] = {}
 
     @property
-    def settles(self) -> bool:
-        """Whether links have something to settle; the same on all ranks."""
-        return bool(self._near or self._far)
+    def negotiates(self) -> bool:
+        """True if links negotiate a plane; the same on all ranks."""
+        return bool(self._on_host or self._across_hosts)
 
     def open(self, *, has_near: bool, has_far: bool, encrypts: bool = False) -> None:
-        """Make what links to peers on this host, and on others, may take; `encrypts`: what goes to
-        other hosts is to be encrypted. Raises UsageError where what was asked for does not."""
+        """Make the planes for links to peers on this host, and to others. With `encrypts` only
+        encrypted bytes may go to other hosts. Raises UsageError where the requested plane sends
+        others."""
         if encrypts and has_far:
-            if self.asked in _PLAIN:
+            if self.asked in UNENCRYPTED:
                 raise UsageError(
                     f"transport {self.asked} does not encrypt what goes to other hosts, and tls is "
                     "asked for; leave one of them out"
                 )
-            self._far = tuple(name for name in self._far if name not in _PLAIN)
+            self._across_hosts = tuple(
+                name for name in self._across_hosts if name not in UNENCRYPTED
+            )
         self._encrypts = encrypts
-        names = {*(self._near if has_near else ()), *(self._far if has_far else ())}
+        names = {*(self._on_host if has_near else ()), *(self._across_hosts if has_far else ())}
         if TransportName.NIXL in names and not has_far:
             keep_to_this_host()
         for name in names:
             try:
-                self._planes[name] = PLANES[name](self.device, self._outbox_bytes)
+                self._planes[name] = load_plane(name)(self.device, self._outbox_bytes)
             except PlaneRefusal as refusal:
                 self._refusals[name] = str(refusal)
 
     def offer(
         self, connection: socket.socket, peer: int, *, is_near: bool, timeout_s: float
-    ) -> Outbox | None:
-        """Settle on a plane for the link to this peer: its outbox, or None where the socket carries
-        tensors itself. Raises SettlingError."""
-        names = self._near if is_near else self._far
-        planes = [self._planes[name] for name in names if name in self._planes]
-        refused = [name for name in names if name not in self._planes]
-        why = self._refusals[refused[0]] if refused else ""
-        if not is_near and self.asked in (TransportName.SHM, TransportName.CUDA_IPC):
-            why = f"rank {peer} is on another host"
-        settled = offer_planes(connection, planes, why, timeout_s)
-        self.settle(peer, settled, is_near=is_near)
-        with self._lock:
-            if settled.plane is TransportName.INLINE:
-                return None
-            if settled.plane not in self._outboxes:
-                try:
-                    outbox = Outbox(self._planes[settled.plane])
-                except RuntimeError as error:  # torch's own, of memory that it does not get
-                    raise RrfpError(
-                        f"plane {settled.plane} gets no outbox of {self._outbox_bytes} bytes"
-                        f" ({first_line(str(error))}); lower outbox_mb"
-                    ) from None
-                outbox.open()
-                self._outboxes[settled.plane] = outbox
-            return self._outboxes[settled.plane]
+    ) -> Stager | None:
+        """Negotiate a plane for the link to this peer, and return its stager; None where the socket
+        carries the tensors. Raises NegotiationError."""
+        choice, answer = PlaneChoice(TransportName.INLINE), None
+        if self.negotiates:
+            names = self._on_host if is_near else self._across_hosts
+            planes = [self._planes[name] for name in names if name in self._planes]
+            refused = [name for name in names if name not in self._planes]
+            why = self._refusals[refused[0]] if refused else ""
+            if not is_near and self.asked in (TransportName.SHM, TransportName.CUDA_IPC):
+                why = f"rank {peer} is on another host"
+            choice, answer = offer_planes(connection, planes, why, timeout_s)
+        try:
+            with self._lock:
+                encrypted = self._encrypts and not is_near
+                self._choices[peer] = replace(choice, encrypted=encrypted)
+                if choice.why:
+                    _log.warning("the link to rank %d takes %s: %s", peer, choice.plane, choice.why)
+                if choice.plane is TransportName.INLINE:
+                    return None
+                return self._stager(choice.plane, answer, peer)
+        finally:
+            if answer is not None:
+                close_files(answer.descriptors)
 
-    def settle(self, peer: int, settled: Settled, *, is_near: bool) -> None:
-        """Note what the link to this peer takes, and tell where that is not what was asked for."""
-        with self._lock:
-            self._settled[peer] = replace(settled, encrypted=self._encrypts and not is_near)
-        if settled.why:
-            _log.warning("the link to rank %d takes %s: %s", peer, settled.plane, settled.why)
+    def _stager(self, name: TransportName, answer: Offer | None, peer: int) -> Stager:
+        """Return the stager of a link; the caller holds the lock."""
+        if answer is None and name in self._shared:
+            return self._shared[name]
+        try:
+            stager = self._planes[name].stager(answer, peer)
+        except PlaneRefusal as refusal:
+            raise NegotiationError(str(refusal)) from None
+        except RuntimeError as error:  # torch's own, when it gets no memory
+            raise RrfpError(
+                f"plane {name} gets no outbox of {self._outbox_bytes} bytes"
+                f" ({first_line(str(error))}); lower outbox_mb"
+            ) from None
+        stager.open()
+        self._stagers.append(stager)
+        if answer is None:
+            self._shared[name] = stager
+        return stager
 
-    def answer(
-        self, connection: socket.socket, peer: int, timeout_s: float
-    ) -> tuple[Plane, Puller] | None:
-        """Settle on a plane for the link from this peer; None where the socket carries tensors
-        itself. Raises SettlingError."""
-        settled, puller = answer_offer(connection, self._planes, peer, timeout_s)
-        return None if puller is None else (self._planes[settled.plane], puller)
+    def answer(self, connection: socket.socket, peer: int, timeout_s: float) -> Incoming | None:
+        """Negotiate a plane for the link from this peer; None where the socket carries the tensors.
+        Raises NegotiationError."""
+        if not self.negotiates:
+            return None
+        choice, attachment = answer_offer(connection, self._planes, peer, timeout_s)
+        if attachment is None:
+            return None
+        is_carried = self._planes[choice.plane].is_carried
+        # On a device a message may be too large for the outbox, and arrive over the socket.
+        lands = is_carried or not self.device.is_synchronous
+        fetcher = LandingFetcher(self.device, attachment.fetcher) if lands else attachment.fetcher
+        return Incoming(choice.plane, is_carried, lands, fetcher)
 
     @property
-    def settled(self) -> dict[int, Settled]:
-        """What each link from this rank has taken, by peer."""
+    def choices(self) -> dict[int, PlaneChoice]:
+        """Plane of each link from this rank, by peer."""
         with self._lock:
-            return dict(self._settled)
+            return dict(self._choices)
 
     @property
-    def taken(self) -> Taken:
-        """That, what was asked for, and the memory for it."""
+    def accepted(self) -> AcceptedPlanes:
+        """The choices, the requested transport, and the memory of the stagers."""
         with self._lock:
-            reserved = [self._planes[name].reserved_bytes for name in self._outboxes]
+            used = {choice.plane for choice in self._choices.values()} & self._planes.keys()
+            reserved = [self._planes[name].reserved_bytes for name in used]
             outbox_mb = self._outbox_bytes // 2**20
-            return Taken(self.asked, outbox_mb, dict(self._settled), sum(reserved))
-
-    def posts(self, outbox: Outbox, message: Message, num_bytes: int) -> bool:
-        """Whether a message goes by the outbox; on the CPU one that is too large for it need
-        not."""
-        if self.device.is_synchronous:
-            return num_bytes >= LEAST_POSTED_BYTES and outbox.takes(message)
-        return bool(message.tensors)
+            return AcceptedPlanes(self.asked, outbox_mb, dict(self._choices), sum(reserved))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what was put into the outboxes is posted."""
-        for outbox in self._outboxes.values():
-            outbox.drain(timeout_s)
+        """Wait until everything is staged, or until the time is up."""
+        for stager in self._stagers:
+            stager.drain(timeout_s)
 
     def close(self, timeout_s: float, *, are_detached: bool) -> None:
         """Free everything. All links are over; `are_detached`: every peer has said farewell."""
-        for outbox in self._outboxes.values():
-            outbox.close(timeout_s)
+        for stager in self._stagers:
+            stager.close(timeout_s)
         for plane in self._planes.values():
             plane.close(are_detached=are_detached)
+        self._stagers.clear()
+        self._shared.clear()
         self._planes.clear()
