@@ -15,15 +15,15 @@ from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import (
-    clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
-)
-from megatron.core.utils import get_model_config
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.group_collections import refuse_multi_module
+from rrfp.megatron.adapters.groups import (
+    expert_parallel_of,
+    refuse_multi_module,
+    virtual_pipeline_size,
+)
+from rrfp.megatron.adapters.models import config_of, may_have_experts
+from rrfp.megatron.adapters.schedules import start_embedding_gradients
 from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
 from rrfp.megatron.look_ahead import LookAhead
 from rrfp.megatron.memory.bound import StepMemory
@@ -36,7 +36,6 @@ from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
-    expert_group,
     place_in,
     sharing_groups,
     step_groups,
@@ -75,7 +74,7 @@ def get_forward_backward_func(
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
     if pp_size is None and vp_size is None:
-        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        vp_size = virtual_pipeline_size()
     if settings.placement is Placement.V and vp_size not in (None, 2):
         raise UsageError(
             f"placement v takes 2 chunks per rank, not a virtual pipeline size of {vp_size}; "
@@ -170,9 +169,9 @@ class ForwardBackward:
         self.was_called = True
         at_end.note(None)
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
-        config = get_model_config(models[0])
+        config = config_of(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
-        has_experts = getattr(config, "num_moe_experts", None) is not None
+        has_experts = may_have_experts(models[0])
         place = place_in(groups, has_experts=has_experts)
         links = self._links[place, len(models)]
         step = links.count_step(forward_only=forward_only)
@@ -239,7 +238,7 @@ class ForwardBackward:
             memory = bound.plan(
                 features,
                 sharing_groups(groups, has_experts=has_experts),
-                expert_group(groups) if has_experts else None,
+                expert_parallel_of(groups) if has_experts else None,
             )
         if looks_ahead:
             links.record(PhaseRecord(looks_from_ns, monotonic(), step, Phase.DATA))
@@ -285,7 +284,9 @@ class ForwardBackward:
         has_last_stage = pp_rank == last_stage_rank
         finalizes = config.finalize_model_grads_func is not None and not forward_only
         if finalizes:
-            embedding = clear_embedding_activation_buffer(config, models, has_last_stage)
+            finish_embedding = start_embedding_gradients(
+                config, models, groups, has_last_stage=has_last_stage
+            )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
@@ -311,7 +312,7 @@ class ForwardBackward:
 
         sync_start_ns = monotonic()
         if finalizes:
-            finish_embedding_wgrad_compute(config, embedding, has_last_stage, groups.tp)
+            finish_embedding()
         compute.finish()
         if memory.bound is not None:
             memory.bound.leave_room_for(compute.peak_waiting_gradient_bytes)

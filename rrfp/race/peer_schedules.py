@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import forward_step
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import UsageError
+from rrfp.megatron.adapters.groups import pipeline_of
+from rrfp.megatron.adapters.parallel_state import context_parallel_size
+from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.weight_gradients import DeferredWeightGradients
 from rrfp.race.systems import PEERS
@@ -44,7 +45,7 @@ from rrfp.train.models.model import ModelChunks
 # A step under another project's pipeline schedule, run unchanged on Megatron's model chunks.
 #
 # The peer decides the order, moves the tensors and calls the backward. We supply the stages' work,
-# which is Megatron's `forward_step`, the pace, and the records. Gradients are accumulated as they
+# which is Megatron's forward, the pace, and the records. Gradients are accumulated as they
 # come, in Megatron's fp32 buffers, and reduced at the end of the step.
 
 
@@ -143,7 +144,7 @@ class ChunkModule(torch.nn.Module):
         index, config = int(microbatch), self._model.config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         reduced: list[Any] = []
-        (output,), _ = forward_step(
+        (output,), _ = run_forward(
             self._model.forward_step,
             iter([self._batches[index]]),
             self.chunk,
@@ -151,8 +152,8 @@ class ChunkModule(torch.nn.Module):
             input_tensors,
             reduced,
             config,
-            parallel_state.get_context_parallel_world_size(),
-            current_microbatch=index,
+            context_parallel_size(),
+            microbatch=index,
             is_last_stage=self._is_last,
         )
         if self._is_last:
@@ -381,7 +382,7 @@ class _TorchStage(pipelining.PipelineStage):
             message.device,
             input_args=() if stage == 0 else message,
             output_args=torch.empty((), requires_grad=True) if is_last else message,
-            group=parallel_state.get_pipeline_model_parallel_group(),
+            group=pipeline_of(None),
             dw_builder=self._weight_gradient if shape.splits_backward else None,
         )
         self._shape = shape

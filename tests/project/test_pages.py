@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rrfp.cli import app
 from rrfp.cli import main as cli
 from rrfp.errors import UsageError
 from rrfp.interchange.assemble import assemble
+from rrfp.megatron.adapters import compatibility
 from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, cuda_problem
 from rrfp.runtime.isolated_call import NoAnswerError, probe
 from rrfp.runtime.protocols import Arrived, Inbox, Left, Message, Transport
@@ -366,6 +368,24 @@ def test_a_transport_carries_messages() -> None:
     here.close()
     here.close()
     assert inboxes[1].take() == (Arrived(0, message), Left(0))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_adapter_meets_two_releases(monkeypatch: pytest.MonkeyPatch, *, newer: bool) -> None:
+    (entry,) = re.findall(r'^`"(release_output.+ \| .+)"`', EXTENDING, re.MULTILINE)
+    module = "pipeline_parallel.schedules"
+    if newer:
+        schedules = compatibility.schedules()
+        monkeypatch.setattr(
+            schedules, "release_output", schedules.deallocate_output_tensor, raising=False
+        )
+        monkeypatch.delattr(schedules, "deallocate_output_tensor")
+    assert compatibility._difference(module, entry, is_stood_for=False) is None
+    output = torch.ones(8)
+    example("The next Megatron-Core")["free_output"](
+        [output], SimpleNamespace(deallocate_pipeline_outputs=True)
+    )
+    assert output.numel() == 1
 
 
 def test_an_importer_reads_a_run(tmp_path: Path) -> None:

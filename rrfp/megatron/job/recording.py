@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from rrfp import requirements
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.megatron.adapters.models import may_have_experts
 from rrfp.megatron.job.description import (
     Steering,
     by_stage,
@@ -232,7 +232,7 @@ class JobRecording:
         now_ns = monotonic()
         model = arguments["model"]
         chunks = [*model] if isinstance(model, list | tuple) else [model]
-        has_experts = getattr(get_model_config(chunks[0]), "num_moe_experts", None) is not None
+        has_experts = may_have_experts(chunks[0])
         groups = step_groups(arguments.get("p2p_communicator"), arguments.get("pg_collection"))
         place = place_in(groups, has_experts=has_experts)
         layout = place, len(chunks)

@@ -113,7 +113,7 @@ def schedule_named(
 
 def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
     """Whether a call is about a model that the rank has whole, beside that of its pipeline."""
-    from rrfp.megatron.adapters.group_collections import pipeline_of
+    from rrfp.megatron.adapters.groups import pipeline_of
 
     if name != NO_PIPELINING:
         return False

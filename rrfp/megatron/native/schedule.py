@@ -8,19 +8,17 @@ afterwards. A call's arguments say which task it runs.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_config
 from torch.profiler import record_function
 
 from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range, wait_range
-from rrfp.megatron.installation import megatrons
+from rrfp.megatron.adapters.groups import pipeline_size
+from rrfp.megatron.adapters.models import config_of
+from rrfp.megatron.adapters.native_schedule import own_schedule, wrapped_parts
 from rrfp.megatron.job.description import undispatched
 from rrfp.megatron.job.recording import JobRecording
 from rrfp.megatron.job.request import RecordingRequest
@@ -227,7 +225,7 @@ class NativeSchedule:
         self._named = named
         self._name_of_step = name_of_step
         self._pace = pace
-        self._num_ranks = num_ranks or parallel_state.get_pipeline_model_parallel_world_size()
+        self._num_ranks = num_ranks or pipeline_size()
         self._steps: deque[_Tally] = deque()
         self._num_trained = 0
         self._num_evaluations = 0
@@ -244,7 +242,7 @@ class NativeSchedule:
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only
         self._num_trained += not forward_only
-        schedule = _schedule(len(_chunks(arguments["model"])))
+        schedule = own_schedule(len(_chunks(arguments["model"])))
         data = self.run(partial(schedule, **arguments), step, arguments)
         self.settle()
         return data
@@ -271,7 +269,7 @@ class NativeSchedule:
             pace,
             self._record,
         )
-        with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
+        with tally.recording(config_of(chunks[0])), self._named(self._name_of_step(step)):
             # Marks are inside their ranges, because the profiler's own cost is not work.
             start = self._timer.mark()
             data = schedule()
@@ -295,15 +293,6 @@ class NativeSchedule:
 
 def _chunks(model: Any) -> list[Any]:
     return model if isinstance(model, list) else [model]
-
-
-def _schedule(num_chunks: int) -> Callable[..., list[Any]]:
-    """Megatron's own function, as its getter chooses."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return megatrons("forward_backward_no_pipelining")
-    if num_chunks == 1:
-        return megatrons("forward_backward_pipelining_without_interleaving")
-    return megatrons("forward_backward_pipelining_with_interleaving")
 
 
 class _Tally:
@@ -337,6 +326,16 @@ class _Tally:
         self._marks: list[Any] = []
         self._rows: list[tuple[type[Any], int, int, tuple[Any, ...]]] = []
         """For each record: its type, the indices of its two marks, and its other fields."""
+
+    def recording(self, config: Any) -> AbstractContextManager[None]:
+        """Record what Megatron's schedule does during the block."""
+        return wrapped_parts(
+            forward=self.forward,
+            backward=self.backward,
+            communicate=self.communicate,
+            config=config,
+            finalize=partial(self.wait, Cause.GRADIENT_SYNC),
+        )
 
     def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Megatron's `forward_step` to record it."""
@@ -474,31 +473,6 @@ def _peer_of(communicator: Any, transfer: Mapping[str, Any]) -> int:
     )
     peer = getattr(communicator, "next_rank" if is_next else "prev_rank", None)
     return -1 if peer is None else int(peer)
-
-
-@contextmanager
-def _recorded(config: Any, tally: _Tally) -> Iterator[None]:
-    with ExitStack() as restored:
-        _replace(restored, schedules, "forward_step", tally.forward)
-        _replace(restored, schedules, "backward_step", tally.backward)
-        # All transfers of all schedules go through this method, and nothing else does.
-        _replace(restored, P2PCommunicator, "_communicate", tally.communicate)
-        if config.finalize_model_grads_func is not None:
-            _replace(
-                restored,
-                config,
-                "finalize_model_grads_func",
-                partial(tally.wait, Cause.GRADIENT_SYNC),
-            )
-        yield
-
-
-def _replace(
-    restored: ExitStack, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]
-) -> None:
-    original = getattr(owner, name)
-    restored.callback(setattr, owner, name, original)
-    setattr(owner, name, wrap(original))
 
 
 # Records a user's own training script under Megatron's own schedule.
