@@ -25,6 +25,7 @@ from rrfp.megatron.adapters.parallel_state import context_parallel_size
 from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.weight_gradients import DeferredWeightGradients
+from rrfp.megatron.step_values import StepReport
 from rrfp.race.systems import PEERS
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
@@ -68,8 +69,8 @@ class PeerSchedule(ABC):
         self._record = record
         self._pace = pace
         self._clock = clock
-        self.last_step: StepSummary | None = None
-        """The figures of the last step on this rank."""
+        self.report: StepReport | None = None
+        """How the last step went on this rank."""
 
     def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
         """Run one step; every rank of the pipeline calls this. Returns what the loss function
@@ -102,7 +103,8 @@ class PeerSchedule(ABC):
                 finalize(self.model.chunks)
         end_ns = self._clock()
         self._record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
-        self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
+        summary = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
+        self.report = StepReport(summary)
         return losses
 
     @abstractmethod

@@ -334,8 +334,8 @@ class RacedSystem:
 
     def figures(self, offset_ns: int) -> torch.Tensor:
         """The figures of the last step on this rank, as `rrfp.race.rank` reads them."""
-        summary = self._schedule.last_step
-        assert summary is not None
+        assert self._schedule.report is not None
+        summary = self._schedule.report.summary
         tally = self._pace.pacer.tally
         coordination_ns, blocking_ns = self._records.take_ns()
         return torch.tensor(

@@ -96,7 +96,9 @@ def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
     }
 
 
-def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, Any]) -> Described:
+def model_of(
+    chunks: Sequence[Any], device: torch.device, arguments: Mapping[str, Any]
+) -> Described:
     """The model and its step; what its configuration does not know is left out."""
     config = config_of(chunks[0])
     parameter = next((each for chunk in chunks for each in chunk.parameters()), None)

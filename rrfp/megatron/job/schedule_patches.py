@@ -161,7 +161,6 @@ class DropIn:
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
         from rrfp.megatron import dropin
-        from rrfp.megatron.job.recording import RecordedSchedule
 
         sizes = pp_size, vp_size, schedule_pg_collection
         if self._request is None:
@@ -173,6 +172,9 @@ class DropIn:
 
             self._recording = JobRecording(self._request, dispatched(self._settings))
         self._own = dropin.get_forward_backward_func(
-            *sizes, settings=self._settings, record=self._recording.record
+            *sizes,
+            settings=self._settings,
+            record=self._recording.record,
+            observer=self._recording,
         )
-        return RecordedSchedule(self._own, self._recording)
+        return self._own

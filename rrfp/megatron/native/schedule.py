@@ -13,15 +13,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import record_function
 
-from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range, wait_range
+from rrfp.interchange.range_names import task_range, wait_range
 from rrfp.megatron.adapters.groups import pipeline_size
 from rrfp.megatron.adapters.models import config_of
 from rrfp.megatron.adapters.native_schedule import own_schedule, wrapped_parts
-from rrfp.megatron.job.description import undispatched
-from rrfp.megatron.job.recording import JobRecording
-from rrfp.megatron.job.request import RecordingRequest
+from rrfp.megatron.step_values import StepReport
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.schedule.named_hints import hint_named
@@ -34,7 +31,6 @@ from rrfp.trace.records import (
     FixedScheduleCounts,
     Phase,
     PhaseRecord,
-    RankInfo,
     Record,
     TaskRecord,
     WaitRecord,
@@ -229,8 +225,8 @@ class NativeSchedule:
         self._steps: deque[_Tally] = deque()
         self._num_trained = 0
         self._num_evaluations = 0
-        self.last_step: StepSummary | None = None
-        """The figures on this rank of the last step whose times are known."""
+        self.report: StepReport | None = None
+        """How the last step whose times are known went on this rank."""
 
     def start_at(self, step: int) -> None:
         """Number the next training step so, as a run that goes on from a checkpoint does."""
@@ -288,7 +284,7 @@ class NativeSchedule:
             if not self._timer.knows_at_once:
                 for record in records:
                     self._record(record)
-            self.last_step = self._steps.popleft().summary(records)
+            self.report = StepReport(self._steps.popleft().summary(records))
 
 
 def _chunks(model: Any) -> list[Any]:
@@ -473,60 +469,3 @@ def _peer_of(communicator: Any, transfer: Mapping[str, Any]) -> int:
     )
     peer = getattr(communicator, "next_rank" if is_next else "prev_rank", None)
     return -1 if peer is None else int(peer)
-
-
-# Records a user's own training script under Megatron's own schedule.
-
-
-class NativeTrace:
-    """Runs Megatron's own schedule functions, recorded."""
-
-    def __init__(self, request: RecordingRequest) -> None:
-        self._recording = JobRecording(request, undispatched())
-        self._schedule: NativeSchedule | None = None
-        self._cuda_timer: CudaTimer | None = None
-
-    def run(self, schedule: Callable[..., list[Any]], arguments: dict[str, Any]) -> list[Any]:
-        """Run one step by one of Megatron's functions, with Megatron's arguments and return
-        value."""
-        recording = self._recording
-        step = recording.begin(arguments)
-        if step is None:
-            data = schedule(**arguments)
-            recording.end(None)
-            return data
-        if self._schedule is None:
-            self._schedule = recording.safely(self._open)
-        if self._schedule is None:
-            return schedule(**arguments)
-        if self._cuda_timer is not None:
-            # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
-            recording.safely(self._cuda_timer.look_at_clock)
-        data = self._schedule.run(partial(schedule, **arguments), step, arguments)
-        recording.safely(self._schedule.settle)
-        recording.end(step)
-        return data
-
-    def _open(self) -> NativeSchedule:
-        recording = self._recording
-        info = recording.info
-        assert info is not None, "a step has begun"
-        if recording.is_on_gpu:
-            self._cuda_timer = CudaTimer()
-        found = NativeSchedule(
-            info.pp_rank,
-            recording.record,
-            self._cuda_timer or HostTimer(),
-            record_function,
-            partial(_range_of, info),
-            num_ranks=recording.num_pipeline_ranks,
-        )
-        recording.before_close = partial(found.settle, wait=True)
-        return found
-
-
-def _range_of(info: RankInfo, step: int) -> str:
-    """The name of a step's range in a profile."""
-    return schedule_range(
-        ScheduleRange(step, info.rank, info.pp_rank, info.tp_rank, info.dp_rank, info.stages)
-    )
