@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.group_collections import data_parallel_of
+from rrfp.megatron.adapters.groups import data_parallel_of
 from rrfp.megatron.collectives import exchanged, told_by_first
 from rrfp.megatron.step.microbatch_data import StepData
 from rrfp.runtime.protocols import PeerLostError

@@ -15,15 +15,14 @@ from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import (
-    clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
-)
-from megatron.core.utils import get_model_config
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.group_collections import refuse_multi_module
+from rrfp.megatron.adapters.groups import (
+    expert_parallel_of,
+    refuse_multi_module,
+    virtual_pipeline_size,
+)
+from rrfp.megatron.adapters.schedules import start_embedding_gradients
 from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
 from rrfp.megatron.look_ahead import LookAhead
 from rrfp.megatron.memory.bound import StepMemory
@@ -36,17 +35,16 @@ from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
-    expert_group,
-    place_in,
     sharing_groups,
     step_groups,
     timeout_s_of,
 )
-from rrfp.megatron.step_policy import StepPolicies, StepPolicy
+from rrfp.megatron.step_policy import StepPolicies
+from rrfp.megatron.step_values import StepCall, StepObserver, StepPlan, StepReport
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.pace import Delays, Pace, StepPace
+from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
-from rrfp.runtime.protocols import StepSummary, monotonic
+from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.rendezvous import default_store, tell_of_end
 from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
@@ -63,26 +61,28 @@ def get_forward_backward_func(
     record: Callable[[Record], None] | None = None,
     delays: Delays | None = None,
     pace: Pace | None = None,
+    observer: StepObserver | None = None,
 ) -> "ForwardBackward":
     """The function that a Megatron training loop calls once per step.
 
     Megatron's own arguments come first. Each call passes the ranks and chunks, so `vp_size` is only
     checked against the placement. `record` receives every trace record of this rank's first
     pipeline, from several threads. `delays` delays tasks and messages, to show that the result does
-    not depend on timing; `pace` holds those of training steps to modelled times. Raises UsageError
-    for chunks that the placement does not allow, and a `schedule_pg_collection` of several modules.
+    not depend on timing; `pace` holds those of training steps to modelled times. `observer` is
+    told of every step of this rank. Raises UsageError for chunks that the placement does not allow,
+    and a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
     if pp_size is None and vp_size is None:
-        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        vp_size = virtual_pipeline_size()
     if settings.placement is Placement.V and vp_size not in (None, 2):
         raise UsageError(
             f"placement v takes 2 chunks per rank, not a virtual pipeline size of {vp_size}; "
             "choose 2, or placement loop"
         )
     # Megatron's loops call this again for training and every evaluation: all share the links.
-    asked = (settings, record or discard, delays, pace)
+    asked = (settings, record or discard, delays, pace, observer)
     if asked not in _schedules:
         _schedules[asked] = ForwardBackward(*asked)
     return _schedules[asked]
@@ -103,12 +103,14 @@ class ForwardBackward:
         record: Callable[[Record], None],
         delays: Delays | None = None,
         pace: Pace | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         self._settings = settings
+        self._observer = observer
         self._record = record
         self._delays = delays
         self._pace = pace
-        self.look_ahead = LookAhead(settings)
+        self._looks_ahead = LookAhead(settings)
         self._holds_bytes = not counts_microbatches(settings.policy.hold)
         # Equal on every rank, because all ranks make their functions in the same order.
         self._name = next(_names)
@@ -123,12 +125,9 @@ class ForwardBackward:
         at_end.call(tell_of_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
-        self.last_step: StepSummary | None = None
-        """The figures of the last step on this rank."""
-        self.last_steering: StepPolicy | None = None
-        self.last_order: Sequence[int] | None = None
-        """The order of entry of the last step that was planned."""
-        self.planes: AcceptedPlanes | None = None
+        self.report: StepReport | None = None
+        """How the last step went on this rank; None before the first one has ended."""
+        self._planes: AcceptedPlanes | None = None
         """What carries the tensors of the recorded links from this rank; None before these are."""
 
     def start_at(self, step: int) -> None:
@@ -169,214 +168,257 @@ class ForwardBackward:
         refuse_newer(NO_PIPELINING, newer)
         self.was_called = True
         at_end.note(None)
+        observed = None
+        if self._observer is not None:
+            observed = self._observer.begin(
+                {
+                    "model": model,
+                    "num_microbatches": num_microbatches,
+                    "seq_length": seq_length,
+                    "micro_batch_size": micro_batch_size,
+                    "forward_only": forward_only,
+                    "p2p_communicator": p2p_communicator,
+                    "pg_collection": pg_collection,
+                }
+            )
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
-        config = get_model_config(models[0])
-        groups = step_groups(p2p_communicator, pg_collection)
-        has_experts = getattr(config, "num_moe_experts", None) is not None
-        place = place_in(groups, has_experts=has_experts)
-        links = self._links[place, len(models)]
-        step = links.count_step(forward_only=forward_only)
-        opening = None if links.pipeline is not None else self._next_opening(place, len(models))
-        look_ahead = self.look_ahead
-        admits_given = forward_only or look_ahead.admits_given
-        try:
-            given = data_of(data_iterator, len(models))
-            device = device_of(models, groups)
-            shape = Shape(
-                len(place.pipeline), num_microbatches, len(models), self._settings.placement
-            )
-            num_microbatches = shape.num_microbatches
-            chooser = links.chooser_of(self._settings.policy)
-            if chooser is None or forward_only:
-                steering = self._step_policies.of(shape, forward_only=forward_only)
-            else:
-                steering = chooser.steering(step, shape, config, groups, device, has_experts)
-            if not forward_only:
-                self.last_steering = steering
-                if place.rank == 0:
-                    self._step_policies.warn_once(shape)
-            # What the step's microbatches keep by the model that paces them.
-            paced_by = None if forward_only else self._pace
-            sizes = None if paced_by is None else paced_by.sizes(step, steering.shape)
-            measures = self._holds_bytes and sizes is None and not forward_only
-            looks_ahead = measures or not admits_given
-            keeps_order = steering.keeps_microbatch_order and not looks_ahead
-            refuse_data(given, steering, look_ahead.reason, keeps_order=keeps_order)
-            refuse(config, models, steering, place.pp_rank)
-            plans = look_ahead.plans and not forward_only
-            data = StepData(
-                links.ahead.put_in(given) if plans else given,
-                num_microbatches,
-                links.habits[forward_only, tuple(map(id, models))],
-                keeps_order=keeps_order,
-                group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
-                or len(place.pipeline),
-            )
-            streams = RandomStreams(device)
-            links.timeout_s = timeout_s_of(groups.pp)
-            self._connect(links, opening, place, steering, device, forward_only=forward_only)
-        except BaseException as error:
-            at_end.note(error)
-            if opening is not None:
-                tell_of_failure(default_store(), opening, place.rank, error)
-            # With a farewell: the neighbours may still be in the step before.
-            links.close()
-            raise
-        memory = StepMemory(sizes)
-        order: Sequence[int] = range(num_microbatches)
-        looks_from_ns = monotonic()
-        # If looking ahead fails, all ranks of the replica learn of it, and their links stay open.
-        if links.planner is not None and plans:
-            order = look_ahead.planned_order(
-                links.planner, step, steering, data, groups, streams.device
-            )
-            self.last_order = order
-        elif not admits_given:
-            order = look_ahead.order(step, data, num_microbatches, groups, streams.device)
-        if measures:
-            features = look_ahead.features(data, order, groups, streams.device)
-            bound = links.bound_of(models, self._settings.policy.hold, streams.device)
-            memory = bound.plan(
-                features,
-                sharing_groups(groups, has_experts=has_experts),
-                expert_group(groups) if has_experts else None,
-            )
-        if looks_ahead:
-            links.record(PhaseRecord(looks_from_ns, monotonic(), step, Phase.DATA))
+        call = StepCall.of(
+            models, step_groups(p2p_communicator, pg_collection), forward_only=forward_only
+        )
+        links = self._links[call.place, len(models)]
+        plan = self._open(links, call, data_iterator, num_microbatches)
+        plan = self._look_ahead(links, plan)
         arguments = StepArguments(
             forward_step_func,
-            data,
-            order,
-            num_microbatches,
+            plan.data,
+            plan.order,
+            plan.policy.shape.num_microbatches,
             forward_only,
             collect_non_loss_data,
             first_val_step,
             force_all_reduce,
         )
         try:
-            pace = None if paced_by is None else paced_by.start_step(step, steering.shape)
-            return self._run_step(
-                links, step, steering, memory, models, config, groups, arguments, streams, pace
-            )
+            data, self.report = self._run(links, plan, arguments)
         except BaseException as error:
             at_end.note(error)
             links.close(farewell=False)
             raise
+        if self._observer is not None:
+            self._observer.end(observed, self.report)
+        return data
 
-    def _run_step(
+    def _open(
+        self,
+        links: LayoutLinks,
+        call: StepCall,
+        data_iterator: Any,
+        num_microbatches: SupportsIndex,
+    ) -> StepPlan:
+        """Plan a step as far as its arguments say how it is to run, and open its links unless they
+        are open."""
+        step = links.count_step(forward_only=call.forward_only)
+        opening = None
+        if links.pipeline is None:
+            opening = self._next_opening(call.place, len(call.models))
+        try:
+            plan = self._planned(links, step, call, data_iterator, num_microbatches)
+            links.timeout_s = timeout_s_of(call.groups.pp)
+            self._connect(links, opening, plan)
+        except BaseException as error:
+            at_end.note(error)
+            if opening is not None:
+                tell_of_failure(default_store(), opening, call.place.rank, error)
+            # With a farewell: the neighbours may still be in the step before.
+            links.close()
+            raise
+        return plan
+
+    def _planned(
         self,
         links: LayoutLinks,
         step: int,
-        steering: StepPolicy,
-        memory: StepMemory,
-        models: list[Any],
-        config: Any,
-        groups: Any,
-        arguments: StepArguments,
-        streams: RandomStreams,
-        pace: StepPace | None,
-    ) -> list[Any]:
+        call: StepCall,
+        data_iterator: Any,
+        num_microbatches: SupportsIndex,
+    ) -> StepPlan:
+        """The plan of a step before anything of its data is looked at. Raises UsageError for what
+        cannot run out of order."""
+        models, config, forward_only = call.models, call.config, call.forward_only
+        given = data_of(data_iterator, len(models))
+        device = device_of(models, call.groups)
+        shape = Shape(
+            len(call.place.pipeline), num_microbatches, len(models), self._settings.placement
+        )
+        chooser = links.chooser_of(self._settings.policy)
+        if chooser is None or forward_only:
+            policy = self._step_policies.of(shape, forward_only=forward_only)
+        else:
+            policy = chooser.steering(step, shape, config, call.groups, device, call.has_experts)
+        if not forward_only and call.place.rank == 0:
+            self._step_policies.warn_once(shape)
+        # What the step's microbatches keep by the model that paces them.
+        pace = None if forward_only else self._pace
+        sizes = None if pace is None else pace.sizes(step, policy.shape)
+        measures = self._holds_bytes and sizes is None and not forward_only
+        admits_given = forward_only or self._looks_ahead.admits_given
+        keeps_order = policy.keeps_microbatch_order and admits_given and not measures
+        refuse_data(given, policy, self._looks_ahead.reason, keeps_order=keeps_order)
+        refuse(config, models, policy, call.place.pp_rank)
+        plans_order = self._looks_ahead.plans and not forward_only
+        data = StepData(
+            links.ahead.put_in(given) if plans_order else given,
+            shape.num_microbatches,
+            links.habits[forward_only, tuple(map(id, models))],
+            keeps_order=keeps_order,
+            group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
+            or len(call.place.pipeline),
+        )
+        return StepPlan(
+            step,
+            call,
+            policy,
+            data,
+            RandomStreams(device),
+            StepMemory(sizes),
+            range(shape.num_microbatches),
+            admits_given=admits_given,
+            plans_order=plans_order,
+            measures_memory=measures,
+        )
+
+    def _look_ahead(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
+        """The plan with the order in which the items enter, and with what their microbatches are
+        expected to keep. If this fails, all ranks of the replica learn of it, and their links stay
+        open."""
+        if plan.admits_given and not plan.measures_memory:
+            return plan
+        call, data, device = plan.call, plan.data, plan.streams.device
+        groups, order, memory = call.groups, plan.order, plan.memory
+        since_ns = monotonic()
+        if links.planner is not None and plan.plans_order:
+            order = self._looks_ahead.planned_order(
+                links.planner, plan.step, plan.policy, data, groups, device
+            )
+        elif not plan.admits_given:
+            order = self._looks_ahead.order(plan.step, data, len(order), groups, device)
+        if plan.measures_memory:
+            features = self._looks_ahead.features(data, order, groups, device)
+            bound = links.bound_of(call.models, self._settings.policy.hold, device)
+            memory = bound.plan(
+                features,
+                sharing_groups(groups, has_experts=call.has_experts),
+                expert_parallel_of(groups) if call.has_experts else None,
+            )
+        links.record(PhaseRecord(since_ns, monotonic(), plan.step, Phase.DATA))
+        return replace(plan, order=order, memory=memory)
+
+    def _run(
+        self, links: LayoutLinks, plan: StepPlan, arguments: StepArguments
+    ) -> tuple[list[Any], StepReport]:
+        """Run the tasks of a step, and what Megatron does after the last one."""
+        call, memory = plan.call, plan.memory
+        config, shape = call.config, plan.policy.shape
+        pace = None
+        if self._pace is not None and not call.forward_only:
+            pace = self._pace.start_step(plan.step, shape)
         start_ns = monotonic()
-        pipeline, record = links.pipeline, links.record
+        pipeline = links.pipeline
         assert pipeline is not None
-        forward_only = arguments.forward_only
-        shape, pp_rank = steering.shape, pipeline.place.pp_rank
-        last_stage_rank = shape.rank_of(shape.num_stages - 1)
-        has_last_stage = pp_rank == last_stage_rank
-        finalizes = config.finalize_model_grads_func is not None and not forward_only
-        if finalizes:
-            embedding = clear_embedding_activation_buffer(config, models, has_last_stage)
+        pp_rank = pipeline.place.pp_rank
+        has_last_stage = pp_rank == shape.rank_of(shape.num_stages - 1)
+        finish_embedding = None
+        if config.finalize_model_grads_func is not None and not call.forward_only:
+            finish_embedding = start_embedding_gradients(
+                config, call.models, call.groups, has_last_stage=has_last_stage
+            )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
         compute = RankStep(
-            models,
+            call.models,
             config,
             arguments,
             shape,
             pp_rank,
-            streams,
+            plan.streams,
             grad_order=self._settings.grad_order,
-            cp_size=groups.cp.size(),
+            cp_size=call.groups.cp.size(),
             # W adds gradients itself, without triggering hooks.
-            follows_hooks=steering.is_the_same_on_replicas and not shape.splits_backward,
+            follows_hooks=plan.policy.is_the_same_on_replicas and not shape.splits_backward,
             measures_memory=memory.measures or self._settings.measure_memory,
         )
         try:
-            summary = pipeline.run_step(step, steering, memory, compute, pace)
+            summary = pipeline.run_step(plan.step, plan.policy, memory, compute, pace)
         except BaseException:
             compute.abandon()
             raise
-
         sync_start_ns = monotonic()
-        if finalizes:
-            finish_embedding_wgrad_compute(config, embedding, has_last_stage, groups.tp)
+        if finish_embedding is not None:
+            finish_embedding()
         compute.finish()
         if memory.bound is not None:
             memory.bound.leave_room_for(compute.peak_waiting_gradient_bytes)
             if memory.measures:
                 memory.bound.learn(compute.kept_bytes())
-        if finalizes:
-            per_token = getattr(config, "calculate_per_token_loss", False)
-            num_tokens = compute.num_tokens if per_token else None
-            if num_tokens is not None and last_stage_rank != shape.num_ranks - 1:
-                # Megatron takes it from the last rank.
-                source = pipeline.place.pipeline[last_stage_rank]
-                dist.broadcast(num_tokens, source, group=groups.pp)
-            reduces_all = arguments.force_all_reduce
-            config.finalize_model_grads_func(
-                models, num_tokens, pg_collection=groups, force_all_reduce=reduces_all
-            )
+        if finish_embedding is not None:
+            _finalize_gradients(plan, arguments, compute, pipeline)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         end_ns = monotonic()
-        record(WaitRecord(sync_start_ns, end_ns, step, Cause.GRADIENT_SYNC))
-        budget = 0 if forward_only else memory.budget or steering.policy.hold_bytes or 0
-        num_unknown = memory.unknown_sizes
-        record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE, budget, num_unknown))
-        self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
-        return compute.forward_data()
+        links.record(WaitRecord(sync_start_ns, end_ns, plan.step, Cause.GRADIENT_SYNC))
+        budget = memory.budget or plan.policy.policy.hold_bytes or 0
+        links.record(
+            PhaseRecord(
+                start_ns,
+                end_ns,
+                plan.step,
+                Phase.SCHEDULE,
+                0 if call.forward_only else budget,
+                memory.unknown_sizes,
+            )
+        )
+        report = StepReport(
+            replace(summary, start_ns=start_ns, end_ns=end_ns),
+            plan.policy,
+            plan.order if plan.plans_order else None,
+            None if call.forward_only else self._looks_ahead.hands,
+            self._planes,
+            is_evaluation=call.forward_only,
+        )
+        return compute.forward_data(), report
 
-    def _connect(
-        self,
-        links: LayoutLinks,
-        opening: str | None,
-        place: Place,
-        steering: StepPolicy,
-        device: torch.device,
-        *,
-        forward_only: bool,
-    ) -> None:
+    def _connect(self, links: LayoutLinks, opening: str | None, plan: StepPlan) -> None:
         """Have the pipeline of these links, with enough credit for this step; `opening` is its name
         if it must be opened first."""
-        shape = steering.shape
-        num_credits = steering.policy.num_in_flight(
-            shape.num_microbatches, shape.num_chunks, forward_only=forward_only
+        shape = plan.policy.shape
+        num_credits = plan.policy.policy.num_in_flight(
+            shape.num_microbatches, shape.num_chunks, forward_only=plan.call.forward_only
         )
         if links.pipeline is None:
             assert opening is not None
             record = self._record if self._recorded is None else links.record
-            if links.planner is None and self.look_ahead.plans:
-                links.planner = self.look_ahead.planner(record)
+            if links.planner is None and self._looks_ahead.plans:
+                links.planner = self._looks_ahead.planner(record)
                 record = links.record = links.planner.record
             if links.chooser is not None:
                 record = links.record = links.chooser.watched(record)
             links.pipeline = Pipeline(
                 self._settings,
-                place,
+                plan.call.place,
                 shape,
                 record,
                 default_store(),
                 opening,
-                device,
+                plan.streams.device,
                 num_credits=num_credits,
                 timeout_s=links.timeout_s,
                 delays=self._delays,
             )
             if self._recorded is None:
                 self._recorded, links.record = links, record
-                self.planes = links.pipeline.planes
+                self._planes = links.pipeline.planes
         else:
             links.pipeline.grant(num_credits)
 
@@ -392,3 +434,23 @@ class ForwardBackward:
         steps, on all ranks; the next step opens them again."""
         for links in self._links.values():
             links.close()
+
+
+def _finalize_gradients(
+    plan: StepPlan, arguments: StepArguments, compute: RankStep, pipeline: Pipeline
+) -> None:
+    """Have the training loop's function finalize the gradients of a step."""
+    call, shape = plan.call, plan.policy.shape
+    per_token = getattr(call.config, "calculate_per_token_loss", False)
+    num_tokens = compute.num_tokens if per_token else None
+    last_stage_rank = shape.rank_of(shape.num_stages - 1)
+    if num_tokens is not None and last_stage_rank != shape.num_ranks - 1:
+        # Megatron takes it from the last rank.
+        source = pipeline.place.pipeline[last_stage_rank]
+        dist.broadcast(num_tokens, source, group=call.groups.pp)
+    call.config.finalize_model_grads_func(
+        call.models,
+        num_tokens,
+        pg_collection=call.groups,
+        force_all_reduce=arguments.force_all_reduce,
+    )

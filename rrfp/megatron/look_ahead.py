@@ -15,7 +15,7 @@ import torch
 
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_dealing
-from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.adapters.groups import replicas_of
 from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.collectives import agreed_order, told_by_first
 from rrfp.megatron.item_costs import resolve_cost, resolve_features

@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    is_graph_safe_cuda_rng_tracker,
-)
-from megatron.core.utils import get_attr_wrapped_model
-
 from rrfp.errors import UsageError
+from rrfp.megatron.adapters.models import attribute_of
+from rrfp.megatron.adapters.random_states import tracker_of_generators
 from rrfp.megatron.step.microbatch_data import is_iterator, shared
 from rrfp.megatron.step.stage import refuse_stateful
 from rrfp.megatron.step.weight_gradients import described_hook, lost_hook
@@ -128,10 +124,10 @@ def _refuse_lost_hooks(model: Any) -> None:
 
 
 def _refuse_shared_random_states(config: Any) -> None:
-    tracker = get_cuda_rng_tracker()
-    if is_graph_safe_cuda_rng_tracker(tracker) and getattr(config, "recompute_granularity", None):
+    tracker = tracker_of_generators()
+    if tracker is not None and getattr(config, "recompute_granularity", None):
         raise UsageError(
-            f"recomputed activations draw from the random states of {type(tracker).__name__}, which"
+            f"recomputed activations draw from the random states of {tracker}, which"
             " Megatron-Core brings back by reference, as later tasks have left them; leave "
             "te_rng_tracker and use_cudagraphable_rng off, or recompute_granularity out"
         )
@@ -149,7 +145,7 @@ def _refuse_misplaced(model: Any, chunk: int, steering: StepPolicy, pp_rank: int
         ("pre_process", stage == 0),
         ("post_process", stage == shape.num_stages - 1),
     ):
-        built = _attribute(model, attribute)
+        built = attribute_of(model, attribute)
         if built is not None and bool(built) != is_there:
             raise UsageError(
                 f"chunk {chunk} of pipeline rank {pp_rank} was built with {attribute} {built}, and "
@@ -173,7 +169,7 @@ def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], steering: S
     is_on_one_rank = shape.rank_of(0) == shape.rank_of(shape.num_stages - 1)
     if shape.num_stages == 1 or not is_on_one_rank:
         return
-    is_tied = any(_attribute(model, "share_embeddings_and_output_weights") for model in models)
+    is_tied = any(attribute_of(model, "share_embeddings_and_output_weights") for model in models)
     if is_tied or getattr(config, "mtp_num_layers", None):
         raise UsageError(
             "the first and the last stage are on one rank, where the two copies of an embedding "
@@ -181,11 +177,3 @@ def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], steering: S
             f"{'untie it' if is_tied else 'switch it off'}, or take several ranks and placement "
             "loop"
         )
-
-
-def _attribute(model: Any, name: str) -> Any:
-    """An attribute of the model inside its wrappers; None if no layer of them has it."""
-    try:
-        return get_attr_wrapped_model(model, name)
-    except RuntimeError:
-        return None

@@ -16,23 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed.constants import default_pg_timeout
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.group_collections import (
+from rrfp.megatron.adapters.groups import (
     default_groups,
+    expert_groups_of,
     pipeline_of,
     refuse_multi_module,
 )
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.strict_json import integers, items
-
-_EXPERT_GROUPS = {
-    "ep": parallel_state.get_expert_model_parallel_group,
-    "expt_tp": parallel_state.get_expert_tensor_parallel_group,
-    "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +85,8 @@ def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
     """The process groups in which this rank shares collectives inside tasks."""
     shared = [groups.tp, groups.cp]
     if has_experts:
-        shared += [
-            getattr(groups, name, None) or of_state(check_initialized=False)
-            for name, of_state in _EXPERT_GROUPS.items()
-        ]
+        shared += expert_groups_of(groups)
     return [group for group in shared if group is not None]
-
-
-def expert_group(groups: Any) -> Any:
-    """The process group over which experts are spread, or None."""
-    return getattr(groups, "ep", None) or _EXPERT_GROUPS["ep"](check_initialized=False)
 
 
 def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:

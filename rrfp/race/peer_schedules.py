@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import forward_step
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import UsageError
+from rrfp.megatron.adapters.groups import pipeline_of
+from rrfp.megatron.adapters.parallel_state import context_parallel_size
+from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.weight_gradients import DeferredWeightGradients
+from rrfp.megatron.step_values import StepReport
 from rrfp.race.systems import PEERS
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
@@ -44,7 +46,7 @@ from rrfp.train.models.model import ModelChunks
 # A step under another project's pipeline schedule, run unchanged on Megatron's model chunks.
 #
 # The peer decides the order, moves the tensors and calls the backward. We supply the stages' work,
-# which is Megatron's `forward_step`, the pace, and the records. Gradients are accumulated as they
+# which is Megatron's forward, the pace, and the records. Gradients are accumulated as they
 # come, in Megatron's fp32 buffers, and reduced at the end of the step.
 
 
@@ -67,8 +69,8 @@ class PeerSchedule(ABC):
         self._record = record
         self._pace = pace
         self._clock = clock
-        self.last_step: StepSummary | None = None
-        """The figures of the last step on this rank."""
+        self.report: StepReport | None = None
+        """How the last step went on this rank."""
 
     def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
         """Run one step; every rank of the pipeline calls this. Returns what the loss function
@@ -101,7 +103,8 @@ class PeerSchedule(ABC):
                 finalize(self.model.chunks)
         end_ns = self._clock()
         self._record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
-        self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
+        summary = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
+        self.report = StepReport(summary)
         return losses
 
     @abstractmethod
@@ -143,7 +146,7 @@ class ChunkModule(torch.nn.Module):
         index, config = int(microbatch), self._model.config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         reduced: list[Any] = []
-        (output,), _ = forward_step(
+        (output,), _ = run_forward(
             self._model.forward_step,
             iter([self._batches[index]]),
             self.chunk,
@@ -151,8 +154,8 @@ class ChunkModule(torch.nn.Module):
             input_tensors,
             reduced,
             config,
-            parallel_state.get_context_parallel_world_size(),
-            current_microbatch=index,
+            context_parallel_size(),
+            microbatch=index,
             is_last_stage=self._is_last,
         )
         if self._is_last:
@@ -381,7 +384,7 @@ class _TorchStage(pipelining.PipelineStage):
             message.device,
             input_args=() if stage == 0 else message,
             output_args=torch.empty((), requires_grad=True) if is_last else message,
-            group=parallel_state.get_pipeline_model_parallel_group(),
+            group=pipeline_of(None),
             dw_builder=self._weight_gradient if shape.splits_backward else None,
         )
         self._shape = shape

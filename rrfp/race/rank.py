@@ -70,11 +70,11 @@ def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) ->
     They are read from where Megatron's data parallelism accumulates them or, in chunks without it,
     from the parameters. A parameter that no task has used has zeros.
     """
-    from megatron.core.utils import unwrap_model
+    from rrfp.megatron.adapters.models import unwrapped
 
     return {
         whole_name(name, chunk, settings, layout): _gradient(parameter)
-        for chunk in unwrap_model(list(chunks))
+        for chunk in unwrapped(chunks)
         for name, parameter in chunk.named_parameters()
     }
 
@@ -334,8 +334,8 @@ class RacedSystem:
 
     def figures(self, offset_ns: int) -> torch.Tensor:
         """The figures of the last step on this rank, as `rrfp.race.rank` reads them."""
-        summary = self._schedule.last_step
-        assert summary is not None
+        assert self._schedule.report is not None
+        summary = self._schedule.report.summary
         tally = self._pace.pacer.tally
         coordination_ns, blocking_ns = self._records.take_ns()
         return torch.tensor(
@@ -396,28 +396,11 @@ def _shape_of(entry: Entry) -> Shape:
     return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
 
 
-@contextmanager
-def chunks_of(settings: TrainSettings) -> Iterator[None]:
+def chunks_of(settings: TrainSettings) -> AbstractContextManager[None]:
     """Set, for the block, the number of chunks per rank, which Megatron keeps globally."""
-    from megatron.core import parallel_state
+    from rrfp.megatron.adapters.parallel_state import virtual_pipeline
 
-    size = virtual_pipeline_size(settings)
-    before = (
-        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_rank(),
-    )
-    _set_chunks(size, None if size is None else 0)
-    try:
-        yield
-    finally:
-        _set_chunks(*before)
-
-
-def _set_chunks(size: int | None, chunk: int | None) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(size)
-    parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+    return virtual_pipeline(virtual_pipeline_size(settings))
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:

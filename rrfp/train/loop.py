@@ -17,6 +17,7 @@ from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicy
+from rrfp.megatron.step_values import StepReport
 from rrfp.megatron.transport_log import TransportLog
 from rrfp.planning.candidates import in_words
 from rrfp.runtime import rendezvous as introduction
@@ -191,12 +192,12 @@ class Trainer:
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from megatron.core import parallel_state
+            from rrfp.megatron.adapters.groups import data_parallel_of
 
             loss = sum(item["loss"].item() for item in losses) / len(losses)
             own = torch.tensor([loss, tokens], dtype=torch.float64)
             replicas = [torch.empty_like(own) for _ in range(layout.dp)]
-            dist.all_gather(replicas, own, group=parallel_state.get_data_parallel_group())
+            dist.all_gather(replicas, own, group=data_parallel_of(None))
             shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
             shared[1] = sum(replica[1].item() for replica in replicas)
         dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
@@ -360,9 +361,9 @@ class Evaluation:
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from megatron.core import parallel_state
+            from rrfp.megatron.adapters.groups import data_parallel_of
 
-            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(sums, group=data_parallel_of(None))
         dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
         loss = (sums[0] / sums[1]).item()
         if not math.isfinite(loss):
@@ -462,24 +463,25 @@ def _train(
         if isinstance(schedule, NativeSchedule):
             # A GPU tells the times of its work once that is done.
             schedule.settle(wait=True)
-        assert schedule.last_step is not None
+        report = schedule.report
+        assert report is not None
         if evaluation is not None and evaluation.is_due(step):
             enter(f"in the evaluation after step {step}")
             recorder.begin(step, Doing.EVALUATION)
             result = result._replace(heldout_loss=evaluation.loss())
-        _tell_transport(transport, schedule)
+        _tell_transport(transport, report)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
         recorder.begin(step, Doing.METRICS)
         tally = pace.tally if pace is not None and pace.has_costs else None
         plan = None if planner is None else planner.described()
-        steering = getattr(schedule, "last_steering", None)
-        if steering is not None and planner is not None:
-            planner.follow(steering)
-        if steering is not None and policies is not None:
-            policies.steered(step, steering.policy.described())
-        hint, choice = _told(settings, steering)
-        metrics.write(step, result, schedule.last_step, seconds, tally, plan, hint, choice)
+        policy = report.policy
+        if policy is not None and planner is not None:
+            planner.follow(policy)
+        if policy is not None and policies is not None:
+            policies.steered(step, policy.policy.described())
+        hint, choice = _told(settings, policy)
+        metrics.write(step, result, report.summary, seconds, tally, plan, hint, choice)
         if planner is not None and orders is not None:
             orders.write(planner.order_of_step)
         if dealing is not None and dealt is not None:
@@ -492,7 +494,7 @@ def _train(
     enter("after the last step")
     recorder.begin(step, Doing.CLOSING)
     # Every rank has told by now.
-    _tell_transport(transport, schedule)
+    _tell_transport(transport, report)
     if checkpoints is not None:
         checkpoints.close()
     if evaluation is not None:
@@ -506,20 +508,20 @@ def _train(
     metrics.close()
 
 
-def _tell_transport(transport: TransportLog, schedule: ForwardBackward | NativeSchedule) -> None:
-    """Megatron's own schedule has none of our links."""
-    if isinstance(schedule, ForwardBackward) and schedule.planes is not None:
-        transport.tell(schedule.planes)
+def _tell_transport(transport: TransportLog, report: StepReport) -> None:
+    """Log what carries the tensors; Megatron's own schedule has none of our links."""
+    if report.planes is not None:
+        transport.tell(report.planes)
 
 
 def _told(
-    settings: TrainSettings, steering: StepPolicy | None
+    settings: TrainSettings, policy: StepPolicy | None
 ) -> tuple[str, dict[str, object] | None]:
-    """What steered a step, in words, and how it was chosen, if it was in this step."""
-    if steering is None:
+    """The policy of a step in words, and how it was chosen, if it was in this step."""
+    if policy is None:
         return f"{settings.hint.name} {settings.policy.dispatch}", None
-    choice = steering.choice
-    return in_words(steering.policy), None if choice is None else choice.described()
+    choice = policy.choice
+    return in_words(policy.policy), None if choice is None else choice.described()
 
 
 def checkpoints_of(

@@ -219,13 +219,13 @@ class AdmissionFile:
 
     def write(self, order: Sequence[int]) -> None:
         """Write the order of a step that has ended; all ranks call this together."""
-        from megatron.core import parallel_state
+        from rrfp.megatron.adapters.groups import data_parallel_of
 
         orders = [torch.tensor(order)]
         layout = self._layout
         if layout.dp > 1 and layout.pp_rank == layout.tp_rank == 0:
             orders = [torch.empty_like(orders[0]) for _ in range(layout.dp)]
-            replicas = parallel_state.get_data_parallel_group()
+            replicas = data_parallel_of(None)
             dist.all_gather(orders, torch.tensor(order), group=replicas)
         if self._file is not None:
             self._file.write(format_admission([each.tolist() for each in orders]))
@@ -268,7 +268,7 @@ class RunDealing:
         return [self._batches.batch(step, number) for number in self.hands[self._layout.dp_rank]]
 
     def _agreed(self, step: int) -> Hands:
-        from megatron.core import parallel_state
+        from rrfp.megatron.adapters.groups import data_parallel_of
 
         return agreed_hands(
             self._dealing,
@@ -277,7 +277,7 @@ class RunDealing:
             lambda: self._weigh(step),
             self._num_microbatches,
             step_groups(None, None),
-            parallel_state.get_data_parallel_group(),
+            data_parallel_of(None),
             _CPU,
         )
 

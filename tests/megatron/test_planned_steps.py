@@ -127,7 +127,7 @@ def train_planned(layout: Any, settings: dict[str, Any]) -> bool:
     planned = 0
     for _ in range(MOST_STEPS):
         outcome = rig.run(schedule, num_microbatches=NUM, data=stream)
-        order = schedule.last_order
+        order = schedule.report.order
         assert sorted(order) == list(range(NUM))
         in_order = iter([items[number] for number in order])
         assert rig.run(native(), num_microbatches=NUM, data=in_order) == outcome

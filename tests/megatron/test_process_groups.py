@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.adapters.groups import replicas_of
 from rrfp.megatron.step_groups import Place, coupled_pipelines, ranks_of, step_groups
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous

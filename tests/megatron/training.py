@@ -107,12 +107,13 @@ def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
         if planner is not None:
             run.orders.append(list(planner.order_of_step))
             run.plans.append(planner.described())
-        if (steering := getattr(schedule, "last_steering", None)) is not None:
-            run.policies.append(steering)
+        assert schedule.report is not None
+        if schedule.report.policy is not None:
+            run.policies.append(schedule.report.policy)
         run.losses.append(result.loss)
         run.grad_norms.append(result.grad_norm)
         run.tokens.append(result.tokens)
-        run.summaries.append(schedule.last_step)
+        run.summaries.append(schedule.report.summary)
     schedule.close()
     if planner is not None:
         planner.close()

@@ -377,8 +377,8 @@ def _run_peer(
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         losses = schedule.run(step, batches)
-        assert schedule.last_step is not None
-        summaries.append(schedule.last_step)
+        assert schedule.report is not None
+        summaries.append(schedule.report.summary)
     schedule.close()
     return Run(
         relative_difference(gradients(model.chunks, settings, layout), expected),

@@ -237,6 +237,17 @@ def test_the_drop_in_needs_neither_the_recorder_of_native_schedules_nor_the_cpu(
     assert [name for needed in drop_in.values() for name in needed if name.startswith(inner)] == []
 
 
+MEETS_MEGATRON = re.compile(r"rrfp\.(megatron\.(adapters|cpu)|train\.(models|checkpoints))\b")
+"""What imports Megatron-Core itself. All else states in its own terms what it needs of it."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_megatron_is_met_in_few_places(module: str) -> None:
+    if not MEETS_MEGATRON.match(module):
+        found = imports(ast.parse(MODULES[module].read_text()))
+        assert [name for name in found if name.partition(".")[0] == "megatron"] == []
+
+
 def at_start(module: str) -> set[str]:
     """What a module imports when it is imported itself: not in functions, nor for types alone."""
     found: set[str] = set()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from rrfp.cli import app
 from rrfp.cli import main as cli
 from rrfp.errors import UsageError
 from rrfp.interchange.assemble import assemble
+from rrfp.megatron.adapters import compatibility
 from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import Pipeline, discard
 from rrfp.megatron.settings import DispatchSettings
@@ -496,6 +498,24 @@ def test_a_field_of_the_header_takes_three_files(tmp_path: Path) -> None:
     assert touched == {f"rrfp/runtime/link/{name}.py" for name in ("wire", "sender", "receiver")}
     script = EXCHANGE.replace("sys.argv[1]", "'inline'")
     assert output_of(tmp_path, script) == f"{ARRIVED}0\ninline\n"
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_adapter_meets_two_releases(monkeypatch: pytest.MonkeyPatch, *, newer: bool) -> None:
+    (entry,) = re.findall(r'^`"(release_output.+ \| .+)"`', EXTENDING, re.MULTILINE)
+    module = "pipeline_parallel.schedules"
+    if newer:
+        schedules = compatibility.schedules()
+        monkeypatch.setattr(
+            schedules, "release_output", schedules.deallocate_output_tensor, raising=False
+        )
+        monkeypatch.delattr(schedules, "deallocate_output_tensor")
+    assert compatibility._difference(module, entry, is_stood_for=False) is None
+    output = torch.ones(8)
+    example("The next Megatron-Core")["free_output"](
+        [output], SimpleNamespace(deallocate_pipeline_outputs=True)
+    )
+    assert output.numel() == 1
 
 
 def test_an_importer_reads_a_run(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ Needs = Mapping[str, tuple[str, ...]]
 """Entries by module."""
 
 _GROUPS = (
+    "get_pipeline_model_parallel_world_size()",
+    "get_virtual_pipeline_model_parallel_world_size()",
     "get_pipeline_model_parallel_group()",
     "get_tensor_model_parallel_group()",
     "get_context_parallel_group()",
@@ -46,7 +48,7 @@ _GROUPS = (
     "get_expert_tensor_parallel_group(*, check_initialized)",
     "get_expert_tensor_and_model_parallel_group(*, check_initialized)",
 )
-"""The groups of a step in `parallel_state`."""
+"""The groups of a step in `parallel_state`, and their sizes."""
 
 DROP_IN: Needs = {
     "pipeline_parallel.schedules": (
@@ -67,10 +69,7 @@ DROP_IN: Needs = {
         "make_viewless_tensor(inp, *, requires_grad, keep_graph)",
         "prepare_input_tensors_for_wgrad_compute(grad_output, all_gathered_input)",
     ),
-    "parallel_state": (
-        "get_virtual_pipeline_model_parallel_world_size()",
-        *_GROUPS,
-    ),
+    "parallel_state": _GROUPS,
     "process_groups_config": ("ProcessGroupCollection()",),
     "tensor_parallel.random": (
         "get_cuda_rng_tracker()",
@@ -146,11 +145,8 @@ TRACED: Needs = {
         "forward_backward_pipelining_with_interleaving",
     ),
     "pipeline_parallel.p2p_communication": ("P2PCommunicator._communicate",),
-    "utils": ("get_model_config(model)",),
-    "parallel_state": (
-        "get_pipeline_model_parallel_world_size()",
-        *_GROUPS,
-    ),
+    "utils": ("get_model_config(model)", "get_attr_wrapped_model(model, attr)"),
+    "parallel_state": _GROUPS,
     "process_groups_config": ("ProcessGroupCollection()",),
 }
 """What `trace_native()` records, and what it needs from Megatron."""

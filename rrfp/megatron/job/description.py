@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import megatron.core
 import torch
-from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
-from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.adapters.groups import expert_parallel_of, replicas_of
+from rrfp.megatron.adapters.models import config_of, version
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.knobs import described_hold, described_patience
 from rrfp.schedule.policy import Dispatch
@@ -69,7 +67,7 @@ def undispatched() -> Steering:
     def settings(chunks: Sequence[Any], num_ranks: int) -> Described:
         hint = "1f1b"
         if len(chunks) > 1:
-            in_turn = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+            in_turn = config_of(chunks[0]).microbatch_group_size_per_vp_stage
             is_usual = in_turn in (None, num_ranks)
             # With an unknown hint name, a replay takes the order in which the tasks ran.
             hint = "interleaved" if is_usual else f"interleaved by {in_turn}"
@@ -86,11 +84,7 @@ def undispatched() -> Steering:
 
 def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
     """The sizes of a step's process groups, under the names of `rrfp train`'s settings."""
-    experts = None
-    if has_experts:
-        experts = getattr(groups, "ep", None) or parallel_state.get_expert_model_parallel_group(
-            check_initialized=False
-        )
+    experts = expert_parallel_of(groups) if has_experts else None
     return {
         "pp": groups.pp.size(),
         "tp": groups.tp.size(),
@@ -102,9 +96,11 @@ def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
     }
 
 
-def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, Any]) -> Described:
+def model_of(
+    chunks: Sequence[Any], device: torch.device, arguments: Mapping[str, Any]
+) -> Described:
     """The model and its step; what its configuration does not know is left out."""
-    config = get_model_config(chunks[0])
+    config = config_of(chunks[0])
     parameter = next((each for chunk in chunks for each in chunk.parameters()), None)
     known = {
         "model": type(_innermost(chunks[0])).__name__,
@@ -138,7 +134,7 @@ def program() -> Described:
     return {
         "script": script,
         "arguments": arguments,
-        "megatron": getattr(megatron.core, "__version__", "unknown"),
+        "megatron": version(),
         "torch": torch.__version__,
     }
 

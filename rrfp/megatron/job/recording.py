@@ -8,16 +8,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from rrfp import requirements
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.megatron.adapters.models import may_have_experts
 from rrfp.megatron.job.description import (
     Steering,
     by_stage,
@@ -37,14 +37,13 @@ from rrfp.megatron.step_groups import (
     step_groups,
     timeout_s_of,
 )
+from rrfp.megatron.step_values import StepReport
 from rrfp.megatron.transport_log import TransportLog
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.balance import Hands
-from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import integers
 from rrfp.trace.locate import encode_apart
@@ -142,35 +141,32 @@ class JobRecording:
         assert self._layout is not None
         return len(self._layout[0].pipeline)
 
-    def begin(self, arguments: dict[str, Any]) -> int | None:
+    def begin(self, arguments: Mapping[str, Any]) -> int | None:
         """A call of the schedule with these arguments begins. Returns the number of its step; None
         if that is not recorded."""
         return self.safely(lambda: self._begin(arguments))
 
-    def end(self, step: int | None) -> None:
-        """The call for which `begin` gave this step, or None, has returned."""
+    def end(self, step: int | None, report: StepReport | None = None) -> None:
+        """The call for which `begin` gave this step, or None, has returned; the report is that of
+        a drop-in."""
+        if report is not None:
+            self.safely(lambda: self._take(step, report))
         self.safely(lambda: self._end(step))
 
-    def steered(self, step: int | None, policy: Policy) -> None:
-        """The training step that has returned, recorded as this one or not, had this policy."""
-        if step is not None and self._run is not None:
-            self.safely(lambda: self._log_policy(step, policy))
-
-    def _log_policy(self, step: int, policy: Policy) -> None:
-        assert self._run is not None
-        if self._policies is None:
-            self._policies = PolicyLog(self._run.run_json)
-        self._policies.steered(step, policy.described())
-
-    def connected(self, taken: AcceptedPlanes) -> None:
-        """A step has returned, and this is what the links of its pipeline take."""
-        transport = self._transport
-        if transport is not None:
-            self.safely(lambda: transport.tell(taken))
-
-    def planned(self, order: Sequence[int]) -> None:
-        """The training step that has returned had this planned order of entry."""
-        self.safely(lambda: self._write_order(order))
+    def _take(self, step: int | None, report: StepReport) -> None:
+        """Keep what a drop-in reports of a step, recorded as this one or not."""
+        if report.planes is not None and self._transport is not None:
+            self._transport.tell(report.planes)
+        if report.is_evaluation:
+            return
+        if report.policy is not None and step is not None and self._run is not None:
+            if self._policies is None:
+                self._policies = PolicyLog(self._run.run_json)
+            self._policies.steered(step, report.policy.policy.described())
+        if report.order is not None:
+            self._write_order(report.order)
+        if report.hands is not None:
+            self._write_dealing(report.hands)
 
     def _write_order(self, order: Sequence[int]) -> None:
         info, directory = self.info, self._directory
@@ -180,10 +176,6 @@ class JobRecording:
         if self._orders is None:
             self._orders = OrdersFile(directory.admission, info.dp_rank)
         self._orders.write(order)
-
-    def dealt(self, hands: Hands) -> None:
-        """The training step that has returned was dealt so."""
-        self.safely(lambda: self._write_dealing(hands))
 
     def _write_dealing(self, hands: Hands) -> None:
         if self._run is None:
@@ -228,11 +220,11 @@ class JobRecording:
         except Exception as error:  # the process ends well all the same
             tell(f"the trace is made when 'rrfp analyze' opens the run: {error}")
 
-    def _begin(self, arguments: dict[str, Any]) -> int | None:
+    def _begin(self, arguments: Mapping[str, Any]) -> int | None:
         now_ns = monotonic()
         model = arguments["model"]
         chunks = [*model] if isinstance(model, list | tuple) else [model]
-        has_experts = getattr(get_model_config(chunks[0]), "num_moe_experts", None) is not None
+        has_experts = may_have_experts(chunks[0])
         groups = step_groups(arguments.get("p2p_communicator"), arguments.get("pg_collection"))
         place = place_in(groups, has_experts=has_experts)
         layout = place, len(chunks)
@@ -316,7 +308,7 @@ class JobRecording:
         place: Place,
         groups: Any,
         chunks: Sequence[Any],
-        arguments: dict[str, Any],
+        arguments: Mapping[str, Any],
         *,
         has_experts: bool,
     ) -> None:
@@ -410,36 +402,3 @@ class JobRecording:
         if run.records.is_dir():
             encode_apart(run.path)
         tell(f"{told}; open it with: rrfp trace view {run.path}")
-
-
-# A drop-in's schedule function, each call of which is recorded.
-
-
-class RecordedSchedule:
-    """A schedule function of a drop-in, recorded. Its other attributes are those of the drop-in."""
-
-    def __init__(self, schedule: Callable[..., Any], recording: JobRecording) -> None:
-        self._schedule = schedule
-        self._recording = recording
-
-    def __call__(self, **arguments: Any) -> Any:
-        step = self._recording.begin(arguments)
-        data = self._schedule(**arguments)
-        steering = getattr(self._schedule, "last_steering", None)
-        if steering is not None and not arguments.get("forward_only", False):
-            self._recording.steered(step, steering.policy)
-        planes = getattr(self._schedule, "planes", None)
-        if planes is not None:
-            self._recording.connected(planes)
-        order = getattr(self._schedule, "last_order", None)
-        if order is not None and not arguments.get("forward_only", False):
-            self._recording.planned(order)
-        look_ahead = getattr(self._schedule, "look_ahead", None)
-        hands = None if look_ahead is None else look_ahead.hands
-        if hands is not None and not arguments.get("forward_only", False):
-            self._recording.dealt(hands)
-        self._recording.end(step)
-        return data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._schedule, name)

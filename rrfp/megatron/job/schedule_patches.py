@@ -113,7 +113,7 @@ def schedule_named(
 
 def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
     """Whether a call is about a model that the rank has whole, beside that of its pipeline."""
-    from rrfp.megatron.adapters.group_collections import pipeline_of
+    from rrfp.megatron.adapters.groups import pipeline_of
 
     if name != NO_PIPELINING:
         return False
@@ -161,7 +161,6 @@ class DropIn:
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
         from rrfp.megatron import dropin
-        from rrfp.megatron.job.recording import RecordedSchedule
 
         sizes = pp_size, vp_size, schedule_pg_collection
         if self._request is None:
@@ -173,6 +172,9 @@ class DropIn:
 
             self._recording = JobRecording(self._request, dispatched(self._settings))
         self._own = dropin.get_forward_backward_func(
-            *sizes, settings=self._settings, record=self._recording.record
+            *sizes,
+            settings=self._settings,
+            record=self._recording.record,
+            observer=self._recording,
         )
-        return RecordedSchedule(self._own, self._recording)
+        return self._own

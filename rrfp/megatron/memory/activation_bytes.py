@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 
+from rrfp.megatron.adapters.layers import masked_softmaxes
 from rrfp.megatron.memory.saved_tensors import SavedTensors, StorageRef, storage_refs
 
 # The masks that a forward fills attention scores with.
@@ -27,9 +27,7 @@ class Masks:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._device = device
-        self._users: list[Any] = [
-            module for module in model.modules() if isinstance(module, FusedScaleMaskSoftmax)
-        ]
+        self._users = masked_softmaxes(model)
 
     @contextmanager
     def noted(self) -> Iterator[dict[int, StorageRef]]:

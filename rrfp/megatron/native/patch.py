@@ -1,14 +1,18 @@
 """What stands in a job for Megatron's schedule functions to record them. Imports no torch."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rrfp.interchange.range_names import ScheduleRange, schedule_range
 from rrfp.megatron.adapters.compatibility import check_for_trace
 from rrfp.megatron.installation import SCHEDULES
 from rrfp.megatron.job.request import RecordingRequest, tell
 from rrfp.megatron.job.schedule_patches import Schedule, schedule_named
+from rrfp.trace.records import RankInfo
 
 if TYPE_CHECKING:
-    from rrfp.megatron.native.schedule import NativeTrace
+    from rrfp.megatron.job.recording import JobRecording
+    from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 
 
 class RecordedNative:
@@ -19,13 +23,15 @@ class RecordedNative:
         self._is_checked = False
         self._was_passed_by = False
         self._request = request
-        self._trace: NativeTrace | None = None
+        self._recording: JobRecording | None = None
+        self._schedule: NativeSchedule | None = None
+        self._cuda_timer: CudaTimer | None = None
 
     def check(self) -> None:
         check_for_trace()
 
     def functions(self) -> dict[str, Schedule]:
-        return {name: schedule_named(name, self._check_once, self._run) for name in SCHEDULES}
+        return {name: schedule_named(name, self._check_once, self.run) for name in SCHEDULES}
 
     def is_passed_by(self, sentence: str) -> None:
         """Megatron's schedule is what was asked for: only its recording is missing."""
@@ -39,10 +45,57 @@ class RecordedNative:
             self.check()
             self._is_checked = True
 
-    def _run(self, own: Schedule, arguments: dict[str, Any]) -> Any:
+    def run(self, own: Schedule, arguments: dict[str, Any]) -> Any:
+        """Run one step by one of Megatron's functions, with Megatron's arguments and return
+        value."""
         self.was_called = True
-        if self._trace is None:
-            from rrfp.megatron.native.schedule import NativeTrace
+        if self._recording is None:
+            # After the check, because they import names that another Megatron-Core may not have.
+            from rrfp.megatron.job.description import undispatched
+            from rrfp.megatron.job.recording import JobRecording
 
-            self._trace = NativeTrace(self._request)
-        return self._trace.run(own, arguments)
+            self._recording = JobRecording(self._request, undispatched())
+        recording = self._recording
+        step = recording.begin(arguments)
+        if step is None:
+            data = own(**arguments)
+            recording.end(None)
+            return data
+        if self._schedule is None:
+            self._schedule = recording.safely(lambda: self._open(recording))
+        if self._schedule is None:
+            return own(**arguments)
+        if self._cuda_timer is not None:
+            # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
+            recording.safely(self._cuda_timer.look_at_clock)
+        data = self._schedule.run(partial(own, **arguments), step, arguments)
+        recording.safely(self._schedule.settle)
+        recording.end(step)
+        return data
+
+    def _open(self, recording: "JobRecording") -> "NativeSchedule":
+        from torch.profiler import record_function
+
+        from rrfp.megatron.native.schedule import CudaTimer, HostTimer, NativeSchedule
+
+        info = recording.info
+        assert info is not None, "a step has begun"
+        if recording.is_on_gpu:
+            self._cuda_timer = CudaTimer()
+        found = NativeSchedule(
+            info.pp_rank,
+            recording.record,
+            self._cuda_timer or HostTimer(),
+            record_function,
+            partial(_range_of, info),
+            num_ranks=recording.num_pipeline_ranks,
+        )
+        recording.before_close = partial(found.settle, wait=True)
+        return found
+
+
+def _range_of(info: RankInfo, step: int) -> str:
+    """The name of a step's range in a profile."""
+    return schedule_range(
+        ScheduleRange(step, info.rank, info.pp_rank, info.tp_rank, info.dp_rank, info.stages)
+    )

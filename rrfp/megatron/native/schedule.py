@@ -8,22 +8,17 @@ afterwards. A call's arguments say which task it runs.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_config
-from torch.profiler import record_function
 
-from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range, wait_range
-from rrfp.megatron.installation import megatrons
-from rrfp.megatron.job.description import undispatched
-from rrfp.megatron.job.recording import JobRecording
-from rrfp.megatron.job.request import RecordingRequest
+from rrfp.interchange.range_names import task_range, wait_range
+from rrfp.megatron.adapters.groups import pipeline_size
+from rrfp.megatron.adapters.models import config_of
+from rrfp.megatron.adapters.native_schedule import own_schedule, wrapped_parts
+from rrfp.megatron.step_values import StepReport
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.schedule.named_hints import hint_named
@@ -36,7 +31,6 @@ from rrfp.trace.records import (
     FixedScheduleCounts,
     Phase,
     PhaseRecord,
-    RankInfo,
     Record,
     TaskRecord,
     WaitRecord,
@@ -227,12 +221,12 @@ class NativeSchedule:
         self._named = named
         self._name_of_step = name_of_step
         self._pace = pace
-        self._num_ranks = num_ranks or parallel_state.get_pipeline_model_parallel_world_size()
+        self._num_ranks = num_ranks or pipeline_size()
         self._steps: deque[_Tally] = deque()
         self._num_trained = 0
         self._num_evaluations = 0
-        self.last_step: StepSummary | None = None
-        """The figures on this rank of the last step whose times are known."""
+        self.report: StepReport | None = None
+        """How the last step whose times are known went on this rank."""
 
     def start_at(self, step: int) -> None:
         """Number the next training step so, as a run that goes on from a checkpoint does."""
@@ -244,7 +238,7 @@ class NativeSchedule:
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only
         self._num_trained += not forward_only
-        schedule = _schedule(len(_chunks(arguments["model"])))
+        schedule = own_schedule(len(_chunks(arguments["model"])))
         data = self.run(partial(schedule, **arguments), step, arguments)
         self.settle()
         return data
@@ -271,7 +265,7 @@ class NativeSchedule:
             pace,
             self._record,
         )
-        with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
+        with tally.recording(config_of(chunks[0])), self._named(self._name_of_step(step)):
             # Marks are inside their ranges, because the profiler's own cost is not work.
             start = self._timer.mark()
             data = schedule()
@@ -290,20 +284,11 @@ class NativeSchedule:
             if not self._timer.knows_at_once:
                 for record in records:
                     self._record(record)
-            self.last_step = self._steps.popleft().summary(records)
+            self.report = StepReport(self._steps.popleft().summary(records))
 
 
 def _chunks(model: Any) -> list[Any]:
     return model if isinstance(model, list) else [model]
-
-
-def _schedule(num_chunks: int) -> Callable[..., list[Any]]:
-    """Megatron's own function, as its getter chooses."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return megatrons("forward_backward_no_pipelining")
-    if num_chunks == 1:
-        return megatrons("forward_backward_pipelining_without_interleaving")
-    return megatrons("forward_backward_pipelining_with_interleaving")
 
 
 class _Tally:
@@ -337,6 +322,16 @@ class _Tally:
         self._marks: list[Any] = []
         self._rows: list[tuple[type[Any], int, int, tuple[Any, ...]]] = []
         """For each record: its type, the indices of its two marks, and its other fields."""
+
+    def recording(self, config: Any) -> AbstractContextManager[None]:
+        """Record what Megatron's schedule does during the block."""
+        return wrapped_parts(
+            forward=self.forward,
+            backward=self.backward,
+            communicate=self.communicate,
+            config=config,
+            finalize=partial(self.wait, Cause.GRADIENT_SYNC),
+        )
 
     def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Megatron's `forward_step` to record it."""
@@ -474,85 +469,3 @@ def _peer_of(communicator: Any, transfer: Mapping[str, Any]) -> int:
     )
     peer = getattr(communicator, "next_rank" if is_next else "prev_rank", None)
     return -1 if peer is None else int(peer)
-
-
-@contextmanager
-def _recorded(config: Any, tally: _Tally) -> Iterator[None]:
-    with ExitStack() as restored:
-        _replace(restored, schedules, "forward_step", tally.forward)
-        _replace(restored, schedules, "backward_step", tally.backward)
-        # All transfers of all schedules go through this method, and nothing else does.
-        _replace(restored, P2PCommunicator, "_communicate", tally.communicate)
-        if config.finalize_model_grads_func is not None:
-            _replace(
-                restored,
-                config,
-                "finalize_model_grads_func",
-                partial(tally.wait, Cause.GRADIENT_SYNC),
-            )
-        yield
-
-
-def _replace(
-    restored: ExitStack, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]
-) -> None:
-    original = getattr(owner, name)
-    restored.callback(setattr, owner, name, original)
-    setattr(owner, name, wrap(original))
-
-
-# Records a user's own training script under Megatron's own schedule.
-
-
-class NativeTrace:
-    """Runs Megatron's own schedule functions, recorded."""
-
-    def __init__(self, request: RecordingRequest) -> None:
-        self._recording = JobRecording(request, undispatched())
-        self._schedule: NativeSchedule | None = None
-        self._cuda_timer: CudaTimer | None = None
-
-    def run(self, schedule: Callable[..., list[Any]], arguments: dict[str, Any]) -> list[Any]:
-        """Run one step by one of Megatron's functions, with Megatron's arguments and return
-        value."""
-        recording = self._recording
-        step = recording.begin(arguments)
-        if step is None:
-            data = schedule(**arguments)
-            recording.end(None)
-            return data
-        if self._schedule is None:
-            self._schedule = recording.safely(self._open)
-        if self._schedule is None:
-            return schedule(**arguments)
-        if self._cuda_timer is not None:
-            # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
-            recording.safely(self._cuda_timer.look_at_clock)
-        data = self._schedule.run(partial(schedule, **arguments), step, arguments)
-        recording.safely(self._schedule.settle)
-        recording.end(step)
-        return data
-
-    def _open(self) -> NativeSchedule:
-        recording = self._recording
-        info = recording.info
-        assert info is not None, "a step has begun"
-        if recording.is_on_gpu:
-            self._cuda_timer = CudaTimer()
-        found = NativeSchedule(
-            info.pp_rank,
-            recording.record,
-            self._cuda_timer or HostTimer(),
-            record_function,
-            partial(_range_of, info),
-            num_ranks=recording.num_pipeline_ranks,
-        )
-        recording.before_close = partial(found.settle, wait=True)
-        return found
-
-
-def _range_of(info: RankInfo, step: int) -> str:
-    """The name of a step's range in a profile."""
-    return schedule_range(
-        ScheduleRange(step, info.rank, info.pp_rank, info.tp_rank, info.dp_rank, info.stages)
-    )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.adapters.group_collections import data_parallel_of
+from rrfp.megatron.adapters.groups import data_parallel_of
 from rrfp.megatron.collectives import told_by_first
 from rrfp.megatron.planning.planner import Gathering
 from rrfp.megatron.step_policy import ChoiceFigures, StepPolicy, step_policy

@@ -22,9 +22,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
+
+from rrfp.megatron.adapters.random_states import (
+    named_states,
+    set_named_states,
+    shared_state_name,
 )
 
 Generators = Mapping[str, torch.Generator]
@@ -50,8 +52,8 @@ class RandomStreams:
         not depend on it."""
         self._named_seeds, states = _drawn_seeds(self._scratch)
         if advances:
-            _set_named_states(states)
-        shared = self._named_seeds.get(get_data_parallel_rng_tracker_name())
+            set_named_states(states)
+        shared = self._named_seeds.get(shared_state_name())
         self._default_seeds = {
             name: _digest(generator.get_state()) if shared is None else shared
             for name, generator in self._defaults.items()
@@ -156,8 +158,8 @@ class TaskStreams:
             state = generator.get_state()
             generator.set_state(self._defaults[name])
             self._defaults[name] = state
-        named = _named_states()
-        _set_named_states(self._named)
+        named = named_states()
+        set_named_states(self._named)
         self._named = named
         self._is_in_force = not self._is_in_force
 
@@ -167,39 +169,18 @@ def advance_named_states(num_steps: int, device: torch.device) -> None:
     scratch = torch.Generator(device)
     for _ in range(num_steps):
         _, states = _drawn_seeds(scratch)
-        _set_named_states(states)
+        set_named_states(states)
 
 
 def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
     """A step's seed from each named state, and the states one draw later."""
     seeds, states = {}, {}
-    for name, state in _named_states().items():
+    for name, state in named_states().items():
         seeds[name] = _digest(state)
         scratch.set_state(state)
         _advance(scratch)
         states[name] = scratch.get_state()
     return seeds, states
-
-
-def _named_states() -> dict[str, torch.Tensor]:
-    """By value, also where the tracker keeps generators (Transformer Engine's does, and the one for
-    CUDA graphs)."""
-    return {
-        name: state.get_state() if isinstance(state, torch.Generator) else state
-        for name, state in get_cuda_rng_tracker().get_states().items()
-    }
-
-
-def _set_named_states(states: dict[str, torch.Tensor]) -> None:
-    tracker = get_cuda_rng_tracker()
-    kept = tracker.get_states()
-    if any(isinstance(state, torch.Generator) for state in kept.values()):
-        # The generators stay: a captured graph refers to them.
-        for name, state in states.items():
-            kept[name].set_state(state)
-    # A tracker that is given states, even an empty dict, considers itself initialised.
-    elif states:
-        tracker.set_states(states)
 
 
 def _advance(generator: torch.Generator) -> None:

@@ -1,8 +1,8 @@
 """A rank's part of one step on a Megatron model: what F, B and W do on each of its chunks.
 
-Megatron's own `forward_step` and `backward_step` do the work, loss scaling, gradient scaling and
-deallocation included. This adds what running out of order needs: separate data and random streams
-for every microbatch, separate weight gradients, and gradients and losses in microbatch order.
+Megatron's own functions do the work (`rrfp.megatron.adapters.schedules`). This adds what running
+out of order needs: separate data and random streams for every microbatch, separate weight
+gradients, and gradients and losses in microbatch order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.schedules import (
-    check_first_val_step,
-    deallocate_output_tensor,
-    forward_step,
-)
-from megatron.core.utils import make_viewless_tensor
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.loss_trackers import TRACKERS
-from rrfp.megatron.adapters.signatures import backward_step
+from rrfp.megatron.adapters.schedules import (
+    free_output,
+    is_first_of_weights,
+    outputs_to_send,
+    run_backward,
+    run_forward,
+)
 from rrfp.megatron.memory.activation_bytes import Kept, KeptBytes, fixed_storages
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import Reduction, each, gradient_sum
@@ -302,7 +302,7 @@ class ChunkStep:
         self._num_left[Kind.F] -= 1
         reduced = self.reduced[microbatch] = []
         with self._deferring(microbatch), self._measuring():
-            outputs, num_tokens = forward_step(
+            outputs, num_tokens = run_forward(
                 arguments.forward_step_func,
                 data,
                 self.model,
@@ -311,27 +311,21 @@ class ChunkStep:
                 reduced,
                 config,
                 self._cp_size,
-                collect_non_loss_data=arguments.collect_non_loss_data,
-                is_first_microbatch=check_first_val_step(
-                    arguments.first_val_step, arguments.forward_only, is_first
-                ),
-                current_microbatch=microbatch,
-                vp_stage=self._vp_stage,
+                microbatch=microbatch,
                 is_last_stage=self._is_last_stage,
+                is_first_microbatch=is_first_of_weights(
+                    arguments.first_val_step,
+                    forward_only=arguments.forward_only,
+                    is_first_forward=is_first,
+                ),
+                collect_non_loss_data=arguments.collect_non_loss_data,
+                vp_stage=self._vp_stage,
             )
-        if self._is_last_stage:
-            sent: Tensors = ()
-        else:
-            if config.deallocate_pipeline_outputs:
-                # It empties the tensor in place, which would not affect the base of a view.
-                outputs[0] = make_viewless_tensor(
-                    outputs[0], requires_grad=outputs[0].requires_grad, keep_graph=True
-                )
-            sent = tuple(output.detach() for output in outputs)
+        sent: Tensors = () if self._is_last_stage else outputs_to_send(outputs, config)
         if not arguments.forward_only:
             self._kept[microbatch] = (input_tensors, outputs)
             if not self._is_last_stage:
-                deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
+                free_output(outputs, config)
             if self._counted is not None:
                 self._counted.count_forward(microbatch, input_tensors, outputs, sent)
         return sent, num_tokens
@@ -350,7 +344,7 @@ class ChunkStep:
                 # The next stage did not use this output. Megatron would take None for the loss's.
                 input_gradients: list[torch.Tensor | None] = [None] * len(input_tensors)
             else:
-                input_gradients = backward_step(
+                input_gradients = run_backward(
                     input_tensors, outputs, list(gradients) or [None], self.model, self._config
                 )
         if self._counted is not None:

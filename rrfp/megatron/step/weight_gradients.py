@@ -20,18 +20,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers
 from torch.nn.modules import module as globally
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rrfp.megatron.adapters.layers import (
+    LinearProduct,
+    deferring_linear,
+    is_parallel_linear,
+)
 from rrfp.megatron.provenance import described
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import add_gradient, gradient_sum
 from rrfp.megatron.step.weight_products import (
     NO_BACKWARD,
     Arrived,
-    DeferringLinear,
-    LinearProduct,
     Product,
     QueuedProducts,
     by_backward,
@@ -216,9 +218,6 @@ def _nothing(*_: Any) -> None:
 
 _log = logging.getLogger(__name__)
 
-_FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
-"""The name in `layers` under which Megatron's linear layers look up their function."""
-
 _OTHERS: Any = WeakTensorKeyDictionary()
 """Weights that autograd has given another gradient than their layer's."""
 
@@ -250,7 +249,7 @@ def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
         return is_tagged(parameter)
     # An output layer that shares the embedding's weight on the same stage has no weight itself.
     return (
-        isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
+        is_parallel_linear(module)
         and parameter is module.weight
         and getattr(module, "grad_output_buffer", None) is None
     )
@@ -314,21 +313,17 @@ class DeferredWeightGradients:
         forwards."""
         running = self._microbatches.setdefault(microbatch, _Microbatch(microbatch))
         running.outputs = outputs
-        native = getattr(layers, _FUNCTION)
-        setattr(
-            layers,
-            _FUNCTION,
-            DeferringLinear(native, partial(self._defers, running), partial(self._keep, running)),
-        )
         self._running = running
         try:
-            with running.adding:
+            with (
+                deferring_linear(partial(self._defers, running), partial(self._keep, running)),
+                running.adding,
+            ):
                 for weight in running.undeferred:
                     self._add_in_backward(running, weight)
                 yield
         finally:
             self._running = None
-            setattr(layers, _FUNCTION, native)
             running.outputs = ()
         self._report()
         for module in self._queued:

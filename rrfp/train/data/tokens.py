@@ -137,13 +137,13 @@ class IndexedCorpus:
     """
 
     def __init__(self, prefix: Path, vocab_size: int | None = None) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        from rrfp.megatron.adapters.models import indexed_dataset
 
         self._first_sequences, self.lengths = indexed_documents(prefix)
         with warnings.catch_warnings():
             # Outside of a run Megatron warns that it does not know the rank, which it only logs.
             warnings.simplefilter("ignore")
-            self._dataset: Any = IndexedDataset(str(prefix))
+            self._dataset = indexed_dataset(prefix)
         self.vocab_size = self._counted_vocabulary(prefix) if vocab_size is None else vocab_size
 
     def _counted_vocabulary(self, prefix: Path) -> int:

@@ -230,7 +230,7 @@ def _join_the_world(backend: str, timeout_s: float) -> None:
 def _megatrons_groups(
     settings: TrainSettings, timeout_s: float, device: torch.device
 ) -> Iterator[Layout]:
-    from megatron.core import parallel_state
+    from rrfp.megatron.adapters.parallel_state import create_groups, destroy_groups
 
     asked = settings.layout
     try:
@@ -240,43 +240,42 @@ def _megatrons_groups(
                 f"(pp {asked.pp} x tp {asked.tp} x cp {asked.cp} x dp {asked.num_replicas}); start "
                 "as many as ranks"
             )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=settings.layout.tp,
-            pipeline_model_parallel_size=settings.layout.pp,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
-            context_parallel_size=settings.layout.cp,
-            expert_model_parallel_size=settings.layout.ep,
-            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-            create_gloo_process_groups=False,
+        place = create_groups(
+            pp=asked.pp,
+            tp=asked.tp,
+            cp=asked.cp,
+            ep=asked.ep,
+            num_chunks=virtual_pipeline_size(settings),
+            timeout_s=timeout_s,
         )
         layout = Layout(
-            pp=settings.layout.pp,
-            tp=settings.layout.tp,
-            dp=settings.layout.num_replicas,
-            ep=settings.layout.ep,
-            chunks=settings.layout.chunks,
-            placement=settings.layout.placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            pp=asked.pp,
+            tp=asked.tp,
+            dp=asked.num_replicas,
+            ep=asked.ep,
+            chunks=asked.chunks,
+            placement=asked.placement,
+            pp_rank=place.pp_rank,
+            tp_rank=place.tp_rank,
+            dp_rank=place.dp_rank,
+            ep_rank=place.ep_rank,
             device=device,
         )
         assert layout.rank == dist.get_rank()
         seed_random_states(settings, layout)
         yield layout
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
         dist.destroy_process_group()
 
 
 def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
     """Reset torch's and Megatron's random states; joining the groups does this too."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from rrfp.megatron.adapters.random_states import seed_states
 
     seed = settings.run.seed + _SEED_STRIDE * layout.pp_rank
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    seed_states(seed)
 
 
 def virtual_pipeline_size(settings: TrainSettings) -> int | None:

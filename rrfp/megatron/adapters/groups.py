@@ -1,8 +1,8 @@
-"""The process groups of a step: which ones a collection holds, and of how many models.
+"""The process groups of a step, of a collection or of Megatron's parallel state.
 
-Up to 0.18 Megatron's schedules insist on all that they use. Since 0.19 they ask a loop's collection
-for `tp` and `cp` only: the pipeline's ranks come with the communicator, and the replicas matter to
-whoever finalizes the gradients.
+Up to 0.18 Megatron's schedules insist on all groups that they use. Since 0.19 they ask a loop's
+collection for `tp` and `cp` only: the pipeline's ranks come with the communicator, and the replicas
+matter to whoever finalizes the gradients.
 """
 
 from typing import Any
@@ -73,6 +73,39 @@ def data_parallel_of(collection: Any) -> Any:
             "would have it, is not set up; add it to pg_collection"
         )
     return parallel_state.get_data_parallel_group()
+
+
+def expert_groups_of(collection: Any) -> list[Any]:
+    """The groups in which experts share collectives: of the collection where it names them, else of
+    Megatron's parallel state, as in Megatron's own modules."""
+    found = (
+        getattr(collection, name, None) or of_state(check_initialized=False)
+        for name, of_state in _OF_EXPERTS.items()
+    )
+    return [group for group in found if group is not None]
+
+
+def expert_parallel_of(collection: Any) -> Any:
+    """The group over which experts are spread; None if there is none."""
+    return getattr(collection, "ep", None) or _OF_EXPERTS["ep"](check_initialized=False)
+
+
+_OF_EXPERTS = {
+    "ep": parallel_state.get_expert_model_parallel_group,
+    "expt_tp": parallel_state.get_expert_tensor_parallel_group,
+    "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
+}
+
+
+def pipeline_size() -> int:
+    """The number of pipeline ranks in Megatron's parallel state."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def virtual_pipeline_size() -> int | None:
+    """The number of chunks a rank in Megatron's parallel state; None without chunks."""
+    size: int | None = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return size
 
 
 def refuse_multi_module(collection: Any) -> None:

@@ -1,0 +1,296 @@
+"""Megatron's layers: linear ones without the gradients of their weights, and softmaxes with masks.
+
+During a task, our own autograd function stands in the place of the one that the layers look up. Its
+backward computes the gradients of the input and the bias, and hands over the operands of the
+weight's product. Every computation is Megatron's own, operation by operation.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+_FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
+"""The name in `layers` under which Megatron's linear layers look up their function."""
+
+
+def masked_softmaxes(model: torch.nn.Module) -> list[Any]:
+    """The layers that fill a mask into scores by their `mask_func` and take the softmax."""
+    return [module for module in model.modules() if isinstance(module, FusedScaleMaskSoftmax)]
+
+
+def is_parallel_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is one of Megatron's own linear layers."""
+    return isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
+
+
+@contextmanager
+def deferring_linear(defers: Callable[..., bool], keep: "Keep") -> Iterator[None]:
+    """Have the linear layers compute no weight gradients in the forwards of this block, where
+    `defers` says so; `keep` gets their products in the backwards."""
+    native = getattr(layers, _FUNCTION)
+    setattr(layers, _FUNCTION, _DeferringLinear(native, defers, keep))
+    try:
+        yield
+    finally:
+        setattr(layers, _FUNCTION, native)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """The state of a thread that operations depend on."""
+
+    device: torch.device
+    autocasts: bool
+    autocast_dtype: torch.dtype | None
+    default_dtype: torch.dtype
+    stream: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> "ThreadState":
+        autocasts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(
+            device.type
+        )
+        return cls(
+            device,
+            autocasts,
+            torch.get_autocast_dtype(device.type) if autocasts else None,
+            torch.get_default_dtype(),
+            torch.cuda.current_stream(device) if device.type == "cuda" else None,
+        )
+
+    @contextmanager
+    def restored(self, operands: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Run what uses these tensors in this state."""
+        now = self.now(self.device)
+        if now == self:
+            yield
+            return
+        if now.stream != self.stream:
+            now.stream.wait_stream(self.stream)
+            for operand in operands:
+                operand.record_stream(now.stream)
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            with torch.autocast(
+                self.device.type, dtype=self.autocast_dtype, enabled=self.autocasts
+            ):
+                yield
+        finally:
+            torch.set_default_dtype(now.default_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One use of a linear layer: the arguments of Megatron's function."""
+
+    weight: torch.nn.Parameter
+    fuses_accumulation: bool
+    reduces_input_gradient: bool
+    sequence_parallel: bool
+    tp_group: Any
+    casts_gradient: bool
+    """Whether the backward takes the output's gradient in the input's dtype (from 0.20 on)."""
+
+    def whole(self, input_: torch.Tensor) -> torch.Tensor:
+        """The input of all ranks that share the sequence, valid until the next call."""
+        if not self.sequence_parallel:
+            return input_
+        shape = [input_.size(0) * self.tp_group.size(), *input_.shape[1:]]
+        gathered = layers.get_global_memory_buffer().get_tensor(shape, input_.dtype, "mpu")
+        layers.dist_all_gather_func(gathered, input_, group=self.tp_group)
+        return gathered  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProduct:
+    """The weight gradient of one use of a linear layer."""
+
+    linear: Linear
+    input_: torch.Tensor
+    output_gradient: torch.Tensor
+    state: ThreadState
+    backward: int
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter]:
+        return (self.linear.weight,)
+
+    @property
+    def adds_in_place(self) -> bool:
+        return self.linear.fuses_accumulation
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.input_, self.output_gradient
+
+    def gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        weight: Any = self.linear.weight
+        with self.state.restored(self.operands):
+            product = self._compute()
+        if product is not None:
+            # As autograd does: under autocast the product has another dtype.
+            yield weight, product.to(weight.dtype)
+
+    def _compute(self) -> torch.Tensor | None:
+        weight: Any = self.linear.weight
+        output_gradient, input_ = prepare_input_tensors_for_wgrad_compute(
+            self.output_gradient, self.linear.whole(self.input_)
+        )
+        if not self.adds_in_place:
+            product: torch.Tensor = output_gradient.t().matmul(input_)
+            return product
+        if weight.main_grad.dtype == torch.float32:
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
+                input_, output_gradient, weight.main_grad
+            )
+        else:
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(
+                input_, output_gradient, weight.main_grad
+            )
+        return None
+
+
+Keep = Callable[[LinearProduct], None]
+
+_anchors = {torch.device("cpu"): torch.empty(0, requires_grad=True)}
+"""By device, a leaf that stands for all deferred weights in a graph (`_InputGradient`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DeferringLinear:
+    """Replaces Megatron's function in one task."""
+
+    native: Any
+    defers: Callable[..., bool]
+    """Whether a use of a weight leaves its gradient to W; gets what else the use is."""
+    keep: Callable[[LinearProduct], None]
+    """Gets the product of a use in its backward."""
+
+    def apply(
+        self,
+        input_: torch.Tensor,
+        weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[torch.Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: Any,
+        *newer: Any,
+    ) -> torch.Tensor:
+        newer_parameters = _newer_parameters(self.native)
+        sets = (
+            f"{name} {value}"
+            for (name, plain), value in zip(newer_parameters.items(), newer, strict=True)
+            if value is not plain and value not in (plain, input_.dtype)
+        )
+        if not self.defers(weight, sequence_parallel=sequence_parallel, sets=next(sets, None)):
+            return self.native.apply(  # type: ignore[no-any-return]
+                input_,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                grad_output_buffer,
+                wgrad_deferral_limit,
+                tp_group,
+                *newer,
+            )
+        linear = Linear(
+            weight,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            tp_group,
+            "output_dtype" in newer_parameters,
+        )
+        if input_.device not in _anchors:
+            _anchors[input_.device] = input_.new_empty(0).requires_grad_()
+        output: torch.Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
+            input_, _anchors[input_.device], bias, linear, self.keep
+        )
+        return output
+
+
+@cache
+def _newer_parameters(function: Any) -> dict[str, Any]:
+    """The parameters of Megatron's function that came after 0.16, and their values in plain use."""
+    known = inspect.signature(function.forward).parameters.values()
+    return {
+        parameter.name: _PLAIN.get(parameter.name, parameter.default)
+        for parameter in [*known][_NUM_OLDEST:]
+    }
+
+
+_NUM_OLDEST = 10
+"""The parameters that `_Deferring.apply` names, and the context."""
+
+_PLAIN = {"gtp_remat_size": 1, "output_dtype": None}
+
+
+class _InputGradient(torch.autograd.Function):
+    """Megatron's linear function without the weight's gradient, operation by operation.
+
+    The anchor stands for the weight. It keeps the backward even if no input requires a gradient,
+    and autograd visits it in those backwards that add gradients to weights, but not in a
+    `torch.autograd.grad` of something else.
+    """
+
+    @staticmethod
+    @layers.custom_fwd  # type: ignore[untyped-decorator]
+    def forward(
+        ctx: Any,
+        input_: torch.Tensor,
+        _anchor: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: Linear,
+        keep: Callable[[LinearProduct], None],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input_)
+        ctx.linear = linear
+        ctx.keep = keep
+        ctx.has_bias = bias is not None
+        output = torch.matmul(linear.whole(input_), linear.weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @layers.custom_bwd  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, output_gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None]:
+        (input_,) = ctx.saved_tensors
+        linear: Linear = ctx.linear
+        if linear.casts_gradient:
+            output_gradient = output_gradient.to(input_.dtype)
+        # The product needs only their values. The input has a graph, and so has the gradient from
+        # Megatron's cross entropy, which saves it; both graphs would stay alive until W.
+        _, (anchor, _), *_ = ctx.next_functions
+        if torch._C._will_engine_execute_node(anchor):
+            product = LinearProduct(
+                linear,
+                input_.detach(),
+                output_gradient.detach(),
+                ThreadState.now(input_.device),
+                torch._C._current_graph_task_id(),
+            )
+            ctx.keep(product)
+        gradient = output_gradient.matmul(linear.weight)
+        if linear.reduces_input_gradient:
+            torch.distributed.all_reduce(gradient, group=linear.tp_group)
+        if linear.sequence_parallel:
+            total, gradient = gradient, torch.empty_like(input_)
+            layers.dist_reduce_scatter_func(gradient, total, group=linear.tp_group)
+        bias_gradient = None
+        if ctx.has_bias:
+            bias_gradient = output_gradient.contiguous().flatten(0, -2).sum(dim=0)
+        return gradient, None, bias_gradient, None, None

@@ -1,0 +1,45 @@
+"""Megatron's own schedule: which of its functions runs a step, and the parts that it calls."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from rrfp.megatron.adapters.groups import pipeline_size
+from rrfp.megatron.installation import megatrons
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def wrapped_parts(
+    *, forward: Wrap, backward: Wrap, communicate: Wrap, config: Any, finalize: Wrap
+) -> Iterator[None]:
+    """Have Megatron's own schedules call wrapped versions of their parts during the block: of the
+    forward and the backward of a microbatch, of the method that all transfers go through, and of
+    the configuration's finalization of gradients, if it has one."""
+    with ExitStack() as restored:
+        _replace(restored, schedules, "forward_step", forward)
+        _replace(restored, schedules, "backward_step", backward)
+        # All transfers of all schedules go through this method, and nothing else does.
+        _replace(restored, P2PCommunicator, "_communicate", communicate)
+        if config.finalize_model_grads_func is not None:
+            _replace(restored, config, "finalize_model_grads_func", finalize)
+        yield
+
+
+def _replace(restored: ExitStack, owner: Any, name: str, wrap: Wrap) -> None:
+    original = getattr(owner, name)
+    restored.callback(setattr, owner, name, original)
+    setattr(owner, name, wrap(original))
+
+
+def own_schedule(num_chunks: int) -> Callable[..., list[Any]]:
+    """Megatron's own function, as its getter chooses."""
+    if pipeline_size() == 1:
+        return megatrons("forward_backward_no_pipelining")
+    if num_chunks == 1:
+        return megatrons("forward_backward_pipelining_without_interleaving")
+    return megatrons("forward_backward_pipelining_with_interleaving")
