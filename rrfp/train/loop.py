@@ -508,9 +508,9 @@ def _train(
     metrics.close()
 
 
-def _tell_transport(transport: TransportLog, report: StepReport) -> None:
+def _tell_transport(transport: TransportLog, report: StepReport | None) -> None:
     """Log what carries the tensors; Megatron's own schedule has none of our links."""
-    if report.planes is not None:
+    if report is not None and report.planes is not None:
         transport.tell(report.planes)
 
 
