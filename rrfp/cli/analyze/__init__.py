@@ -17,6 +17,7 @@ from rrfp.cli.analyze.memory import memory
 from rrfp.cli.analyze.misalignment import misalignment
 from rrfp.cli.analyze.report import report
 from rrfp.cli.analyze.whatif import whatif
+from rrfp.cli.help_screens import Command
 from rrfp.trace.run_dir import RUNS
 
 
@@ -56,21 +57,32 @@ app = typer.Typer(
     "findings: rrfp analyze [RUN].",
 )
 
-app.command(epilog="Example: rrfp analyze runs/latest --steps 100:")(findings)
+app.command(cls=Command, epilog="Example: rrfp analyze runs/latest --steps 100:")(findings)
 
-app.command(epilog="Example: rrfp analyze bubbles runs/latest --steps 3:10 --fail-above 0.4")(
-    bubbles
+app.command(
+    cls=Command, epilog="Example: rrfp analyze bubbles runs/latest --steps 3:10 --fail-above 0.4"
+)(bubbles)
+app.command(
+    cls=Command,
+    epilog="Examples: rrfp analyze whatif runs/latest; "
+    "rrfp analyze whatif runs/latest --hint bfw --hint zb-h1 --hold 8",
+)(whatif)
+app.command(cls=Command, epilog="Example: rrfp analyze deviations runs/latest --fail-above 0.2")(
+    deviations
+)
+app.command(cls=Command, epilog="Example: rrfp analyze memory runs/latest --steps 3:10 --by rank")(
+    memory
+)
+app.command(cls=Command, epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10")(
+    misalignment
 )
 app.command(
-    epilog="Examples: rrfp analyze whatif runs/latest; "
-    "rrfp analyze whatif runs/latest --hint bfw --hint zb-h1 --hold 8"
-)(whatif)
-app.command(epilog="Example: rrfp analyze deviations runs/latest --fail-above 0.2")(deviations)
-app.command(epilog="Example: rrfp analyze memory runs/latest --steps 3:10 --by rank")(memory)
-app.command(epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10")(misalignment)
-app.command("critical-path", epilog="Example: rrfp analyze critical-path runs/latest --step 4")(
-    critical_path
-)
-app.command(epilog="Example: rrfp analyze compare runs/before runs/after -o compared.html")(compare)
-app.command(epilog="Example: rrfp analyze report runs/latest -o report.html")(report)
-app.command(epilog="Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png")(chart)
+    "critical-path", cls=Command, epilog="Example: rrfp analyze critical-path runs/latest --step 4"
+)(critical_path)
+app.command(
+    cls=Command, epilog="Example: rrfp analyze compare runs/before runs/after -o compared.html"
+)(compare)
+app.command(cls=Command, epilog="Example: rrfp analyze report runs/latest -o report.html")(report)
+app.command(
+    cls=Command, epilog="Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png"
+)(chart)

@@ -1,11 +1,10 @@
 """The sheets of what is played in virtual time: replays of a run, simulated settings."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from rrfp.analyze.number_format import Times, tell
-from rrfp.cli.simulate.rows import Asked, field_of
+from rrfp.cli.simulate.asked import SETTINGS, Asked
 from rrfp.cli.tables import Column, Sheet, print_csv
 from rrfp.planning.candidates import in_words
 from rrfp.planning.trials import Row
@@ -124,7 +123,7 @@ def as_json(asked: Sequence[Asked], rows: Sequence[Row]) -> list[dict[str, objec
 
 def chosen(asked: Asked, row: Row) -> str | None:
     """What `--hint auto` chose for a row, in words; None if it names its hint."""
-    return in_words(row.trials[0].policy) if asked.hint == AUTO.name else None
+    return in_words(row.trials[0].policy) if asked.policy.hint.name == AUTO.name else None
 
 
 def labels(asked: Sequence[Asked], rows: Sequence[Row]) -> list[str]:
@@ -155,13 +154,14 @@ _ALWAYS_TOLD = ("hint", "dispatch", "links", "costs", "jitter")
 def title(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> str:
     """What all rows share; of what is as it is by default, the chief settings. Of a single row,
     also what was chosen for it."""
-    defaults = {field.name: field.default for field in fields(asked[0])}
-    own = {field_of(name) for each in asked for name in each.own}
+    described = [each.described() for each in asked]
+    own = {SETTINGS[name].flag for each in asked for name in each.own}
     shared = [
         (name, value)
-        for name, value in asked[0].described().items()
-        if name not in own and all(getattr(each, name) == value for each in asked)
+        for name, value in described[0].items()
+        if name not in own and all(each[name] == value for each in described)
     ]
+    defaults = {each.flag: each.default_described for each in SETTINGS.values()}
     told = [
         f"{name} {value}"
         for name, value in shared
