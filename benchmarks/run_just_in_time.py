@@ -24,8 +24,8 @@ from torch.distributed import Store, TCPStore
 from rrfp.runtime.pace import sharpen_sleep, sleep_until
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.patience import RISK, JustInTime
 from rrfp.schedule.policy import Policy
+from rrfp.schedule.punctuality import RISK, JustInTime
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.step import play

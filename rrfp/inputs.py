@@ -1,21 +1,32 @@
-"""How many layers each stage has, as a user writes it: in Megatron's notation for
-`--pipeline-model-parallel-layout`, or as plain numbers."""
+"""The input of users: settings as they are declared, the files that they name, and layouts.
+
+A setting is declared once, by `setting` or by `rrfp.schedule.policy.knob`. Options of the command
+line, TOML files and validation derive from the declaration.
+"""
 
 import hashlib
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from functools import reduce
+from operator import or_
 from pathlib import Path
+from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.schedule.admission import Admission, Admit, parse_admission
 from rrfp.schedule.balance import AdmitAcross, Dealing, parse_dealings
-from rrfp.schedule.hints import Hint, Rounds, WeightGradients
+from rrfp.schedule.hints import Hint
 from rrfp.schedule.named_hints import AUTO, HINTS, hint_named
-from rrfp.schedule.order import Order, order_rounds, parse_order, splits
-from rrfp.schedule.shape import Shape
+from rrfp.schedule.order import OrderFile
+from rrfp.schedule.policy import KNOBS, Knob, one_of
 
-# Reads the small text files that a user names, and fingerprints files of any size.
+# Small text files that a user names, and fingerprints of files of any size.
 
 
 _MOST_BYTES = 2**28
@@ -69,39 +80,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# Resolves a hint from its name or from an order file.
-
-
-@dataclass(frozen=True, slots=True)
-class OrderFile:
-    """A hint: the order in a file, parsed once the step's shape is known."""
-
-    name: str
-    """The file's path."""
-    text: str
-
-    @property
-    def splits_backward(self) -> bool:
-        return splits(self.text, self.name)
-
-    @property
-    def ranks_weight_gradients(self) -> bool:
-        return self.splits_backward
-
-    def on(self, shape: Shape) -> Order:
-        """Raises UsageError, with the line, if the file does not hold an order of this shape."""
-        return parse_order(self.text, shape, self.name)
-
-    def keys(self, shape: Shape, rank: int) -> list[int]:
-        return self.on(shape).keys(shape, rank)
-
-    def rounds(self, w: WeightGradients) -> Rounds:
-        return order_rounds(w)
+# A hint, by its name or from an order file.
 
 
 def resolve_hint(text: str, *, auto: bool = False) -> Hint:
-    """The hint named `text`, or the order in the file at that path; with `auto`, that name is the
-    wish for a choice while the run goes on.
+    """The hint named `text`, or the order in the file at that path. With `auto`, that name asks for
+    a choice while the run goes on.
 
     Raises UsageError for an unknown hint, listing the known ones, and for an unreadable file.
     """
@@ -124,7 +108,7 @@ def order_file(text: str) -> Path | None:
     return None if text in (AUTO.name, *HINTS) or not means_a_file(text, ".csv") else Path(text)
 
 
-# Resolves an admission order from its name or from an admission file.
+# An admission order, by its name or from an admission file.
 
 
 def resolve_admission(text: str, num_microbatches: int | None = None) -> Admission:
@@ -152,7 +136,7 @@ def admission_file(text: str) -> Path | None:
     return Path(text) if is_file else None
 
 
-# Resolves how a global batch is dealt from its name or from a file of dealings.
+# How a global batch is balanced over the replicas, by a name or from a file of assignments.
 
 
 def resolve_dealing(text: str) -> Dealing:
@@ -221,3 +205,189 @@ def _unrolled(text: str) -> str | None:
             return None
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     return text
+
+
+# How a setting is declared.
+
+
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
+_METADATA = "declared"
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """A constraint on a setting's value."""
+
+    wording: str
+    """The constraint in words, after "it must be"."""
+    holds: Callable[[Any], bool]
+
+
+AT_LEAST_1 = Must("at least 1", lambda value: value >= 1)
+FINITE_ABOVE_0 = Must("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """One declared setting."""
+
+    flag: str
+    """The name as a keyword: `micro_batch_size`. The flag is `--micro-batch-size`. TOML files may
+    use either spelling."""
+    group: str = ""
+    """The object of settings that holds it."""
+    field: str
+    """The attribute of the group."""
+    kind: Any
+    """int, float, bool, str, Path, a StrEnum, a list of one of these, or the declaration of a
+    knob."""
+    default: Any = None
+    help: str
+    in_run: bool = True
+    """Whether the command runs a job; some values of a knob mean something there alone."""
+    must: Must | None = None
+    metavar: str | None = None
+    panel: str | None = None
+    """The part of the help screen that lists it. None: the one of its group."""
+    is_common: bool = False
+    """Whether a short help screen lists it, too."""
+    least: float | None = None
+    most: float | None = None
+    """Bounds that the command line checks."""
+    is_argument: bool = False
+    """Whether it has a place on the command line instead of a flag."""
+    completes: Callable[[str], Any] | None = None
+    """Offers a shell how a text may go on. None: what the kind offers."""
+
+    @property
+    def spelled(self) -> str:
+        """The flag's name on the command line, without the leading dashes."""
+        return self.flag.replace("_", "-")
+
+    @property
+    def value_type(self) -> Any:
+        """The type of a value on the command line."""
+        if not isinstance(self.kind, Knob):
+            return self.kind
+        return self.kind.kinds[0] if len(self.kind.kinds) == 1 else str
+
+    @property
+    def default_described(self) -> Any:
+        """The default as JSON has it."""
+        return self.kind.describe(self.default) if isinstance(self.kind, Knob) else self.default
+
+    @property
+    def help_text(self) -> str:
+        """The help, with the default unless the text itself states it."""
+        return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
+
+    def read(self, value: Any) -> Any:
+        """Convert a value that is given as text; any other value is returned as it is.
+
+        Raises UsageError for a text that is no number or not one of the choices, and for an unknown
+        hint.
+        """
+        if not isinstance(value, str):
+            return value
+        label = f"--{self.spelled}"
+        kind = self.value_type
+        if kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                raise UsageError(f"{label} is '{value}'; it takes {_TYPE_NAMES[kind]}") from None
+        if isinstance(self.kind, Knob):
+            return read_knob(self.kind, value, label, in_run=self.in_run)
+        if is_choice(kind):
+            return one_of(kind)(value, label, True)
+        return Path(value) if kind is Path else value
+
+    def read_toml(self, value: object, path: Path) -> Any:
+        """Convert a value from a TOML file; raises UsageError if its type is wrong."""
+        wanted = str if is_choice(self.kind) else self.kind
+        if isinstance(self.kind, Knob):
+            wanted = self.kind.kinds[-1]
+            if type(value) in self.kind.kinds:
+                return value
+        if wanted is Path and isinstance(value, str):
+            return Path(value)
+        if wanted is float and type(value) is int:
+            return float(value) if abs(value) < sys.float_info.max else math.inf
+        if type(value) is not wanted:
+            raise UsageError(
+                f"{path} sets {self.spelled} to {value!r}; it takes "
+                f"{_TYPE_NAMES.get(wanted, 'a string')}"
+            )
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raise UsageError if a value is out of the setting's range."""
+        if value is not None and self.must is not None and not self.must.holds(value):
+            raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.wording}")
+
+
+def setting(default: Any, help_text: str, *, kind: Any = None, **declared: Any) -> Any:
+    """A field of a group of settings. The default is appended to a help text that does not end with
+    a full stop. `kind` replaces the field's annotation, and `flag` its name; the other keywords are
+    those of `Declared`."""
+    metadata = {_METADATA: {"kind": kind, "help": help_text, **declared}}
+    return field(default=default, metadata=metadata)
+
+
+def declared_in(group: str, of: type) -> Iterator[Declared]:
+    """The settings that a class declares, in the order of its fields."""
+    annotations = typing.get_type_hints(of)
+    for each in fields(of):
+        if _METADATA not in each.metadata:
+            continue
+        metadata = dict(each.metadata[_METADATA])
+        kind = metadata.pop("kind") or _without_none(annotations[each.name])
+        flag = metadata.pop("flag", each.name)
+        yield Declared(
+            flag=flag,
+            group=group,
+            field=each.name,
+            kind=kind,
+            default=each.default,
+            **metadata,
+        )
+
+
+def declared_knobs(group: str, *, in_run: bool) -> Iterator[Declared]:
+    """The knobs of a policy as settings."""
+    for name, knob in KNOBS.items():
+        yield Declared(
+            flag=name,
+            group=group,
+            field=name,
+            kind=knob,
+            default=knob.default,
+            in_run=in_run,
+            help=knob.help_text(in_run=in_run),
+            metavar=knob.metavar,
+            panel=knob.panel,
+            is_common=knob.is_common,
+        )
+
+
+def read_knob(knob: Knob, value: Any, label: str, *, in_run: bool = True) -> Any:
+    """The value of a knob that may be given as text. A hint may be the path of an order file, which
+    is read here because `rrfp.schedule` reads no files. Where nothing runs, a bound may be `none`.
+    Raises UsageError, in which the value is called `label`."""
+    if value == "none" and knob.default is None and not in_run:
+        return None
+    if knob.name == "hint" and isinstance(value, str):
+        return resolve_hint(value, auto=True)
+    return knob.read(value, label, in_run=in_run)
+
+
+def is_choice(kind: Any) -> bool:
+    """Whether a kind of setting is one of a few names."""
+    return isinstance(kind, type) and issubclass(kind, StrEnum)
+
+
+def _without_none(annotation: Any) -> Any:
+    if isinstance(annotation, types.UnionType):
+        parts = [part for part in annotation.__args__ if part is not types.NoneType]
+        return reduce(or_, parts)
+    return annotation

@@ -57,7 +57,7 @@ class Injected:
         return "launcher" if self.rank is None else f"rank {self.rank}"
 
 
-def await_moment(session: TrainingSession, fault: Fault, pace: Pace, patience_s: float) -> bool:
+def await_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
     """Wait for the moment of a fault; tells whether it came before the session ended."""
     match fault.stage:
         case Stage.START if session.num_finished == session.first_step:
@@ -70,13 +70,13 @@ def await_moment(session: TrainingSession, fault: Fault, pace: Pace, patience_s:
                     session.num_finished > session.first_step
                     and session.checkpoints.is_saving(fault.after_step)
                 ),
-                patience_s,
+                timeout_s,
             )
             length_s = _SAVE_S
         case _:
             # A step is under way as soon as the one before it is finished.
             num_finished = max(fault.after_step, session.first_step + 1)
-            has_come = session.await_that(lambda: session.num_finished >= num_finished, patience_s)
+            has_come = session.await_that(lambda: session.num_finished >= num_finished, timeout_s)
             length_s = pace.close_s if fault.stage is Stage.CLOSE else pace.step_s
     return has_come and session.sleep(fault.share * length_s)
 

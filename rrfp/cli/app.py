@@ -14,10 +14,11 @@ from rrfp.cli.bench import bench
 from rrfp.cli.chaos import chaos
 from rrfp.cli.declared_options import listed
 from rrfp.cli.doctor import doctor
+from rrfp.cli.help_screens import Command
 from rrfp.cli.run.command import OPTIONS, run
 from rrfp.cli.runs import runs
 from rrfp.cli.simulate.command import simulate
-from rrfp.cli.train import train
+from rrfp.cli.train import TrainCommand, train
 from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify
 from rrfp.cli.watch.command import watch
@@ -32,17 +33,20 @@ app = typer.Typer(
     # Also of the commands in it.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
+app.command(cls=TrainCommand)(train)
 # For the list of subcommands and for Tab: `rrfp.cli.main` has it parsed without typer.
-app.command(context_settings={"allow_interspersed_args": False})(listed(run, OPTIONS))
-app.command()(verify)
-app.command()(simulate)
-app.command()(tune)
-app.command()(bench)
-app.command()(doctor)
-app.command()(chaos)
-app.command(epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
-app.command(epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(watch)
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(listed(run, OPTIONS))
+app.command(cls=Command)(verify)
+app.command(cls=Command)(simulate)
+app.command(cls=Command)(tune)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(doctor)
+# Flags of `rrfp train` may stand among its own, too.
+app.command(cls=Command, context_settings={"ignore_unknown_options": True})(chaos)
+app.command(cls=Command, epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
+app.command(cls=Command, epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(
+    watch
+)
 app.add_typer(trace.app, name="trace")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(hint.app, name="hint")

@@ -2,18 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from rrfp.cli.console import print_rows, print_tables
-from rrfp.cli.declared_options import one_of
+from rrfp.cli.declared_options import one_of, taking
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import missing_for_charts
 from rrfp.cli.progress import progress, working
 from rrfp.errors import StoppedError, UsageError, did_you_mean
+from rrfp.inputs import setting
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.schedule.admission import Admit
 from rrfp.trace.run_dir import own_files
@@ -94,100 +96,78 @@ class PeerChoice(StrEnum):
     NONE = "none"
 
 
-def bench(
-    preset: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PRESET",
-            help="rq1 to rq6; several share what they both run.",
-            autocompletion=one_of(*(f"rq{number}" for number in range(1, 7))),
-        ),
-    ],
-    scale: Annotated[
-        ScaleName,
-        typer.Option(
-            metavar="SCALE",
-            help="tiny (a check that all of it runs), laptop (8 ranks, 32 microbatches), node (16, "
-            "64) or cluster (32, 128).",
-        ),
-    ] = ScaleName.LAPTOP,
-    peer: Annotated[
-        PeerChoice,
-        typer.Option(
-            metavar="WHOSE",
-            help="Whose schedules race too: all, torch (PyTorch's pipelining), deepspeed (if it is "
-            "installed) or none.",
-        ),
-    ] = PeerChoice.ALL,
-    system: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this system, beside megatron-1f1b; repeatable."),
-    ] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COSTS+JITTER",
-            help="Only these costs (as of simulate --costs) with this jitter; repeatable.",
-        ),
-    ] = None,
-    hold: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Only this bound on what a rank holds: a number of microbatches, 40GiB, 1.5x (of "
-            "1F1B's largest peak in bytes), or paper, its limit of 32; repeatable.",
-        ),
-    ] = None,
-    admit: Annotated[
-        list[Admit] | None,
-        typer.Option(
-            metavar="ORDER",
-            help="Only this order of entry of our systems: given, pyramid, or plan (searched by "
-            "simulation, from modelled costs); repeatable.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=10_000, metavar="N", help="Rounds: timed steps of each system."),
-    ] = None,
-    task_ms: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            max=5_000,
-            metavar="MS",
-            help="What F, B and W of a rank take on average, in ms; of language, multimodal and "
-            "uniform costs.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=2**32 - 1,
-            metavar="N",
-            help="Of data, costs and jitter of round 0 [1234].",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help=r"Where results go, and are found again \[runs/bench-PRESET-SCALE]."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Remove the results that are there already.")
-    ] = False,
-    retry: Annotated[
-        bool, typer.Option("--retry", help="Try again what has failed in --out.")
-    ] = False,
-    output_format: Annotated[
-        RowFormat, typer.Option("--format", help="How to print the rows.")
-    ] = RowFormat.TABLE,
-    nnodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="This host's number.")] = 0,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Of host 0, where the hosts meet.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of `rrfp bench`."""
+
+    preset: list[str] = setting(
+        MISSING,
+        "rq1 to rq6; several share what they both run.",
+        is_argument=True,
+        metavar="PRESET",
+        completes=one_of(*(f"rq{number}" for number in range(1, 7))),
+    )
+    scale: ScaleName = setting(
+        ScaleName.LAPTOP,
+        "tiny (a check that all of it runs), laptop (default: 8 ranks, 32 microbatches), node "
+        "(16, 64) or cluster (32, 128).",
+        metavar="SCALE",
+    )
+    peer: PeerChoice = setting(
+        PeerChoice.ALL,
+        "Whose schedules race too: all (default), torch (PyTorch's pipelining), deepspeed (if it "
+        "is installed) or none.",
+        metavar="WHOSE",
+    )
+    system: list[str] | None = setting(
+        None, "Only this system, beside megatron-1f1b; repeatable.", metavar="NAME"
+    )
+    profile: list[str] | None = setting(
+        None,
+        "Only these costs (as of simulate --costs) with this jitter; repeatable.",
+        metavar="COSTS+JITTER",
+    )
+    hold: list[str] | None = setting(
+        None,
+        "Only this bound on what a rank holds: a number of microbatches, 40GiB, 1.5x (of 1F1B's "
+        "largest peak in bytes), or paper, its limit of 32; repeatable.",
+        metavar="SIZE",
+    )
+    admit: list[Admit] | None = setting(
+        None,
+        "Only this order of entry of our systems: given, pyramid, or plan (searched by "
+        "simulation, from modelled costs); repeatable.",
+        metavar="ORDER",
+    )
+    steps: int | None = setting(None, "Rounds: timed steps of each system.", least=1, most=10_000)
+    task_ms: float | None = setting(
+        None,
+        "What F, B and W of a rank take on average, in ms; of language, multimodal and uniform "
+        "costs.",
+        least=0.1,
+        most=5_000,
+        metavar="MS",
+    )
+    seed: int | None = setting(
+        None, "Seed of data, costs and jitter of round 0 [1234].", least=0, most=2**32 - 1
+    )
+    out: Path | None = setting(
+        None, "Where results go, and are found again [runs/bench-PRESET-SCALE]."
+    )
+    force: bool = setting(False, "Remove the results that are there already.")
+    retry: bool = setting(False, "Try again what has failed in --out.")
+    output_format: RowFormat = setting(
+        RowFormat.TABLE, "How to print the rows", flag="format", metavar="FORMAT"
+    )
+    nnodes: int = setting(1, "Hosts", least=1)
+    node_rank: int = setting(0, "This host's number", least=0)
+    rdzv_endpoint: str | None = setting(
+        None, "The address of host 0, where the hosts meet.", metavar="HOST:PORT"
+    )
+
+
+@taking(BenchOptions)
+def bench(options: BenchOptions) -> None:
     """Race readiness-first against the orders and systems that people use.
 
     rq1 end to end, rq2 where time goes, rq3 injected jitter, rq4 hints, rq5
@@ -205,51 +185,52 @@ def bench(
     from rrfp.race.runner import BenchDir, Hosts, check, model_entries
     from rrfp.race.systems import Project, check_installed, system_named
 
-    names = list(dict.fromkeys(preset))
+    names = list(dict.fromkeys(options.preset))
     for name in names:
         if name not in PRESETS:
             raise UsageError(
                 f"'{name}' is not a preset ({', '.join(PRESETS)}){did_you_mean(name, PRESETS)}"
             )
-    peers = tuple(each for each in Project if peer in (PeerChoice.ALL, each))
-    if peer is not PeerChoice.ALL:
+    peers = tuple(each for each in Project if options.peer in (PeerChoice.ALL, each))
+    if options.peer is not PeerChoice.ALL:
         for project in peers:
-            check_installed(project, f"--peer {peer}")
+            check_installed(project, f"--peer {options.peer}")
     asked = Asked(
         peers=peers,
-        holds=tuple(_bound(text) for text in hold or ()),
-        admits=tuple(dict.fromkeys(admit or ())),
-        profiles=tuple(dict.fromkeys(profile or ())),
-        systems=tuple(system_named(name) for name in system or ()),
-        steps=steps,
-        task_ms=task_ms,
-        seed=seed,
+        holds=tuple(_bound(text) for text in options.hold or ()),
+        admits=tuple(dict.fromkeys(options.admit or ())),
+        profiles=tuple(dict.fromkeys(options.profile or ())),
+        systems=tuple(system_named(name) for name in options.system or ()),
+        steps=options.steps,
+        task_ms=options.task_ms,
+        seed=options.seed,
     )
-    lineup = line_up([preset_named(name, SCALES[scale]) for name in names], SCALES[scale], asked)
-    if nnodes > 1 and out is None:
+    scale = SCALES[options.scale]
+    lineup = line_up([preset_named(name, scale) for name in names], scale, asked)
+    if options.nnodes > 1 and options.out is None:
         raise UsageError("several hosts need --out DIR on a file system that all of them share")
-    directory = out or Path("runs") / f"bench-{'-'.join(names)}-{scale}"
-    hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    directory = options.out or Path("runs") / f"bench-{'-'.join(names)}-{options.scale}"
+    hosts = Hosts(options.nnodes, options.node_rank, options.rdzv_endpoint)
     check(lineup, hosts, directory)
     found = BenchDir(directory)
     if not hosts.leads:
-        _join(lineup, found, hosts, retry=retry)
+        _join(lineup, found, hosts, retry=options.retry)
         return
-    if force and nnodes > 1:
+    if options.force and options.nnodes > 1:
         raise UsageError(
             f"--force on several hosts could take from one what another has begun; remove "
             f"{directory} instead"
         )
-    with own_files(), found.prepare(lineup, force=force):
+    with own_files(), found.prepare(lineup, force=options.force):
 
         def model() -> "dict[str, Modelled]":
             with progress("Simulating", len(lineup.entries)) as advance:
                 return model_entries(lineup.entries.values(), found.models, lambda: advance(1))
 
         # Other hosts would not wait for it, so the estimate is left out there.
-        models = model() if nnodes == 1 else None
+        models = model() if options.nnodes == 1 else None
         try:
-            _race(lineup, found, hosts, models, retry=retry)
+            _race(lineup, found, hosts, models, retry=options.retry)
         except (KeyboardInterrupt, StoppedError):
             typer.echo(
                 f"What has ended is kept in {directory}; the same command goes on from there",
@@ -257,7 +238,7 @@ def bench(
             )
             raise
         rows = results(lineup, found.ended(lineup), models or model())
-        _print_results(lineup, rows, output_format)
+        _print_results(lineup, rows, options.output_format)
         warn_over_pace(rows)
         draw_charts(lineup, rows, directory)
 

@@ -5,18 +5,20 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rrfp.analyze.table import NUMBER, TEXT, Column, Table, Unit
 from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
 from rrfp.cli.console import print_tables
+from rrfp.cli.declared_options import one_of, taking
 from rrfp.cli.options import PlainFormat
 from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.inputs import setting
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.checks import check_settings
 from rrfp.train.launch.hosts.endpoint import among_started
@@ -131,7 +133,6 @@ def _when(verdict: "Verdict") -> str:
     return f"{stage} {verdict.seen.injected.num_finished}"
 
 
-_PANEL = "Faults"
 _OWN = {
     **dict.fromkeys(("out", "force"), "each training gets a directory of its own"),
     **dict.fromkeys(("save", "keep"), "each training saves to a directory of its own"),
@@ -148,39 +149,52 @@ _TINY: dict[str, Any] = {
     "microbatches": 4,
     "steps": 40,
 }
-"""The training, except for what the options ask for."""
+"""The model and the length of a training without flags."""
 _SAVE_EVERY = 8
 _LAYERS_PER_CHUNK = 2
 
 
-@partial(with_settings, without=_OWN)
-def chaos(
-    *,
-    faults: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many.", rich_help_panel=_PANEL)
-    ] = 20,
-    fault: Annotated[
-        list[FaultKind] | None,
-        typer.Option(
-            help="Only this kind; may be given again. All of them by default.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    keep_failed: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help=r"Where to keep a training whose fault did not pass \[nowhere].",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    output_format: Annotated[
-        PlainFormat,
-        typer.Option("--format", help="How to print the verdicts.", rich_help_panel=_PANEL),
-    ] = PlainFormat.TABLE,
-    config: Path | None = None,
-    **flags: Any,
-) -> None:
+def train_flags(words: Sequence[str]) -> dict[str, Any]:
+    """The settings that flags of `rrfp train` ask for, by flag. Raises typer's error, which names
+    this command, for what is no flag of a training under faults."""
+
+    def read(**flags: Any) -> None:
+        pass
+
+    trained = typer.Typer()
+    trained.command()(with_settings(read, without=_OWN))
+    command = typer.main.get_command(trained)
+    params = command.make_context("rrfp chaos", [*words]).params
+    return {name: value for name, value in params.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """The options of `rrfp chaos` itself."""
+
+    faults: int = setting(20, "Number of faults", least=1)
+    fault: list[FaultKind] | None = setting(
+        None,
+        "Only this kind; may be given again. All of them by default.",
+        metavar="KIND",
+        completes=one_of(*FaultKind),
+    )
+    keep_failed: Path | None = setting(
+        None, "Where to keep a training whose fault did not pass [nowhere].", metavar="DIR"
+    )
+    output_format: PlainFormat = setting(
+        PlainFormat.TABLE, "How to print the verdicts", flag="format", metavar="FORMAT"
+    )
+    train: list[str] | None = setting(
+        None,
+        "Any flags of rrfp train, behind --, but for those that the campaign sets itself.",
+        is_argument=True,
+        metavar="-- TRAIN FLAGS",
+    )
+
+
+@taking(ChaosOptions)
+def chaos(options: ChaosOptions) -> None:
     """Train under faults, and see that each is found, named and borne.
 
     A small model is trained once undisturbed, then again and again while
@@ -190,17 +204,18 @@ def chaos(
     some ten seconds a fault, and exits with 1 unless all pass. Only processes
     that it has started are touched.
 
-    Example: rrfp chaos --pp 4 --faults 20 --seed 7
+    Example: rrfp chaos --faults 20 -- --pp 4 --seed 7
     """
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = _settings(given, config)
+    given = train_flags(options.train or [])
+    config = given.pop("config", None)
+    settings = _settings(given, None if config is None else Path(config))
     check_settings(settings)
     if (num_started := among_started(settings).run.nnodes) > 1:
         raise UsageError(
             f"this command is one of {num_started} that were started together, and faults are "
             "injected on one host; run it by itself"
         )
-    kinds = _kinds(fault or (), settings)
+    kinds = _kinds(options.fault or (), settings)
     if platform.system() != "Linux":
         raise RrfpError("rrfp chaos injects its faults through Linux; run it there")
     from rrfp.train.launch.stopping import StopRequestedError, stopping_on_sigterm
@@ -208,13 +223,13 @@ def chaos(
     verdicts: list[Verdict] = []
     try:
         with stopping_on_sigterm():
-            for borne in _borne(settings, kinds, faults, keep_failed):
+            for borne in _borne(settings, kinds, options.faults, options.keep_failed):
                 verdicts += borne
     except StopRequestedError:
         raise StoppedError("the faults were stopped by SIGTERM") from None
     finally:
-        print_verdicts(verdicts, output_format)
-    check(verdicts, keep_failed)
+        print_verdicts(verdicts, options.output_format)
+    check(verdicts, options.keep_failed)
 
 
 def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:

@@ -1,20 +1,21 @@
-"""Options made of settings as they were declared, for the verbs that take some of them."""
+"""Options of the command line, made of settings as they are declared."""
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import MISSING
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 from rrfp.errors import RrfpError
+from rrfp.inputs import Declared, declared_in, is_choice
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.hints import Hint
-from rrfp.schedule.knobs import AutoPatience, Hold, Patience
 from rrfp.schedule.named_hints import AUTO, IN_WORDS
+from rrfp.schedule.policy import Knob
 from rrfp.trace.run_dir import runs_in
-from rrfp.train.settings import Declared
 
 if TYPE_CHECKING:
     import typer
@@ -43,8 +44,8 @@ def is_asked() -> bool:
 
 
 def answer(app: "typer.Typer") -> int:
-    """Print what the shell may offer, and give the exit code. Never says anything else: it would
-    stand in the middle of somebody's command line."""
+    """Print what the shell may offer, and return the exit code. Nothing else is printed: it would
+    stand in the middle of a command line."""
     import typer
     from typer.completion import shell_complete
 
@@ -101,100 +102,164 @@ _NAMES_OR_FILES = {"admit": Admit, "admit_across": AdmitAcross}
 
 
 def completer_of(declared: Declared) -> Completer | None:
-    """What may be offered for a setting of a training run."""
-    if declared.kind is Hint:
-        return hint_names_or_auto
+    """The completer of a setting; None leaves files to the shell."""
+    if declared.completes is not None:
+        return declared.completes
+    if isinstance(declared.kind, Knob):
+        if declared.kind.name == "hint":
+            return hint_names_or_auto
+        offered = declared.kind.offered(in_run=declared.in_run)
+        return one_of(*offered) if offered else None
     if declared.flag == "pace":
         return cost_names
-    if declared.kind == Hold:
-        return None
-    if declared.kind == Patience:
-        return one_of(AutoPatience.AUTO)
     choices = _NAMES_OR_FILES.get(declared.flag, declared.kind)
-    return one_of(*choices) if issubclass(choices, StrEnum) else None
+    return one_of(*choices) if is_choice(choices) else None
 
 
 SCHEDULE, MEMORY, LAYOUT, MODEL, DATA = "Schedule", "Memory", "Layout", "Model", "Data"
 TRAINING, PACE, OUTPUT, CHECKPOINTS, HOSTS = "Training", "Pace", "Output", "Checkpoints", "Hosts"
 TIME_OUTS = "Time-outs"
 
-_OF_GROUPS = {
+_PANELS = {
     "policy": SCHEDULE,
+    "step": SCHEDULE,
     "layout": LAYOUT,
     "model": MODEL,
     "data": DATA,
     "run": TRAINING,
-    "recording": OUTPUT,
-    "waits": TIME_OUTS,
 }
-_OF_SETTINGS = {
-    **dict.fromkeys(("limit", "hold", "hold_features", "measure_memory", "recompute"), MEMORY),
-    **dict.fromkeys(("pace", "jitter"), PACE),
-    **dict.fromkeys(("out", "force", "shared_files", "no_trace", "trace_mb"), OUTPUT),
-    **dict.fromkeys(("save", "save_every", "save_async", "keep", "resume"), CHECKPOINTS),
-    **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint", "network"), HOSTS),
-}
-"""The panels of settings that do not stand in their group's."""
+"""The panel of each group of settings, for those that name none themselves."""
+
+_LONGEST_CHOICES = 9
+
+METAVARS = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 
 
-def panel_of(declared: Declared) -> str:
+def panel_of(declared: Declared) -> str | None:
     """The panel of a setting in the help."""
-    return _OF_SETTINGS.get(declared.flag, _OF_GROUPS[declared.group])
+    return declared.panel or _PANELS.get(declared.group)
 
 
-def option_of(declared: Declared) -> inspect.Parameter:
-    """The option of a setting, in its panel of the help; without it the settings' own default
-    holds, or a TOML file's."""
+def word_for(kind: Any) -> str:
+    """The word by which the help shows the type of a value; the choices where they are short."""
+    if is_choice(kind):
+        names = "|".join(kind)
+        return names if len(names) <= _LONGEST_CHOICES else "NAME"
+    return METAVARS.get(kind, "NAME")
+
+
+def metavar_of(declared: Declared) -> str:
+    """The type of a setting as the help shows it."""
+    return declared.metavar or word_for(declared.kind)
+
+
+def option_of(
+    declared: Declared, *, has_default: bool = False, is_text: bool = False
+) -> inspect.Parameter:
+    """The option of a setting, in its panel of the help. Without `has_default` a missing option is
+    None, so that the settings' own default holds, or a TOML file's. With `is_text` its value stays
+    a text."""
     import typer
 
-    is_text = declared.kind in (Hint, Hold, Patience) or issubclass(declared.kind, StrEnum)
-    kind = str if is_text else declared.kind
-    told = hint_help(declared.help_text) if declared.kind is Hint else declared.help_text
-    option = typer.Option(
-        f"--{declared.spelled}",
-        help=escaped(told),
-        show_default=False,
-        metavar=declared.metavar,
-        readable=False,  # Our readers report why a file cannot be read.
-        rich_help_panel=panel_of(declared),
-        autocompletion=completer_of(declared),
-    )
+    kind = declared.value_type
+    if is_text:
+        kind = kind if get_origin(kind) is list else str
+    elif is_choice(kind) and not has_default:
+        # The settings report a wrong choice.
+        kind = str
+    text = declared.help_text
+    if isinstance(declared.kind, Knob) and declared.kind.name == "hint":
+        text = hint_help(text)
+    shown: dict[str, Any] = {
+        "help": escaped(text),
+        "show_default": False,
+        "metavar": metavar_of(declared),
+        "rich_help_panel": panel_of(declared),
+        "autocompletion": completer_of(declared),
+    }
+    if declared.is_argument:
+        option = typer.Argument(**shown)
+    else:
+        # Our readers report why a file cannot be read.
+        shown |= {"min": declared.least, "max": declared.most, "readable": False}
+        option = typer.Option(f"--{declared.spelled}", **shown)
+    default = declared.default if has_default else None
+    if default is MISSING:
+        default = inspect.Parameter.empty
     return inspect.Parameter(
-        declared.flag,
+        declared.field if has_default else declared.flag,
         inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
+        default=default,
+        annotation=Annotated[kind | None if default is None else kind, option],
     )
+
+
+def with_parameters(
+    command: Callable[..., Any], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., Any]:
+    """Give a command the signature that typer reads."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+_Options = TypeVar("_Options")
+
+
+def taking(
+    options: type[_Options], others: Iterable[Declared] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function. It takes an object of the class, whose declared settings are
+    the command's options, and with `others` the texts of those that were given, by flag."""
+    own = [option_of(each, has_default=True) for each in declared_in("", options)]
+    texts = [option_of(each, is_text=True) for each in others]
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        @wraps(run)
+        def command(**values: Any) -> None:
+            given = {each.name: values.pop(each.name) for each in texts}
+            chosen = {name: text for name, text in given.items() if text is not None}
+            if texts:
+                run(options(**values), chosen)
+            else:
+                run(options(**values))
+
+        return with_parameters(command, [*texts, *own])
+
+    return decorate
 
 
 def listed(run: Callable[..., Any], options: Iterable[Declared]) -> Callable[..., Any]:
     """`rrfp run` as typer lists and completes it, with these options."""
     import typer
 
-    own = {
-        "module": Annotated[bool, typer.Option("-m", "--module")],
-        "script": Annotated[str, typer.Argument(metavar="SCRIPT")],
-        "arguments": Annotated[list[str] | None, typer.Argument(metavar="ARGS")],
+    own: dict[str, tuple[Any, Any]] = {
+        "module": (Annotated[bool, typer.Option("-m", "--module")], None),
+        "script": (
+            Annotated[str, typer.Argument(metavar="SCRIPT")],
+            inspect.Parameter.empty,
+        ),
+        "arguments": (Annotated[list[str] | None, typer.Argument(metavar="ARGS")], None),
     }
     parameters = [option_of(declared) for declared in options]
-    for name, annotation in own.items():
-        default = inspect.Parameter.empty if name == "script" else None
+    for name, (annotation, default) in own.items():
         parameters.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
             )
         )
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+    return with_parameters(run, parameters)
+
+
+HINT_TABLE = "\n\n\b\n"
+"""Begins the table of hints in a help text. Behind \\b typer keeps the lines as they are."""
 
 
 def hint_help(about: str) -> str:
     """The help of an option that takes a hint: what it is for, and what each hint is."""
     width = max(map(len, IN_WORDS))
-    # Behind \b typer keeps the lines as they are.
     lines = (f"{name:{width}} {words}" for name, words in IN_WORDS.items())
-    return "\n\n".join((about, "\b\n" + "\n".join(lines)))
+    return about + HINT_TABLE + "\n".join(lines)
 
 
 def escaped(text: str) -> str:

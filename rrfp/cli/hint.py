@@ -9,6 +9,7 @@ import typer
 from rrfp.analyze.table import Column, Table
 from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import hint_names
+from rrfp.cli.help_screens import Command
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
 from rrfp.schedule.order import Order, format_order
@@ -139,10 +140,12 @@ app = typer.Typer(
 )
 
 app.command(
+    cls=Command,
     epilog="Examples: rrfp hint show 1f1b --pp 4 --microbatches 8 > order.csv; "
-    "rrfp hint show zb-v --pp 4 --microbatches 8 --chunks 2 --placement v"
+    "rrfp hint show zb-v --pp 4 --microbatches 8 --chunks 2 --placement v",
 )(show)
 app.command(
+    cls=Command,
     epilog="Example: rrfp hint check order.csv --pp 4 --microbatches 8 && "
-    "rrfp train --dispatch fixed --hint order.csv --pp 4 --microbatches 8"
+    "rrfp train --dispatch fixed --hint order.csv --pp 4 --microbatches 8",
 )(check)

@@ -15,18 +15,23 @@ from rrfp.trace.records import evaluation_step, is_evaluation
 if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
 
+PATH_HELP = (
+    "A run: its directory, its name in runs/, @-1 for the newest, or its trace file; none means "
+    "the newest one."
+)
+STEPS_HELP = "Only the steps from A up to, not including, B."
+
 TracePath = Annotated[
     Path | None,
     typer.Argument(
         metavar="RUN",
-        help="A run: its directory, its name in runs/, @-1 for the newest, or its trace file; "
-        "none means the newest one.",
+        help=PATH_HELP,
         autocompletion=run_names,
     ),
 ]
 Steps = Annotated[
     str | None,
-    typer.Option(metavar="A:B", help="Only the steps from A up to, not including, B."),
+    typer.Option(metavar="A:B", help=STEPS_HELP),
 ]
 Evaluations = Annotated[
     bool,

@@ -21,7 +21,7 @@ from rrfp.cli.console import console
 from rrfp.train.settings import TrainSettings
 
 _POLL_S = 1.0
-_PATIENCE_S = 1.0
+_HIDDEN_S = 1.0
 """Work that takes less is not told of."""
 
 
@@ -86,7 +86,7 @@ def working(what: str) -> Iterator[None]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console(stderr=True), transient=True)
     bar.add_task(what, total=None)
-    timer = Timer(_PATIENCE_S, bar.start)
+    timer = Timer(_HIDDEN_S, bar.start)
     timer.daemon = True
     timer.start()
     try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.help_screens import Command
 from rrfp.cli.options import TracePath
 from rrfp.cli.progress import working
 from rrfp.errors import UsageError
@@ -502,7 +503,11 @@ app = typer.Typer(
     help="Look at a run's trace, check that it is whole, or change its form.", no_args_is_help=True
 )
 
-app.command(epilog="Example: rrfp trace view runs/latest --preset bubbles")(view)
-app.command(epilog="Example: rrfp trace check runs/latest")(check)
-app.command("import", epilog="Example: rrfp trace import profiles/ -o runs/other")(import_run)
-app.command("export", epilog="Example: rrfp trace export runs/latest -o run.json.gz")(export_run)
+app.command(cls=Command, epilog="Example: rrfp trace view runs/latest --preset bubbles")(view)
+app.command(cls=Command, epilog="Example: rrfp trace check runs/latest")(check)
+app.command("import", cls=Command, epilog="Example: rrfp trace import profiles/ -o runs/other")(
+    import_run
+)
+app.command("export", cls=Command, epilog="Example: rrfp trace export runs/latest -o run.json.gz")(
+    export_run
+)

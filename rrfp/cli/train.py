@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.console import print_tables
-from rrfp.cli.declared_options import option_of
+from rrfp.cli.declared_options import option_of, with_parameters
 from rrfp.cli.errors import bug, interruptible
+from rrfp.cli.help_screens import SettingsCommand, show_all
 from rrfp.cli.output import note_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
+from rrfp.inputs import Declared
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.trace.run_dir import own_files
 from rrfp.train.checks import check_settings
@@ -28,39 +30,50 @@ if TYPE_CHECKING:
     from rrfp.train.checkpoints.resuming import Beginning
 
 
-_CONFIG = inspect.Parameter(
-    "config",
+_CONFIG = Declared(
+    flag="config",
+    field="config",
+    kind=Path,
+    help="TOML file of these names, bare or in tables [policy], [layout], [model], [data], [run]; "
+    "flags go first.",
+    metavar="FILE",
+    panel="File of settings",
+    is_common=True,
+)
+_HELP_ALL = inspect.Parameter(
+    "help_all",
     inspect.Parameter.KEYWORD_ONLY,
     default=None,
     annotation=Annotated[
-        Path | None,
+        bool | None,
         typer.Option(
-            help="TOML file of these names, bare or in tables [policy], [layout], [model], "
-            r"\[data], [run]; flags go first.".replace(" [", r" \["),
-            metavar="FILE",
+            "--help-all",
+            callback=show_all,
+            is_eager=True,
             show_default=False,
-            rich_help_panel="File of settings",
+            help="Show every option and exit.",
         ),
     ],
 )
 
 
+class TrainCommand(SettingsCommand):
+    """`rrfp train`, whose short help lists the common settings."""
+
+    common = frozenset(each.flag for each in (*DECLARED.values(), _CONFIG) if each.is_common)
+
+
 def with_settings(
     command: Callable[..., None], without: Collection[str] = ()
 ) -> Callable[..., None]:
-    """Give a command, beside its own options, one for every setting of a training run, as each was
-    declared; `without` these flags."""
-    named = inspect.signature(command).parameters.values()
-    own = (each for each in named if each.name not in (_CONFIG.name, "flags"))
-    options = (option_of(each) for flag, each in DECLARED.items() if flag not in without)
-    parameters = [*own, *options, _CONFIG]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
+    """Give a command an option for every setting of a training run, as each is declared, but for
+    those in `without`."""
+    options = [option_of(each) for flag, each in DECLARED.items() if flag not in without]
+    return with_parameters(command, [*options, option_of(_CONFIG), _HELP_ALL])
 
 
 @with_settings
-def train(config: Path | None = None, **flags: Any) -> None:
+def train(config: Path | None = None, help_all: bool | None = None, **flags: Any) -> None:
     """Train a Megatron GPT readiness-first and trace it.
 
     Without flags: 4 pipeline stages on this machine's CPU, on the source text
@@ -132,9 +145,9 @@ def _check_admission(settings: TrainSettings) -> None:
     from rrfp.megatron.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
 
-    admission = resolve_admission(settings.policy.admit, settings.data.microbatches)
+    admission = resolve_admission(settings.step.admit, settings.data.microbatches)
     check_replicas(admission, settings.layout.num_replicas)
-    resolve_cost(settings.policy.admit_cost)
+    resolve_cost(settings.step.admit_cost)
 
 
 def _check_pace(settings: TrainSettings) -> None:

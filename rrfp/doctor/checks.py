@@ -413,7 +413,7 @@ def copied_gb_s(num_bytes: int) -> float:
 _SLOW_US = 20_000.0
 """Ten times what two busy cores take."""
 _NUM_GLOO_ROUNDS = 50
-_PATIENCE_S = 20.0
+_TIMEOUT_S = 20.0
 _GLOO_LIMIT_S = 120.0
 
 
@@ -458,7 +458,7 @@ def sum_us(network: dict[str, str]) -> float:
     def rank(number: int) -> None:
         import torch
 
-        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_PATIENCE_S))
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_TIMEOUT_S))
         for _ in range(_NUM_GLOO_ROUNDS):
             total = torch.ones(1)
             start_s = time.perf_counter()
@@ -470,7 +470,7 @@ def sum_us(network: dict[str, str]) -> float:
         other = Thread(target=rank, args=(1,), daemon=True)
         other.start()
         rank(0)
-        other.join(_PATIENCE_S)
+        other.join(_TIMEOUT_S)
     return statistics.median(taken_us)
 
 
@@ -527,7 +527,7 @@ def read_gb_s() -> float:
         start_s = time.perf_counter()
         handle = reader.initialize_xfer("READ", local, remote, _NIXL_SOURCE)
         state = reader.transfer(handle)
-        while state == "PROC" and time.perf_counter() - start_s < _PATIENCE_S:
+        while state == "PROC" and time.perf_counter() - start_s < _TIMEOUT_S:
             state = reader.check_xfer_state(handle)
         taken_s.append(time.perf_counter() - start_s)
         if state != "DONE":

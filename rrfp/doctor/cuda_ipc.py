@@ -25,7 +25,7 @@ _NUM_ROUNDS = 5
 _NUM_TIMINGS, _NUM_COPIES = 5, 20
 _SLOW_GB_S = 20.0
 """PCIe of the fourth generation reaches as much between two GPUs."""
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _LIMIT_S = 120.0
 _NUMBER = struct.Struct("<q")
 
@@ -71,7 +71,7 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
     command = (sys.executable, "-m", __name__, str(theirs.fileno()))
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as importer:
         theirs.close()
-        ours.settimeout(_PATIENCE_S)
+        ours.settimeout(_TIMEOUT_S)
         try:
             _tell(ours, [handle.hex(), num_bytes, num_rounds, onto])
             _heard(ours)
@@ -83,7 +83,7 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
         finally:
             ours.close()
             with suppress(subprocess.TimeoutExpired):
-                importer.wait(_PATIENCE_S)
+                importer.wait(_TIMEOUT_S)
             importer.kill()
     return taken_s
 
@@ -178,7 +178,7 @@ def _exactly(link: socket.socket, num_octets: int) -> bytes:
             more = link.recv(num_octets - len(octets))
         except TimeoutError:
             raise RuntimeError(
-                f"the importing process did not answer within {_PATIENCE_S:g} s"
+                f"the importing process did not answer within {_TIMEOUT_S:g} s"
             ) from None
         if not more:
             raise RuntimeError("the importing process is gone")

@@ -70,7 +70,7 @@ class Pipeline:
         connect_s = settings.connect_s or timeout_s
         pipelines = [place.pipeline]
         # With a fixed order there is nothing to agree on.
-        if settings.dispatch is Dispatch.READY:
+        if settings.policy.dispatch is Dispatch.READY:
             meeting = Rendezvous(store, prefix, place.rank, connect_s)
             pipelines = coupled_pipelines(place, meeting)
         members = [pipeline[place.pp_rank] for pipeline in pipelines]

@@ -1,30 +1,30 @@
 """The drop-in's settings. Imports no torch."""
 
+import inspect
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.inputs import admission_file, dealing_file, resolve_hint
+from rrfp.inputs import (
+    FINITE_ABOVE_0,
+    admission_file,
+    dealing_file,
+    declared_in,
+    is_choice,
+    read_knob,
+    setting,
+)
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.hints import Hint, WeightGradients
-from rrfp.schedule.knobs import (
-    IMPATIENT,
-    AutoPatience,
-    Hold,
-    Patience,
-    check_is_absolute,
-    counts_microbatches,
-    parse_hold,
-    parse_patience,
-)
+from rrfp.schedule.hints import Hint
+from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.named_hints import AutoHint
-from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
+from rrfp.schedule.policy import KNOBS, Dispatch, Policy, check_is_for_a_run, split_knobs
 from rrfp.schedule.shape import Placement
 from rrfp.schedule.tasks import plain_integer, plain_real
 
@@ -35,90 +35,209 @@ class GradOrder(StrEnum):
     CANONICAL = "canonical"
     """Microbatch order: gradients are the same to the bit, whatever the order of tasks."""
     ARRIVAL = "arrival"
-    """As they come: nothing is held back, and the last bits depend on timing."""
+    """The order of arrival: no gradient is held back, and the last bits depend on timing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """The settings of a step beside its policy: the order in which microbatches enter, how they are
+    measured, and the order in which their gradients are summed."""
+
+    hold_features: str | Callable[[Any], Any] | None = setting(
+        None,
+        "What a microbatch's size grows with, for a hold in bytes: MODULE:FUNCTION, which takes an "
+        "item of the data and returns a number or several [tokens, patches, images and squares].",
+        kind=str,
+        panel="Memory",
+        metavar="FUNCTION",
+    )
+    """A function may be given itself."""
+    measure_memory: bool = setting(
+        False,
+        "Measure what activations take, in every step; a hold in bytes does so while it must.",
+        panel="Memory",
+    )
+    grad_order: GradOrder = setting(
+        GradOrder.CANONICAL,
+        "How gradients are summed: canonical (default: by microbatch, the same to the bit) or "
+        "arrival (in the order of arrival).",
+        metavar="ORDER",
+    )
+    admit: str = setting(
+        Admit.GIVEN,
+        "The order in which a step's microbatches enter: given (default), pyramid (light, heavy, "
+        "light), plan (searched by simulation while the step before runs) or a file with a line "
+        "per step.",
+        metavar="ORDER",
+    )
+    admit_cost: str | Callable[[Any], Any] | None = setting(
+        None,
+        "The weight of a microbatch in the pyramid: work (default), tokens, patches or "
+        "MODULE:FUNCTION, which takes its batch.",
+        kind=str,
+        metavar="COST",
+    )
+    """A function from an item to a number may be given itself."""
+    plan_ms: float | None = setting(
+        None,
+        "How long --admit plan searches for a step's order, in ms [a tenth of the last step].",
+        must=FINITE_ABOVE_0,
+        metavar="MS",
+    )
+    admit_across: str = setting(
+        AdmitAcross.NONE,
+        "Whether a step's microbatches are balanced over the --dp replicas by weight before they "
+        "enter: none (default), replicas or a file with a line per step.",
+        metavar="HOW",
+    )
+
+
+# The rules for combinations of a policy and the settings of a step. Policy itself has the rules
+# for its own knobs, and rrfp.train.checks those that need a layout or a model.
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchSettings:
-    """How tasks are dispatched; the defaults are the paper's. Names may be given as text."""
+class Spelling:
+    """How errors spell settings: as flags of a command, or as keywords of Python."""
 
-    hint: str | Hint = "bf"
-    """A hint, its name, or the path of an order file."""
-    dispatch: Dispatch = Dispatch.READY
-    limit: int | None = None
-    """The D at which forwards are withheld. None: what fills the pipeline, at least the paper's 32,
-    under `ready` dispatch without `hold`; unchecked under `fixed`."""
-    hold: Hold | str | None = None
-    """The most activations kept on a rank from F until W: a number of microbatches of the whole
-    rank, a size such as 40GiB, or `auto`; it replaces the limit."""
-    hold_features: str | Callable[[Any], Any] | None = None
-    """What the size of a microbatch grows with, for a hold in bytes: a function from an item to a
-    number or several, or MODULE:FUNCTION. None: tokens, patches, images and their squares."""
-    measure_memory: bool = False
-    """Measure what activations take, in every step; a hold in bytes does so while it must."""
-    w: WeightGradients = WeightGradients.IDLE
-    """When a hint that is an order runs the weight gradients that it splits off."""
-    agreement: AgreementRule = AgreementRule.INTERSECTION
-    """How ranks that share a collective inside a task settle on the next one."""
-    patience: Patience | str = IMPATIENT
-    """How long a free rank waits for a better task that another rank has announced: in ns, or a
-    text such as `auto` or 5ms."""
-    grad_order: GradOrder = GradOrder.CANONICAL
-    admit: str = Admit.GIVEN
-    """The order in which the items of a training step become its microbatches: a name, or the path
-    of an admission file."""
-    admit_cost: str | Callable[[Any], Any] | None = None
-    """An item's weight in a pyramid: a function from an item to a number, MODULE:FUNCTION, or one
-    of `CostName`; None means `CostName.WORK`."""
-    plan_ms: float | None = None
-    """With admit `plan`: how long a step is planned, in ms; None: a tenth of the last step's
-    time."""
-    admit_across: str = AdmitAcross.NONE
-    """Whether the items of a training step are dealt to the data-parallel replicas by cost before
-    they enter: `none`, `replicas`, or the path of a file of dealings."""
+    is_flag: bool
+
+    def name(self, keyword: str) -> str:
+        """A setting by itself."""
+        return f"--{keyword.replace('_', '-')}" if self.is_flag else keyword
+
+    def value(self, keyword: str, value: object) -> str:
+        """A setting with a value."""
+        return f"{self.name(keyword)} {value}" if self.is_flag else f"{keyword} '{value}'"
+
+    def add(self, keyword: str, value: object) -> str:
+        """The advice to give a setting a value."""
+        return f"{'add' if self.is_flag else 'choose'} {self.value(keyword, value)}"
+
+
+FLAGS, KEYWORDS = Spelling(is_flag=True), Spelling(is_flag=False)
+
+
+def check_step(policy: Policy, step: StepSettings, spelling: Spelling) -> None:
+    """Raise UsageError for settings of a step that do not go together, or not with the policy."""
+    for sentence in _complaints(policy, step, spelling):
+        raise UsageError(sentence)
+
+
+def _complaints(policy: Policy, step: StepSettings, spelling: Spelling) -> Iterator[str]:
+    admit, across = spelling.value("admit", step.admit), step.admit_across
+    if isinstance(policy.hint, AutoHint) and step.grad_order is not GradOrder.CANONICAL:
+        yield (
+            f"a grad_order of {step.grad_order} lets the sums of gradients depend on the order of "
+            "tasks, and hint auto changes it while the run goes on; choose canonical, or name a "
+            "hint"
+        )
+    is_measured = step.admit == Admit.PLAN or not counts_microbatches(policy.hold)
+    if step.hold_features is not None and not is_measured:
+        name = spelling.name("hold_features")
+        yield (
+            f"{name} says what bytes grow with and there is no hold in bytes; set "
+            f"{spelling.name('hold')} to a size such as 40GiB, or leave {name} out"
+        )
+    is_sorted = step.admit in (Admit.PYRAMID, Admit.PLAN) or across == AdmitAcross.REPLICAS
+    if step.admit_cost is not None and not is_sorted:
+        name = spelling.name("admit_cost")
+        yield (
+            f"{name} weighs microbatches and {admit} does not sort them; "
+            f"{spelling.add('admit', 'pyramid')} or leave {name} out"
+        )
+    if step.plan_ms is not None and step.admit != Admit.PLAN:
+        name = spelling.name("plan_ms")
+        yield (
+            f"{name} says how long to plan and {admit} plans nothing; "
+            f"{spelling.add('admit', 'plan')} or leave {name} out"
+        )
+    if step.admit == Admit.PLAN and policy.dispatch is Dispatch.MEGATRON:
+        yield (
+            f"{admit} simulates our dispatcher, and --dispatch megatron runs Megatron-Core's own "
+            f"schedule; choose {spelling.value('admit', 'pyramid')} or another --dispatch"
+        )
+    if across != AdmitAcross.NONE and step.admit not in (Admit.GIVEN, Admit.PYRAMID):
+        yield (
+            f"{spelling.value('admit_across', across)} assigns a replica other microbatches than "
+            f"{admit} orders; choose {spelling.value('admit', 'pyramid')}"
+        )
+    if across not in list(AdmitAcross) and step.admit != Admit.GIVEN:
+        yield (
+            f"the file of {spelling.value('admit_across', across)} says in which order "
+            f"microbatches enter; leave {admit} out"
+        )
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class DispatchSettings(StepSettings):
+    """How tasks are dispatched; the defaults are the paper's.
+
+    Each knob of `rrfp.schedule.policy.Policy` is a keyword, and so is each other setting. Names and
+    holds may be given as text.
+    """
+
+    policy: Policy
+    """The dispatcher's policy, made from the keywords that are its knobs."""
     transport: TransportName = TransportName.AUTO
-    """What carries the tensors of messages."""
+    """The data plane that carries the tensors of messages."""
     outbox_mb: int = DEFAULT_OUTBOX_MB
     """The memory, in MiB, in which a rank's large messages wait for their receivers."""
     tls: bool = False
     """Whether messages to ranks on other hosts are encrypted."""
     placement: Placement = Placement.LOOP
-    """Which stages a rank's model chunks are."""
+    """The placement of a rank's model chunks among the stages."""
     connect_s: float | None = None
-    """How long ranks may take to connect at their first step. None: as long as the pipeline's
+    """The time that ranks may take to connect at their first step. None: as long as the pipeline's
     process group waits."""
     silence_s: float = 20.0
-    """How long nothing may be heard of a neighbour, not even a heartbeat, before it is given up."""
+    """The time without anything from a neighbor, heartbeats included, after which it is given
+    up."""
     stall_s: float | None = None
-    """How long a rank may wait with nothing arriving before it gives up. None: as long as the
+    """The time that a rank may wait with nothing arriving before it gives up. None: as long as the
     pipeline's process group waits, and at least 600 s."""
-    policy: Policy = field(init=False, repr=False, compare=False)
-    """The dispatcher's policy, made from the fields above."""
 
-    def __post_init__(self) -> None:
-        """Raises UsageError for an unknown name and for invalid bounds."""
+    def __init__(
+        self, hint: str | Hint | None = None, *, policy: Policy | None = None, **keywords: Any
+    ) -> None:
+        """Settings by keyword; what no keyword sets is as in `policy`, or as by default.
+
+        Raises UsageError for an unknown name, for invalid bounds, and for settings that do not go
+        together; TypeError for an unknown keyword.
+        """
+        given = keywords if hint is None else {"hint": hint, **keywords}
+        knobs, others = split_knobs(given)
+        if policy is None or knobs:
+            base = {} if policy is None else policy.values()
+            policy = Policy(**{**base, **_read(knobs)}).with_usual_limit()
+        self._set(policy, others)
+
+    def _set(self, policy: Policy, others: Mapping[str, Any]) -> None:
+        defaults = {each.name: each.default for each in fields(type(self)) if each.name != "policy"}
+        if unknown := next((name for name in others if name not in defaults), None):
+            raise TypeError(f"DispatchSettings has no keyword '{unknown}'")
+        for name, value in {"policy": policy, **defaults, **others}.items():
+            object.__setattr__(self, name, value)
+        self._convert()
+        self._check()
+
+    def _convert(self) -> None:
+        """Replace names by the members of their choices, other libraries' numbers by Python's, and
+        relative paths by absolute ones."""
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise UsageError(f"{name} is '{value}'; choose one of {', '.join(choices)}")
-            object.__setattr__(self, name, type(choices[0])(value))
-        for name in ("limit", "hold", "patience", "outbox_mb"):
-            object.__setattr__(self, name, plain_integer(getattr(self, name)))
+            object.__setattr__(self, name, _member(name, getattr(self, name), [*choices]))
+        object.__setattr__(self, "outbox_mb", plain_integer(self.outbox_mb))
         for name in ("plan_ms", "connect_s", "silence_s", "stall_s"):
             object.__setattr__(self, name, plain_real(getattr(self, name)))
-        hold = parse_hold(self.hold) if isinstance(self.hold, str) else self.hold
-        object.__setattr__(self, "hold", hold)
-        check_is_absolute(hold)
-        patience = self.patience
-        if isinstance(patience, str) and not isinstance(patience, AutoPatience):
-            patience = parse_patience(patience)
-        object.__setattr__(self, "patience", patience)
-        hint = resolve_hint(self.hint, auto=True) if isinstance(self.hint, str) else self.hint
-        policy = Policy.with_usual_limit(
-            *(hint, self.dispatch, self.limit, hold, self.w, self.agreement),
-            patience=patience,
-        )
-        object.__setattr__(self, "policy", policy)
+        for name, file_of in (("admit", admission_file), ("admit_across", dealing_file)):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise UsageError(f"{name} is {value!r}; it must be a name or a path, as text")
+            if (file := file_of(value)) is not None:
+                # It is read at the first step, and a script may change the directory before.
+                object.__setattr__(self, name, str(file.absolute()))
+
+    def _check(self) -> None:
         for name in ("connect_s", "silence_s", "stall_s"):
             value = getattr(self, name)
             if value is None and name != "silence_s":
@@ -130,17 +249,17 @@ class DispatchSettings:
             raise UsageError(
                 f"outbox_mb is {outbox_mb!r}; it must be a number of MiB from 1 to {MOST_OUTBOX_MB}"
             )
+        plan_ms: object = self.plan_ms
+        if plan_ms is not None and not (
+            isinstance(plan_ms, int | float) and 0 < plan_ms < math.inf
+        ):
+            raise UsageError(f"plan_ms is {plan_ms!r}; it must be a number above 0")
         if not isinstance(self.tls, bool):
             raise UsageError(f"tls is {self.tls!r}; it must be True or False")
         if self.tls and not tls.is_installed():
             raise UsageError(
                 f"tls needs the package cryptography, which is not installed; {tls.HOW_TO_INSTALL}"
             )
-        if not isinstance(self.admit, str):
-            raise UsageError(f"admit is {self.admit!r}; it must be a name or a path, as text")
-        if (file := admission_file(self.admit)) is not None:
-            # It is read at the first step, and a script may change the directory before.
-            object.__setattr__(self, "admit", str(file.absolute()))
         for name in ("admit_cost", "hold_features"):
             value = getattr(self, name)
             is_function = callable(value) and isinstance(value, Hashable)
@@ -149,63 +268,48 @@ class DispatchSettings:
                     f"{name} is {value!r:.50}; it must be a name, or a function of an item that "
                     "can be hashed"
                 )
-        is_measured = self.admit == Admit.PLAN or not counts_microbatches(self.policy.hold)
-        if self.hold_features is not None and not is_measured:
-            raise UsageError(
-                "hold_features say what bytes grow with and there is no hold in bytes; set hold to "
-                "a size such as 40GiB, or leave hold_features out"
-            )
-        check_auto(hint, self.grad_order)
-        self._check_dealing()
-        cost, sorts = self.admit_cost, self.admit in (Admit.PYRAMID, Admit.PLAN)
-        if cost is not None and not sorts and self.admit_across != AdmitAcross.REPLICAS:
-            raise UsageError(
-                f"an admit_cost weighs microbatches and admit '{self.admit}' does not sort them; "
-                "choose admit 'pyramid' or leave admit_cost out"
-            )
-        plan_ms: object = self.plan_ms
-        if plan_ms is not None:
-            if not isinstance(plan_ms, int | float) or not 0 < plan_ms < math.inf:
-                raise UsageError(f"plan_ms is {plan_ms!r}; it must be a number above 0")
-            if self.admit != Admit.PLAN:
-                raise UsageError(
-                    f"plan_ms says how long to plan and admit '{self.admit}' plans nothing; choose "
-                    "admit 'plan' or leave plan_ms out"
-                )
-
-    def _check_dealing(self) -> None:
-        across = self.admit_across
-        if not isinstance(across, str):
-            raise UsageError(f"admit_across is {across!r}; it must be a name or a path, as text")
-        if (file := dealing_file(across)) is not None:
-            object.__setattr__(self, "admit_across", str(file.absolute()))
-            if self.admit != Admit.GIVEN:
-                raise UsageError(
-                    f"the file of admit_across '{across}' says in which order microbatches enter; "
-                    f"leave admit '{self.admit}' out"
-                )
-        elif across == AdmitAcross.REPLICAS and self.admit not in (Admit.GIVEN, Admit.PYRAMID):
-            raise UsageError(
-                f"admit_across '{across}' deals a replica other microbatches than admit "
-                f"'{self.admit}' orders; choose admit 'pyramid'"
-            )
+        if self.policy.dispatch is Dispatch.MEGATRON:
+            raise UsageError("dispatch is 'megatron'; choose one of ready, fixed")
+        check_is_for_a_run(self.policy)
+        check_step(self.policy, self, KEYWORDS)
 
 
-_CHOICES: dict[str, list[StrEnum]] = {
-    "dispatch": [Dispatch.READY, Dispatch.FIXED],
-    "w": [*WeightGradients],
-    "agreement": [*AgreementRule],
-    "grad_order": [*GradOrder],
-    "placement": [*Placement],
-    "transport": [*TransportName],
+_CHOICES: dict[str, type[StrEnum]] = {
+    **{each.field: each.kind for each in declared_in("", StepSettings) if is_choice(each.kind)},
+    "placement": Placement,
+    "transport": TransportName,
 }
 
 
-def check_auto(hint: Hint, grad_order: GradOrder) -> None:
-    """Raise UsageError if a choice of hints would change what is trained."""
-    if isinstance(hint, AutoHint) and grad_order is not GradOrder.CANONICAL:
-        raise UsageError(
-            f"a grad_order of {grad_order} lets the sums of gradients depend on the order of "
-            "tasks, and hint auto changes it while the run goes on; choose canonical, or name a "
-            "hint"
-        )
+def _member(name: str, value: object, choices: list[StrEnum]) -> StrEnum:
+    if value not in choices:
+        raise UsageError(f"{name} is '{value}'; choose one of {', '.join(choices)}")
+    return choices[choices.index(value)]  # type: ignore[arg-type]  # it is in there
+
+
+def _read(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of knobs that are given as keywords. Numbers are not taken as text."""
+    values = {}
+    for name, value in knobs.items():
+        given = str(value) if isinstance(KNOBS[name].default, StrEnum) else value
+        is_number = str not in KNOBS[name].kinds
+        values[name] = given if is_number else read_knob(KNOBS[name], given, f"the {name}")
+    return values
+
+
+def _signature() -> inspect.Signature:
+    """The signature of `DispatchSettings`, which `help` shows."""
+    keyword, positional = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, positional if name == "hint" else keyword, default=each.default)
+        for name, each in KNOBS.items()
+    ]
+    parameters += [
+        inspect.Parameter(each.name, keyword, default=each.default)
+        for each in fields(DispatchSettings)
+        if each.name != "policy"
+    ]
+    return inspect.Signature(parameters)
+
+
+DispatchSettings.__signature__ = _signature()  # type: ignore[attr-defined]

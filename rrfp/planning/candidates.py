@@ -9,17 +9,14 @@ from statistics import fmean, stdev
 from rrfp.errors import UsageError
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import AutoPatience, counts_microbatches
-from rrfp.schedule.named_hints import HINTS, ORDERS
+from rrfp.schedule.knobs import counts_microbatches
+from rrfp.schedule.named_hints import CHOSEN_BY_AUTO, HINTS, ORDERS
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import World
-
-_RULES = ("bf", "bfw", "bf-deep", "bfw-deep", "b-first")
-_ORDERS = ("1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "v-min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class Candidate:
     def name(self) -> tuple[object, ...]:
         """What tells it apart from the other candidates of a run."""
         policy = self.policy
-        return (policy.hint.name, policy.dispatch, policy.w, policy.patience)
+        return (policy.hint.name, policy.dispatch, policy.w, policy.waits)
 
 
 def in_words(policy: Policy) -> str:
@@ -41,7 +38,7 @@ def in_words(policy: Policy) -> str:
     words = [policy.hint.name, str(policy.dispatch)]
     if policy.w is WeightGradients.RANKED:
         words.append(str(policy.w))
-    if policy.patience:
+    if policy.waits:
         words.append("patient")
     return " ".join(words)
 
@@ -65,7 +62,7 @@ def candidates_of(
             found.append(Candidate(*fitted(policy, shape, counts_places=False)))
 
     first = asked.hint.on(shape)
-    names = [first.name, *(name for name in (*_RULES, *_ORDERS) if name != first.name)]
+    names = [first.name, *(name for name in CHOSEN_BY_AUTO if name != first.name)]
     hints = [HINTS[name] for name in names]
     for hint in hints:
         if splits not in (None, hint.splits_backward):
@@ -92,9 +89,9 @@ def unbound_of(policy: Policy, asked: Policy) -> Policy:
 def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that can wait for what is announced, waiting."""
     return [
-        replace(each, policy=replace(each.policy, patience=AutoPatience.AUTO))
+        replace(each, policy=each.policy.waiting())
         for each in candidates
-        if each.policy.dispatch is Dispatch.READY and not each.policy.patience
+        if each.policy.dispatch is Dispatch.READY and not each.policy.waits
     ]
 
 

@@ -90,7 +90,7 @@ class NoisySteps:
             links = costs.permuted(order).links
         world = World(
             TaskTimes(forward, input_gradient, weight_gradient),
-            expected=costs.permuted(order).times if known.policy.patience else None,
+            expected=costs.permuted(order).times if known.policy.waits else None,
             transfer=None if links.is_free else links,
             blocking=known.blocking,
             num_members=known.num_members,

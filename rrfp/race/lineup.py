@@ -351,9 +351,9 @@ def _settings(
     steps: int,
     pace: str,
 ) -> TrainSettings:
+    policy = replace(system.policy, limit=limit, hold=hold)
     return TrainSettings(
-        hint=system.hint,
-        dispatch=system.dispatch or Dispatch.READY,
+        **policy.values(),
         model=ModelKind.MLP,
         pp=case.pp,
         tp=case.tp,
@@ -365,10 +365,6 @@ def _settings(
         hidden=_HIDDEN,
         heads=_HEADS,
         steps=steps,
-        limit=limit,
-        hold=hold,
-        w=system.w,
-        patience=system.patience,
         seed=case.seed,
         pace=pace,
         jitter=case.jitter,

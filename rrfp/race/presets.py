@@ -143,7 +143,7 @@ def preset_named(name: str, scale: Scale) -> Preset:
                         admits=(Admit.GIVEN, Admit.PYRAMID),
                         sizes=(size,),
                     ),
-                    # Patience is for even tasks.
+                    # Waiting for a better task pays where tasks are even.
                     Contest(
                         systems=(MEGATRON, ZB_V_PATIENT),
                         profiles=(_EVEN,),

@@ -36,7 +36,6 @@ from rrfp.runtime.pace import StepPace
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.knobs import IMPATIENT
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Cause, Kind, Task
@@ -115,9 +114,9 @@ def _difference(own: torch.Tensor, other: torch.Tensor) -> float:
 # round.
 
 
-_PATIENCE_S = 120.0
+_LEAST_TIMEOUT_S = 120.0
 """How much longer a turn may take than some multiple of its modelled work."""
-_PATIENCE_FACTOR = 4
+_TIMEOUT_FACTOR = 4
 
 
 class _AtOnce:
@@ -229,7 +228,7 @@ class RacedSystem:
         pacer = make_pace(
             self._costs,
             self._jitter,
-            Admit(settings.policy.admit),
+            Admit(settings.step.admit),
             settings.run.seed,
             _shape_of(entry),
             layout.pp_rank,
@@ -237,10 +236,10 @@ class RacedSystem:
         )
         assert pacer is not None
         self._pace = _RoundPace(pacer)
-        # The leader of a group decides ahead, based on how long its tasks took so far, and patience
-        # follows from how punctual announcements were.
+        # The leader of a group decides ahead, based on how long its tasks took so far. How long a
+        # rank waits follows from how punctual announcements were.
         self._learns_times = settings.policy.dispatch == Dispatch.READY and (
-            settings.layout.tp > 1 or settings.policy.patience != IMPATIENT
+            settings.layout.tp > 1 or settings.policy.waits
         )
         self._schedule: NativeSchedule | ForwardBackward | PeerSchedule
         if entry.peer is not None:
@@ -303,7 +302,7 @@ class RacedSystem:
         met = conditions(
             self._costs,
             self._jitter,
-            Admit(settings.policy.admit),
+            Admit(settings.step.admit),
             settings.shape,
             settings.run.seed + number,
             self.layout.dp_rank,
@@ -320,7 +319,7 @@ class RacedSystem:
         )
         work_ns = sum(map(sum, rows)) + shape.num_chunks * messages_ns
         stopped_ns = sum(stop.until_ns for stop in self._jitter.stops)
-        return _PATIENCE_S + (_PATIENCE_FACTOR * work_ns + stopped_ns) / NS_PER_S
+        return _LEAST_TIMEOUT_S + (_TIMEOUT_FACTOR * work_ns + stopped_ns) / NS_PER_S
 
     def gradients(self) -> Gradients:
         return gradients(self._model.chunks, self.settings, self.layout)

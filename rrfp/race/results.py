@@ -85,7 +85,7 @@ class ResultRow:
         return {
             "preset": lineup_row.preset,
             "system": system.name,
-            "hint": None if system.peer else system.hint,
+            "hint": None if system.peer else system.policy.hint.name,
             "dispatch": system.told_dispatch,
             "profile": case.profile,
             "pp": case.pp,

@@ -140,7 +140,7 @@ def _setting(entry: Entry, costs: Costs, jitter: Jitter) -> Setting:
         policy=policy,
         costs=costs,
         jitter=jitter,
-        admit=Admit(settings.policy.admit),
+        admit=Admit(settings.step.admit),
         blocking=is_native,
         num_members=settings.layout.tp,
     )

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from rrfp.errors import UsageError, did_you_mean
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import IMPATIENT, AutoPatience, Patience
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.train.settings import Dtype, ModelKind, TrainSettings
 
@@ -22,7 +22,7 @@ from rrfp.train.settings import Dtype, ModelKind, TrainSettings
 
 
 class Project(StrEnum):
-    """Whose schedule it is; rows show it in the place of a dispatch."""
+    """The project that a schedule comes from; rows show it in the place of a dispatch."""
 
     TORCH = "torch"
     """torch.distributed.pipelining"""
@@ -41,7 +41,7 @@ class Peer:
 
     project: Project
     schedule: str
-    """Its class: in torch.distributed.pipelining, or in deepspeed.runtime.pipe.engine."""
+    """The class, in torch.distributed.pipelining or in deepspeed.runtime.pipe.engine."""
     chunks: int
     """Model chunks per pipeline rank."""
     placement: Placement
@@ -139,21 +139,23 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What decides, by which hint, on which chunks."""
+    """A system of the race: its policy and its chunks."""
 
     name: str
-    hint: str
-    dispatch: Dispatch | None = Dispatch.READY
-    """None: a peer decides; `hint` is then one with the same tasks."""
+    policy: Policy
+    """The policy. A peer decides by itself, and this one's hint has the same tasks."""
     chunks: int = 1
     placement: Placement = Placement.LOOP
-    w: WeightGradients = WeightGradients.IDLE
-    patience: Patience = IMPATIENT
 
     @property
     def peer(self) -> str | None:
         """The peer that decides, by its name in `PEERS`."""
-        return self.name if self.dispatch is None else None
+        return self.name if self.name in PEERS else None
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """The dispatch of the policy; None where a peer decides."""
+        return None if self.peer else self.policy.dispatch
 
     @property
     def is_ours(self) -> bool:
@@ -166,39 +168,45 @@ class System:
         return self.dispatch or PEERS[self.name].project
 
 
+def _system(name: str, hint: str, dispatch: Dispatch = Dispatch.READY, chunks: int = 1) -> System:
+    return System(name, Policy(HINTS[hint], dispatch=dispatch), chunks)
+
+
 def _v(name: str, hint: str) -> System:
-    return System(name, hint, chunks=2, placement=Placement.V)
+    return System(name, Policy(HINTS[hint]), 2, Placement.V)
 
 
 def _peer(name: str, hint: str) -> System:
     """A peer; `hint` is one with the same tasks."""
     peer = PEERS[name]
-    return System(name, hint, None, peer.chunks, peer.placement)
+    return System(name, Policy(HINTS[hint]), peer.chunks, peer.placement)
 
 
-MEGATRON = System("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
+MEGATRON = _system("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
 """The system that all others are compared with."""
-MEGATRON_INTERLEAVED = System("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
+MEGATRON_INTERLEAVED = _system("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
 TORCH_1F1B = _peer("torch-1f1b", "1f1b")
 TORCH_INTERLEAVED = _peer("torch-interleaved", "interleaved")
 TORCH_INTERLEAVED_ZB = _peer("torch-interleaved-zb", "bfw")
 TORCH_ZBV = _peer("torch-zbv", "zb-v")
 TORCH_DUALPIPEV = _peer("torch-dualpipev", "zb-v")
 DEEPSPEED_1F1B = _peer("deepspeed-1f1b", "1f1b")
-FIXED_1F1B = System("fixed-1f1b", "1f1b", Dispatch.FIXED)
-FIXED_ZB_H1 = System("fixed-zb-h1", "zb-h1", Dispatch.FIXED)
-BF = System("bf", "bf")
-FB = System("fb", "fb")
-B_FIRST = System("b-first", "b-first")
-F_FIRST = System("f-first", "f-first")
-BFW = System("bfw", "bfw")
-HINT_1F1B = System("1f1b", "1f1b")
-HINT_ZB_H1 = System("zb-h1", "zb-h1")
+FIXED_1F1B = _system("fixed-1f1b", "1f1b", Dispatch.FIXED)
+FIXED_ZB_H1 = _system("fixed-zb-h1", "zb-h1", Dispatch.FIXED)
+BF = _system("bf", "bf")
+FB = _system("fb", "fb")
+B_FIRST = _system("b-first", "b-first")
+F_FIRST = _system("f-first", "f-first")
+BFW = _system("bfw", "bfw")
+HINT_1F1B = _system("1f1b", "1f1b")
+HINT_ZB_H1 = _system("zb-h1", "zb-h1")
 BF_DEEP = _v("bf-deep", "bf-deep")
 BFW_DEEP = _v("bfw-deep", "bfw-deep")
 ZB_V = _v("zb-v", "zb-v")
 ZB_V_PATIENT = replace(
-    ZB_V, name="zb-v-patient", w=WeightGradients.RANKED, patience=AutoPatience.AUTO
+    ZB_V,
+    name="zb-v-patient",
+    policy=replace(ZB_V.policy, w=WeightGradients.RANKED).waiting(),
 )
 
 SYSTEMS = {

@@ -1,25 +1,18 @@
-"""What to change in the replay of a run: its policy, or what slowed it."""
+"""A change to the replay of a run: of its policy, or of what slowed it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.replay.measured import MeasuredStep
 from rrfp.replay.recorded import RecordedRun, told_hold
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import Hint, WeightGradients
-from rrfp.schedule.knobs import (
-    IMPATIENT,
-    Auto,
-    Bytes,
-    Hold,
-    Patience,
-    ShareOf1F1B,
-    counts_microbatches,
-    described_patience,
-)
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.knobs import Auto, Bytes, Hold, ShareOf1F1B, counts_microbatches
+from rrfp.schedule.policy import KNOBS, Dispatch, Policy, split_knobs
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -27,17 +20,13 @@ from rrfp.simulate.step import SimulatedStep, simulate_step
 from rrfp.simulate.world import TaskTimes, World
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Change:
-    """What to change in a replay. A changed policy is `ready` unless it says `fixed`, keeps the
+    """A change to a replay. A changed policy is `ready` unless it says `fixed`, keeps the
     bound that the run was given unless it has its own, and runs over asynchronous links."""
 
-    hint: Hint | None = None
-    dispatch: Dispatch | None = None
-    limit: int | None = None
-    hold: Hold | None = None
-    """In microbatches of the whole rank, in bytes, or as a share of what 1F1B would have kept."""
-    patience: Patience | None = None
+    knobs: Mapping[str, Any]
+    """The changed knobs of the policy. A hold may be a share of what 1F1B would have kept."""
     unbound: bool = False
     """Without the bound that the run was given."""
     without_jitter: bool = False
@@ -61,11 +50,33 @@ class Change:
     even_stages: bool = False
     """Even out the stages' work: in whole layers where the run tells how many it has."""
 
+    def __init__(
+        self,
+        hint: Hint | None = None,
+        dispatch: Dispatch | None = None,
+        *,
+        knobs: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
+    ) -> None:
+        """A change by the names of knobs and of the fields above. A knob of None stays as it is."""
+        named, others = split_knobs({"hint": hint, "dispatch": dispatch, **changes})
+        given = {name: value for name, value in named.items() if value is not None}
+        object.__setattr__(self, "knobs", {**knobs, **given})
+        defaults = {each.name: each.default for each in fields(self) if each.name != "knobs"}
+        if unknown := others.keys() - defaults.keys():
+            raise TypeError(f"Change has no field {sorted(unknown)}")
+        for name, value in {**defaults, **others}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def hint(self) -> Hint | None:
+        """The changed hint, if it is changed."""
+        return self.knobs.get("hint")
+
     @property
     def has_policy(self) -> bool:
-        return self.unbound or any(
-            x is not None for x in (self.hint, self.dispatch, self.limit, self.hold, self.patience)
-        )
+        """Whether anything of the policy changes."""
+        return self.unbound or bool(self.knobs)
 
     def check(self, run: RecordedRun) -> None:
         """Raise UsageError for a stage, link, rank or replica that the run does not have, or that
@@ -111,26 +122,28 @@ class Change:
         Raises UsageError for bounds that exclude each other, that a binding order passes, or that
         need sizes which the run does not tell.
         """
-        hint = self.hint or run.policy.hint
-        dispatch = self.dispatch or Dispatch.READY
-        limit: int | None = self.limit
-        hold = None if self.hold is None else _absolute(self.hold, run)
+        own = run.policy
+        hint = self.hint or own.hint
+        dispatch = self.knobs.get("dispatch", Dispatch.READY)
+        limit, hold = self.knobs.get("limit"), self.knobs.get("hold")
+        hold = None if hold is None else absolute(hold, run)
         if limit is None and hold is None and not self.unbound:
             limit, hold = run.bounds_under(dispatch)
-        own = run.policy
-        # One that an order steered had no bound of `ready` dispatch to keep.
+        is_fixed = dispatch is Dispatch.FIXED
+        # A run that an order steered had no bound of `ready` dispatch to keep.
         by_shape = (
             limit is None and hold is None and not self.unbound and dispatch is not own.dispatch
         )
-        if dispatch is Dispatch.FIXED:
-            # One that was asked for by itself is refused.
-            patience = self.patience or IMPATIENT
-            policy = Policy(hint, None, dispatch, limit, hold, patience=patience)
-            return fitted(policy, run.shape)
-        w = own.w if hint.ranks_weight_gradients else WeightGradients.IDLE
-        patience = own.patience if self.patience is None else self.patience
-        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement, patience, by_shape)
-        return fitted(policy, run.shape, counts_places=False)
+        kept: dict[str, Any] = {}
+        if not is_fixed:
+            kept = own.values()
+            if not hint.ranks_weight_gradients:
+                kept["w"] = WeightGradients.IDLE
+        bounds = {"hint": hint, "dispatch": dispatch, "limit": limit, "hold": hold}
+        policy = Policy(
+            **{**kept, **self.knobs, **bounds}, limits_by_shape=by_shape and not is_fixed
+        )
+        return fitted(policy, run.shape, counts_places=is_fixed)
 
     def apply(self, step: MeasuredStep, run: RecordedRun) -> MeasuredStep:
         """The step with every change but that of the policy."""
@@ -163,13 +176,11 @@ class Change:
     def flags(self) -> str:
         """The flags of `rrfp analyze whatif` for it."""
         words = []
-        if self.hint is not None:
-            words.append(f"--hint {self.hint.name}")
+        stated = {name: KNOBS[name].describe(value) for name, value in self.knobs.items()}
+        if self.unbound:
+            stated["limit"] = "none"
+        words += [f"--{name} {stated[name]}" for name in KNOBS if name in stated]
         values: tuple[tuple[str, object], ...] = (
-            ("dispatch", self.dispatch),
-            ("limit", "none" if self.unbound else self.limit),
-            ("hold", self.hold),
-            ("patience", None if self.patience is None else described_patience(self.patience)),
             ("usual-rank", self.usual_rank),
             ("usual-replica", self.usual_replica),
             ("usual-link", self.usual_link and f"{self.usual_link[0]}-{self.usual_link[1]}"),
@@ -192,18 +203,17 @@ class Change:
         if self.has_policy:
             name = self.hint.name if self.hint is not None else run.hint_name
             dispatch = self.policy(run)[0].dispatch
-            is_told = self.dispatch is not None or dispatch is not run.policy.dispatch
+            is_told = "dispatch" in self.knobs or dispatch is not run.policy.dispatch
             words.append(f"{name} {dispatch}" if is_told else name)
-        if self.unbound and self.hold is None:
+        if self.unbound and "hold" not in self.knobs:
             words.append("no bound")
-        if self.limit is not None:
-            words.append(f"limit {self.limit}")
-        if self.hold is not None:
-            absolute = _absolute(self.hold, run)
-            resolved = "" if absolute == self.hold else f" ({told_hold(absolute)})"
-            words.append(f"hold {told_hold(self.hold)}{resolved}")
-        if self.patience is not None:
-            words.append(f"patience {described_patience(self.patience)}")
+        for name, value in self.knobs.items():
+            if name == "hold":
+                resolved = absolute(value, run)
+                known = "" if resolved == value else f" ({told_hold(resolved)})"
+                words.append(f"hold {told_hold(value)}{known}")
+            elif name not in ("hint", "dispatch"):
+                words.append(f"{name} {KNOBS[name].describe(value)}")
         if self.without_jitter:
             words.append("without jitter")
         if self.median_stage is not None:
@@ -228,7 +238,7 @@ class Change:
         return ", ".join(words) or "as it was"
 
 
-def _absolute(hold: Hold, run: RecordedRun) -> Hold:
+def absolute(hold: Hold, run: RecordedRun) -> Hold:
     """A share of what 1F1B would have kept in the run, as a number: of bytes, or where the run does
     not tell its sizes, of microbatches. Any other hold as it is."""
     if not isinstance(hold, ShareOf1F1B):

@@ -14,22 +14,16 @@ from typing import Any, TypeVar
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.bounds import Rows, Sizes
-from rrfp.schedule.hints import WeightGradients
 from rrfp.schedule.knobs import (
-    IMPATIENT,
     Bytes,
     Hold,
-    Patience,
     check_is_absolute,
     counts_microbatches,
-    described_patience,
-    parse_hold,
-    parse_patience,
     told_bytes,
 )
 from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.order import Order
-from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch, Policy, usual_limit
+from rrfp.schedule.policy import KNOBS, PAPER_LIMIT, Dispatch, Policy, usual_limit
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape, shape_of_stages
 from rrfp.schedule.tasks import Kind
@@ -224,17 +218,6 @@ class RecordedSettings:
             raise self._strange(name, value)
         return value
 
-    def _bound(self, name: str) -> int | None:
-        """None withholds nothing."""
-        return self._whole(name, self._policy.get(name))
-
-    def choice(self, name: str, choices: type[_Choice], default: _Choice) -> _Choice:
-        """One of the choices; the default in traces from before there was one."""
-        value = self._policy.get(name, default)
-        if value not in list(choices):
-            raise self._strange(name, value)
-        return choices(str(value))
-
     def number(self, name: str) -> int | None:
         """A setting, None where it was not given."""
         return self._whole(name, self._values.get(name))
@@ -262,46 +245,29 @@ class RecordedSettings:
         return self._policy.get("dispatch") == Dispatch.MEGATRON
 
     @property
-    def dispatch(self) -> Dispatch:
-        """Megatron's own schedules bind as a fixed order does."""
-        if self._is_native:
-            return Dispatch.FIXED
-        return self.choice("dispatch", Dispatch, Dispatch.READY)
-
-    @property
     def computes_on_cpu(self) -> bool:
         return not self._is_simulated and self._values.get("device", "cpu") == "cpu"
 
-    @property
-    def limit(self) -> int | None:
-        return self._bound("limit")
-
-    def hold(self, shape: Shape) -> Hold | None:
-        """In microbatches or bytes; None withholds nothing."""
-        value = self._policy.get("hold")
-        found: Hold | None = None
-        if isinstance(value, str):
-            with suppress(UsageError):
-                found = parse_hold(value)
+    def knob(self, name: str, shape: Shape) -> Any:
+        """The value of a knob; the default in traces from before there was one. Megatron's own
+        schedules bind as a fixed order does."""
+        if name == "dispatch" and self._is_native:
+            return Dispatch.FIXED
+        knob = KNOBS[name]
+        value = self._policy.get(name, knob.describe(knob.default))
+        with suppress(UsageError):
+            if type(value) is str and str in knob.kinds:
+                found = knob.read(value, name, in_run=True)
                 check_is_absolute(found)
                 return found
-        elif isinstance(value, float) and 0 < value <= MOST_OF_A_KIND:
+        if knob.default is None and (value is None or (type(value) is int and value >= 1)):
+            return value
+        if name == "hold" and type(value) is float and 0 < value <= MOST_OF_A_KIND:
             # A number of slots of one chunk each.
-            found = Fraction(round(value * shape.num_chunks), shape.num_chunks)
-            if float(found) == value:
-                return found
-        else:
-            return self._bound("hold")
-        raise self._strange("hold", value)
-
-    @property
-    def patience(self) -> Patience:
-        """Runs of earlier versions had none."""
-        value = self._policy.get("patience", described_patience(IMPATIENT))
-        with suppress(UsageError):
-            if isinstance(value, str):
-                return parse_patience(value)
-        raise self._strange("patience", value)
+            slots = Fraction(round(value * shape.num_chunks), shape.num_chunks)
+            if float(slots) == value:
+                return slots
+        raise self._strange(name, value)
 
     @staticmethod
     def _strange(name: str, value: object) -> RrfpError:
@@ -321,16 +287,8 @@ def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Po
             f"the tasks of the trace are {' '.join(shape.kinds)} and its hint, {name}, has "
             f"{' '.join(order.shape.kinds)}; see 'rrfp trace check'"
         )
-    return Policy(
-        order if isinstance(hint, Order) else hint,
-        order,
-        settings.dispatch,
-        settings.limit,
-        settings.hold(shape),
-        settings.choice("w", WeightGradients, WeightGradients.IDLE),
-        settings.choice("agreement", AgreementRule, AgreementRule.INTERSECTION),
-        settings.patience,
-    )
+    knobs = {each: settings.knob(each, shape) for each in KNOBS if each != "hint"}
+    return Policy(hint=order if isinstance(hint, Order) else hint, order=order, **knobs)
 
 
 def _order_as_run(name: str, shape: Shape, step: StepRecords) -> Order:

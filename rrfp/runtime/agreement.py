@@ -14,7 +14,7 @@ from threading import Condition, Thread
 from rrfp.errors import RrfpError
 from rrfp.runtime.protocols import Clock, Decided, Links, Reported, monotonic
 from rrfp.schedule.dispatcher import Group
-from rrfp.schedule.patience import Durations
+from rrfp.schedule.punctuality import Durations
 from rrfp.schedule.tasks import InputArrived, Kind, Task
 from rrfp.trace.records import AgreementRecord, Record
 

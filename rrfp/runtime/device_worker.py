@@ -2,7 +2,7 @@
 
 A launched task is not a finished one. The host launches the next task while one runs, so that the
 device need not wait for it: at most one stands behind the running one, decided as late as its
-launch allows (`rrfp.schedule.patience`). Should nothing be ready then, it is decided
+launch allows (`rrfp.schedule.punctuality`). Should nothing be ready then, it is decided
 with the next arrival, or when the device has nothing left.
 
 Tasks are recorded by the device's own times, launches beside them by the host's. A rank is idle
@@ -24,7 +24,7 @@ from rrfp.runtime.protocols import Compute, Ended, StallError, StepSummary
 from rrfp.runtime.stall import LOOK_S
 from rrfp.runtime.worker import Worker, begun_task
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.patience import JustInTime
+from rrfp.schedule.punctuality import JustInTime
 from rrfp.schedule.tasks import (
     ComputeIdle,
     DecideAhead,

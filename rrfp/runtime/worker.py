@@ -43,7 +43,7 @@ from rrfp.runtime.protocols import (
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, owed, stall_row
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.patience import Durations, Punctuality, punctuality_of
+from rrfp.schedule.punctuality import Durations, Punctuality, punctuality_of
 from rrfp.schedule.tasks import (
     Cause,
     ComputeIdle,
@@ -211,7 +211,7 @@ class Worker:
         self._step = step
         self._dispatcher = dispatcher
         self._pace = pace
-        self._start_patience()
+        self._start_punctuality()
         self._agreement.start_step()
         self._take_in(self._early.pop(step, ()))
         self._peak_held_bytes = 0
@@ -222,7 +222,7 @@ class Worker:
         peak_bytes = self._peak_held_bytes or dispatcher.peak_held_bytes
         return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None)
 
-    def _start_patience(self) -> None:
+    def _start_punctuality(self) -> None:
         """Begin to announce tasks, and to take in what is announced, if the policy asks for it; in
         a group the leaders do, as they decide. What was learnt holds for later steps."""
         dispatcher, group = self._dispatcher, self._agreement.group
@@ -369,7 +369,7 @@ class Worker:
         self._links.forecast(self._pp_ranks[to_rank], self._step, receiver, expected_ns)
 
     def _wait_until(self, deadline_ns: int) -> None:
-        """Wait until something arrives, or for as long as the patience lasts."""
+        """Wait until something arrives, or until the wait ends."""
         while (left_ns := deadline_ns - self._clock()) > 0:
             if events := self._inbox.take(left_ns / NS_PER_S):
                 self._take_in(events)
@@ -385,18 +385,18 @@ class Worker:
         waited_s = 0.0
         call_s = max(0.0, self._stall_s - GATHER_S)
         call: int | None = None
-        patience_s = min(LOOK_S, call_s or self._stall_s)
-        events = self._first_events(cause, patience_s)
+        timeout_s = min(LOOK_S, call_s or self._stall_s)
+        events = self._first_events(cause, timeout_s)
         while not events:
-            waited_s += patience_s
+            waited_s += timeout_s
             if call is None and waited_s >= call_s:
                 call = board.call(step)
             if num_calls := board.num_calls(step):
                 board.publish(step, num_calls, self._row(cause, waited_s))
             if call is not None and waited_s >= self._stall_s:
                 raise self._stall(self._row(cause, waited_s), call)
-            patience_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
-            events = self._inbox.take(patience_s)
+            timeout_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
+            events = self._inbox.take(timeout_s)
         self._take_in(events)
 
     def _first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:

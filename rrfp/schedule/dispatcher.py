@@ -12,7 +12,7 @@ stimulus and answers with instructions; nothing else changes its state, and it r
 - `ready` dispatch: ready tasks wait in heaps keyed by the hint, which also says which kinds go
   first. A bound on memory may withhold some of them (`rrfp.schedule.bounds`).
 - Patience: a task that another rank has announced may be worth waiting for, up to a deadline, in
-  the place of lesser ones that are ready (`rrfp.schedule.patience`).
+  the place of lesser ones that are ready (`rrfp.schedule.punctuality`).
 - `fixed` dispatch: the hint's order binds; the rank runs the next task of its row or waits for it.
 - Groups: ranks that share a collective inside a task run the same sequence. The leader counts
   every member's arrivals and decides; the others follow its decisions (`TaskAgreed`). It runs the
@@ -30,8 +30,8 @@ from typing import NamedTuple
 from rrfp.errors import RrfpError
 from rrfp.schedule.bounds import Bounds, Sizes
 from rrfp.schedule.order import OrderProgress
-from rrfp.schedule.patience import NEVER, Announcements
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
+from rrfp.schedule.punctuality import NEVER, Announcements
 from rrfp.schedule.ready_tracker import KINDS, NOTHING, Books, ReadySet, by_heap
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import (

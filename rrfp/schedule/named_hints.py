@@ -450,7 +450,7 @@ ORDERS = {
 }
 
 
-# Every named hint. A new one takes a line in `HINTS`, and what it is a line in `IN_WORDS`.
+# Every named hint. A new one takes a line in `HINTS`, and one in `IN_WORDS` that describes it.
 
 
 HINTS: dict[str, Hint] = {
@@ -476,6 +476,21 @@ IN_WORDS: dict[str, str] = {
     "interleaved": "Megatron's 1f1b over several chunks",
 }
 """What each hint is, in a few words."""
+
+CHOSEN_BY_AUTO: Final[tuple[str, ...]] = (
+    "bf",
+    "bfw",
+    "bf-deep",
+    "bfw-deep",
+    "b-first",
+    "1f1b",
+    "zb-h1",
+    "interleaved",
+    "zb-v",
+    "v-half",
+    "v-min",
+)
+"""The hints that `--hint auto` chooses from, in the order in which it compares them."""
 
 
 def hint_named(name: str, others: Sequence[str] = ()) -> Hint:

@@ -223,3 +223,31 @@ def format_order(order: Order) -> str:
     split = order.shape.splits_backward
     lines = (",".join(format_task(task, split=split) for task in row) for row in order.rows)
     return "".join(f"{line}\n" for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFile(Value):
+    """A hint that is the order in a file, parsed once the step's shape is known."""
+
+    name: str
+    """The file's path."""
+    text: str
+
+    @property
+    def splits_backward(self) -> bool:
+        return splits(self.text, self.name)
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return self.splits_backward
+
+    def on(self, shape: Shape) -> Order:
+        """Parse the order. Raises UsageError, with the line, if the file does not hold an order of
+        this shape."""
+        return parse_order(self.text, shape, self.name)
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        return self.on(shape).keys(shape, rank)
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        return order_rounds(w)

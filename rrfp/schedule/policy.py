@@ -1,34 +1,47 @@
-"""The policy: everything that steers a dispatcher, validated here and nowhere else."""
+"""The policy: everything that steers a dispatcher, declared, read, checked and stated here.
 
-from dataclasses import dataclass, replace
+`Policy` has a field for each knob. The field declares the knob's reader, its description, its help
+and its default, and `KNOBS` collects the declarations. The options of the command line, TOML files,
+the rows of `rrfp simulate`, `run.json` and what travels to the ranks all derive from that table, so
+a knob that is added here is known everywhere.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from fractions import Fraction
-from typing import Self
+from typing import Any, Self
 
-from rrfp.errors import UsageError
+from rrfp.errors import UsageError, did_you_mean
 from rrfp.schedule.hints import Hint, WeightGradients
 from rrfp.schedule.knobs import (
     IMPATIENT,
+    AutoPatience,
     Bytes,
     Hold,
     Patience,
     check_hold,
+    check_is_absolute,
     check_patience,
     counts_microbatches,
     described_hold,
     described_patience,
+    parse_hold,
+    parse_patience,
 )
-from rrfp.schedule.named_hints import Alternation, AutoHint
-from rrfp.schedule.order import Order
+from rrfp.schedule.named_hints import AUTO, BF, HINTS, Alternation, AutoHint, hint_named
+from rrfp.schedule.order import Order, OrderFile
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import plain_integer
 
 PAPER_LIMIT = 32
-"""The paper's limit on D (its App. C): the least that is usual, and what earlier versions took."""
+"""The paper's limit on D (its App. C), and the smallest usual limit."""
 
 
 class Dispatch(StrEnum):
-    """Who decides what a rank runs next."""
+    """The part of the system that decides what a rank runs next."""
 
     READY = "ready"
     """The dispatcher picks the best ready task by the hint."""
@@ -39,43 +52,240 @@ class Dispatch(StrEnum):
 
 
 class AgreementRule(StrEnum):
-    """What a group runs next, given what is ready at each member."""
+    """The rule by which a group picks its next task from what is ready at each member."""
 
     INTERSECTION = "intersection"
     """The best of the tasks that are ready at all members."""
     UNANIMOUS = "unanimous"
-    """What each member would pick by itself, if all pick the same (paper section 4.2)."""
+    """The task that each member would pick by itself, if all pick the same (paper section 4.2)."""
+
+
+# How a knob is declared.
+
+
+class Panel(StrEnum):
+    """The part of a help screen that lists a knob."""
+
+    SCHEDULE = "Schedule"
+    MEMORY = "Memory"
+
+
+Reader = Callable[[str, str, bool], Any]
+"""Reads a text. The second argument is what errors call it, the third says whether it is for a run:
+a run has a device and a Megatron, and a simulation has neither."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """The declaration of one field of `Policy`."""
+
+    name: str
+    """The field. The flag is `--name`."""
+    default: Any
+    parse: Reader
+    describe: Callable[[Any], Any]
+    """Converts a value to JSON, so that reading it back is exact."""
+    help: str
+    """The help text, up to what differs between runs and simulations."""
+    in_runs: str
+    """The end of the help text of commands that run a job."""
+    in_simulations: str
+    """The end of the help text of commands that simulate."""
+    panel: Panel
+    metavar: str
+    kinds: tuple[type, ...]
+    """The types of its values in TOML files and JSON, besides null."""
+    choices: tuple[str, ...]
+    """The texts that a shell completes; empty where any text may stand."""
+    is_common: bool
+    """Whether a short help screen lists the flag."""
+
+    def help_text(self, *, in_run: bool) -> str:
+        """The help text of a command."""
+        return self.help + (self.in_runs if in_run else self.in_simulations) + "."
+
+    def offered(self, *, in_run: bool) -> tuple[str, ...]:
+        """The texts that a shell completes for a command that runs a job, or for one that
+        simulates."""
+        found = []
+        for choice in self.choices:
+            with suppress(UsageError):
+                self.parse(choice, self.name, in_run)
+                found.append(choice)
+        return tuple(found)
+
+    def read(self, value: Any, label: str, *, in_run: bool) -> Any:
+        """Convert a text to a value; any other value is returned as it is. Raises UsageError, in
+        which the text is called `label`."""
+        return self.parse(value, label, in_run) if type(value) is str else value
+
+
+def knob(
+    default: Any,
+    help_text: str,
+    parse: Reader,
+    describe: Callable[[Any], Any] = lambda value: value,
+    *,
+    in_runs: str = "",
+    in_simulations: str = "",
+    panel: Panel = Panel.SCHEDULE,
+    metavar: str = "TEXT",
+    kinds: tuple[type, ...] = (str,),
+    choices: tuple[str, ...] = (),
+    is_common: bool = False,
+) -> Any:
+    """A field of `Policy` that a user may set. The help text has no full stop at its end."""
+    return field(
+        default=default,
+        metadata={
+            "parse": parse,
+            "describe": describe,
+            "help": help_text,
+            "in_runs": in_runs,
+            "in_simulations": in_simulations,
+            "panel": panel,
+            "metavar": metavar,
+            "kinds": kinds,
+            "choices": choices,
+            "is_common": is_common,
+        },
+    )
+
+
+def one_of(choices: type[StrEnum], *in_runs_only: StrEnum) -> Reader:
+    """Make the reader of a choice; a simulation does not offer `in_runs_only`."""
+
+    def parse(text: str, label: str, in_run: bool) -> StrEnum:
+        offered = [each for each in choices if in_run or each not in in_runs_only]
+        if text not in offered:
+            # A flag is written by the user of a command, any other label by a programmer.
+            what = "it must be one of" if label.startswith("--") else "choose one of"
+            raise UsageError(
+                f"{label} is '{text}'; {what} {', '.join(offered)}{did_you_mean(text, offered)}"
+            )
+        return choices(text)
+
+    return parse
+
+
+def _parse_hint(text: str, label: str, in_run: bool) -> Hint:
+    """Read a hint's name. `rrfp.inputs` has replaced the paths of order files before."""
+    return AUTO if text == AUTO.name else hint_named(text, (AUTO.name,))
+
+
+def _parse_limit(text: str, label: str, in_run: bool) -> int:
+    return parse_count(text, label)
+
+
+def _parse_hold(text: str, label: str, in_run: bool) -> Hold:
+    return parse_hold(text, label, auto=in_run)
+
+
+def _parse_patience(text: str, label: str, in_run: bool) -> Patience:
+    return parse_patience(text, label)
+
+
+def parse_count(text: str, label: str) -> int:
+    """Read a whole number from 1 on. Raises UsageError for any other text."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
+        raise UsageError(f"{label} is '{text}'; it must be a whole number from 1 to {10**9 - 1}")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What steers every rank of a step: the effective policy, in which a bound of None withholds
-    nothing. Raises UsageError for parts that do not fit together."""
+    """The values that steer every rank of a step. A bound of None withholds nothing. Raises
+    UsageError for parts that do not fit together."""
 
-    hint: Hint
+    hint: Hint = knob(
+        BF,
+        "What goes first of the ready tasks: a hint, an order file (.csv), or auto (chosen ",
+        _parse_hint,
+        lambda hint: hint.name,
+        in_runs="while the run goes on, by simulating its own steps) [bf]",
+        in_simulations="by simulating other steps) [bf]",
+        metavar="HINT",
+        choices=(AUTO.name, *HINTS),
+        is_common=True,
+    )
     order: Order | None = None
     """The hint's order for one shape (`rrfp.schedule.rehearsal.fitted`). Positions and deviations
     are counted against it, and `fixed` dispatch requires it. A hint that is an `Order` serves as
     its own."""
-    dispatch: Dispatch = Dispatch.READY
-    limit: int | None = None
+    dispatch: Dispatch = knob(
+        Dispatch.READY,
+        "ready (default: the hint ranks ready tasks)",
+        one_of(Dispatch, Dispatch.MEGATRON),
+        str,
+        in_runs=", fixed (its order binds) or megatron (Megatron-Core's own schedule)",
+        in_simulations=" or fixed (its order binds)",
+        metavar="WHO",
+        choices=tuple(Dispatch),
+        is_common=True,
+    )
+    limit: int | None = knob(
+        None,
+        "Forwards a rank may run ahead of its backwards",
+        _parse_limit,
+        in_runs=f" [if ready without --hold: what fills the pipeline, {PAPER_LIMIT} or more]",
+        in_simulations=", or none [if ready without --hold: what fills the pipeline, "
+        f"{PAPER_LIMIT} or more]",
+        panel=Panel.MEMORY,
+        metavar="INT",
+        kinds=(int,),
+        is_common=True,
+    )
     """The D (chunk-forwards minus chunk-backwards run) at which `ready` dispatch withholds
     forwards. A binding order is checked against it when it is chosen."""
-    hold: Hold | None = None
+    hold: Hold | None = knob(
+        None,
+        "Most activations that a rank keeps, instead of --limit: 8 (microbatches), 40GiB, or ",
+        _parse_hold,
+        described_hold,
+        in_runs="auto (what the device has left)",
+        in_simulations="1.0x (of 1F1B's largest peak in bytes)",
+        panel=Panel.MEMORY,
+        metavar="SIZE",
+        kinds=(int, str),
+        is_common=True,
+    )
     """The most activations that `ready` dispatch keeps on a rank from F until W, in microbatches of
     the whole rank or in bytes. It replaces the limit."""
-    w: WeightGradients = WeightGradients.IDLE
-    """When a hint that is an order runs the weight gradients that it splits off."""
-    agreement: AgreementRule = AgreementRule.INTERSECTION
-    """How ranks that share a collective inside a task settle on the next one."""
-    patience: Patience = IMPATIENT
-    """How long a free rank of `ready` dispatch waits for a better task that was announced to it."""
+    w: WeightGradients = knob(
+        WeightGradients.IDLE,
+        "When an order used as a hint runs weight gradients: idle (default: when nothing else is "
+        "ready) or ranked (at their places)",
+        one_of(WeightGradients),
+        str,
+        metavar="WHEN",
+        choices=tuple(WeightGradients),
+    )
+    agreement: AgreementRule = knob(
+        AgreementRule.INTERSECTION,
+        "What ranks that share collectives run: intersection (default: the best task that all have "
+        "ready) or unanimous (the task that all would pick)",
+        one_of(AgreementRule),
+        str,
+        metavar="RULE",
+        choices=tuple(AgreementRule),
+    )
+    patience: Patience = knob(
+        IMPATIENT,
+        "How long a free rank waits for a better task that another rank has announced: 0 (default: "
+        "never), auto (by how punctual announcements are) or a time such as 5ms",
+        _parse_patience,
+        described_patience,
+        metavar="TIME",
+        kinds=(int, str),
+        choices=tuple(AutoPatience),
+    )
     limits_by_shape: bool = False
     """Whether the limit is `usual_limit`, which `of_shape` puts in."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "hold", "patience"):
-            object.__setattr__(self, name, plain_integer(getattr(self, name)))
+        for name, each in KNOBS.items():
+            if int in each.kinds:
+                object.__setattr__(self, name, plain_integer(getattr(self, name)))
         if self.limit is not None and self.hold is not None:
             raise UsageError(
                 f"a limit of {self.limit} and a hold of {self.hold} exclude each other; keep the "
@@ -84,56 +294,51 @@ class Policy:
         if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
             raise UsageError(f"the limit is {self.limit!r}; it must be a whole number, at least 1")
         check_hold(self.hold)
-        if self.dispatch is not Dispatch.READY and not counts_microbatches(self.hold):
-            raise UsageError(
-                f"a hold of {self.hold} withholds forwards by their size, and --dispatch "
-                f"{self.dispatch} runs them where its order has them; give the hold in "
-                "microbatches, or use --dispatch ready"
-            )
         if self.w is WeightGradients.RANKED and not self.hint.ranks_weight_gradients:
             raise UsageError(
                 f"--w ranked needs an order that places the weight gradients, and {self.hint.name} "
                 "does not; leave --w out or choose an order such as zb-h1"
             )
         check_patience(self.patience)
-        if isinstance(self.hint, AutoHint) and self.dispatch is not Dispatch.READY:
+        if self.dispatch is not Dispatch.READY:
+            self._check_binding()
+        if isinstance(self.hint, Order):
+            object.__setattr__(self, "order", self.hint)
+
+    def _check_binding(self) -> None:
+        """Raise UsageError for what only a dispatcher that ranks ready tasks can do."""
+        if not counts_microbatches(self.hold):
+            raise UsageError(
+                f"a hold of {self.hold} withholds forwards by their size, and --dispatch "
+                f"{self.dispatch} runs them where its order has them; give the hold in "
+                "microbatches, or use --dispatch ready"
+            )
+        if isinstance(self.hint, AutoHint):
             raise UsageError(
                 f"--hint auto chooses what binds as well, and --dispatch {self.dispatch} decides "
                 "it; leave --dispatch out, or name a hint"
             )
-        if self.dispatch is not Dispatch.READY:
-            if self.patience != IMPATIENT:
-                raise UsageError(
-                    f"--dispatch {self.dispatch} waits for the next task of its order as long as "
-                    "it takes; leave --patience out, or use --dispatch ready"
-                )
-            if self.agreement is not AgreementRule.INTERSECTION:
-                raise UsageError(
-                    f"--dispatch {self.dispatch} has one order and nothing to agree on; leave "
-                    "--agreement out"
-                )
-            if self.w is not WeightGradients.IDLE:
-                raise UsageError(
-                    f"--dispatch {self.dispatch} runs weight gradients where its order has them; "
-                    "leave --w out"
-                )
-        if isinstance(self.hint, Order):
-            object.__setattr__(self, "order", self.hint)
+        if self.patience != IMPATIENT:
+            raise UsageError(
+                f"--dispatch {self.dispatch} waits for the next task of its order as long as "
+                "it takes; leave --patience out, or use --dispatch ready"
+            )
+        if self.agreement is not AgreementRule.INTERSECTION:
+            raise UsageError(
+                f"--dispatch {self.dispatch} has one order and nothing to agree on; leave "
+                "--agreement out"
+            )
+        if self.w is not WeightGradients.IDLE:
+            raise UsageError(
+                f"--dispatch {self.dispatch} runs weight gradients where its order has them; "
+                "leave --w out"
+            )
 
-    @classmethod
-    def with_usual_limit(
-        cls,
-        hint: Hint,
-        dispatch: Dispatch = Dispatch.READY,
-        limit: int | None = None,
-        hold: Hold | None = None,
-        w: WeightGradients = WeightGradients.IDLE,
-        agreement: AgreementRule = AgreementRule.INTERSECTION,
-        patience: Patience = IMPATIENT,
-    ) -> Self:
-        """A policy as a user asks for it: `ready` dispatch without a bound gets the usual limit."""
-        by_shape = limit is None and hold is None and dispatch is Dispatch.READY
-        return cls(hint, None, dispatch, limit, hold, w, agreement, patience, by_shape)
+    def with_usual_limit(self) -> Self:
+        """This policy as a user asks for it: `ready` dispatch without a bound gets the usual
+        limit."""
+        is_bound = self.limit is not None or self.hold is not None
+        return replace(self, limits_by_shape=not is_bound and self.dispatch is Dispatch.READY)
 
     def of_shape(self, shape: Shape) -> Self:
         """This policy with the limit for steps of this shape, if it has the usual one. Raises
@@ -141,6 +346,15 @@ class Policy:
         if not self.limits_by_shape:
             return self
         return replace(self, limit=usual_limit(self.hint.on(shape), shape))
+
+    @property
+    def waits(self) -> bool:
+        """Whether a free rank may wait for a better task than those that are ready."""
+        return self.patience != IMPATIENT
+
+    def waiting(self, waits: bool = True) -> Self:
+        """This policy with ranks that wait for as long as announcements are punctual, or never."""
+        return replace(self, patience=AutoPatience.AUTO if waits else IMPATIENT)
 
     def hold_slots(self, num_chunks: int) -> int | None:
         """The hold in slots of one chunk and one microbatch, as the dispatcher counts it. Raises
@@ -178,22 +392,66 @@ class Policy:
                 bound = min(bound, self.limit + num_chunks)
         return bound if num_chunks == 1 else 2 * bound
 
-    def described(self) -> dict[str, object]:
+    def values(self) -> dict[str, Any]:
+        """The value of each knob by its name."""
+        return {name: getattr(self, name) for name in KNOBS}
+
+    def flags(self) -> list[str]:
+        """The flags that ask for this policy, each with its value."""
+        values = self.described().items()
+        usual = type(self)(hint=self.hint).described()
+        return [
+            f"--{name} {value}" for name, value in values if name == "hint" or value != usual[name]
+        ]
+
+    def described(self) -> dict[str, Any]:
         """The policy keyed by flag name, as `run.json` and traces state it; a null bound withholds
         nothing."""
-        return {
-            "hint": self.hint.name,
-            "dispatch": str(self.dispatch),
-            "limit": self.limit,
-            "hold": described_hold(self.hold),
-            "w": str(self.w),
-            "agreement": str(self.agreement),
-            "patience": described_patience(self.patience),
+        return {name: each.describe(getattr(self, name)) for name, each in KNOBS.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The policy as JSON for the ranks, which read it by `from_json`: as `described`, with the
+        text of an order file, because a rank may not be able to read the file."""
+        text = {_ORDER: self.hint.text} if isinstance(self.hint, OrderFile) else {}
+        return self.described() | text
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote. A policy without a bound gets the usual limit."""
+        given = {
+            name: each.read(values[name], f"--{name}", in_run=True)
+            for name, each in KNOBS.items()
+            if name in values and not (name == "hint" and _ORDER in values)
         }
+        if _ORDER in values:
+            given["hint"] = OrderFile(values["hint"], values[_ORDER])
+        return cls(**given).with_usual_limit()
+
+
+def check_is_for_a_run(policy: Policy) -> None:
+    """Raise UsageError for a bound that only a comparison can resolve."""
+    check_is_absolute(policy.hold)
+
+
+_ORDER = "order"
+"""The key of the text of an order file."""
+
+KNOBS: dict[str, Knob] = {
+    each.name: Knob(name=each.name, default=each.default, **each.metadata)
+    for each in fields(Policy)
+    if each.metadata
+}
+"""Every knob by its name."""
+
+
+def split_knobs(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide keyword arguments into those that set knobs, and all others."""
+    given = {name: value for name, value in values.items() if name in KNOBS}
+    return given, {name: value for name, value in values.items() if name not in KNOBS}
 
 
 def usual_limit(hint: Hint, shape: Shape) -> int | None:
-    """The limit of `ready` dispatch for who sets no bound: the paper's, or what fills the pipeline,
+    """The limit of `ready` dispatch where no bound is set: the paper's, or what fills the pipeline,
     if that is more. None withholds nothing. `hint` is fitted to the shape."""
     filling = filling_limit(hint, shape)
     return None if filling is None else max(PAPER_LIMIT, filling)

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 from rrfp.errors import RrfpError
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.patience import NEVER
 from rrfp.schedule.policy import Policy
+from rrfp.schedule.punctuality import NEVER
 from rrfp.schedule.ready_tracker import KINDS, NOTHING, Lanes, lanes_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import (
@@ -36,7 +36,7 @@ ENDED: Final = 0
 CAME: Final = 1
 DECIDES_AHEAD: Final = 2
 ANNOUNCED: Final = 3
-LOSES_PATIENCE: Final = 4
+WAIT_ENDS: Final = 4
 """What an event is, and its priority among those of one instant."""
 
 IDLE = ComputeIdle()
@@ -112,7 +112,7 @@ class Step:
         self._member_shift = shape.num_tasks_of_a_rank.bit_length()
         self._rank_shift = self._member_shift + world.num_members.bit_length()
         self._what_shift = self._rank_shift + shape.num_ranks.bit_length()
-        self._time_shift = self._what_shift + LOSES_PATIENCE.bit_length()
+        self._time_shift = self._what_shift + WAIT_ENDS.bit_length()
         self._number_bits = (1 << self._member_shift) - 1
         self._member_bits = (1 << self._rank_shift) - 1
         self._rank_bits = (1 << self._what_shift) - 1

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from rrfp.schedule.patience import punctuality_of
 from rrfp.schedule.policy import Policy
+from rrfp.schedule.punctuality import punctuality_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.engine import Log, PipelineRun

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
 from rrfp.schedule.order import Order
-from rrfp.schedule.patience import NEVER, Durations, JustInTime, Punctuality
 from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.punctuality import NEVER, Durations, JustInTime, Punctuality
 from rrfp.schedule.ready_tracker import KINDS, NO_RANK, NOTHING
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Announced, Cause, Kind, Task, Waited
@@ -30,7 +30,7 @@ from rrfp.simulate.engine import (
     DECIDES_AHEAD,
     ENDED,
     IDLE,
-    LOSES_PATIENCE,
+    WAIT_ENDS,
     Log,
     PipelineRun,
     Step,
@@ -337,7 +337,7 @@ class TravellingStep(Step):
                 deadline_ns = self.leaders[rank].deadline_ns
                 if deadline_ns != NEVER:
                     self._deadline_ns[rank] = deadline_ns
-                    self.push(deadline_ns, LOSES_PATIENCE, rank, 0, 0)
+                    self.push(deadline_ns, WAIT_ENDS, rank, 0, 0)
                 self._idle_followers(rank, now_ns)
                 return
             agreed_ns = now_ns + self._agreement_ns

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.patience import RISK
+from rrfp.schedule.punctuality import RISK
 from rrfp.schedule.tasks import Kind, Task, Value
 
 
@@ -84,7 +84,7 @@ class World(Value):
     None: only what their earlier tasks took."""
     launch_ns: int = 0
     """How long a rank's host takes to launch a task on its device, which decides just in time
-    (`rrfp.schedule.patience`). 0: ranks decide when a task has ended."""
+    (`rrfp.schedule.punctuality`). 0: ranks decide when a task has ended."""
     launch_risk: float = RISK
     """What a rank risks by waiting with its decision (`JustInTime`)."""
     agreement_ns: int = 0

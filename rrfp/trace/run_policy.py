@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import IMPATIENT, described_patience
-from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.policy import KNOBS, PAPER_LIMIT, Dispatch
 
 POLICY = "policy"
 """The description's key for the effective policy, keyed by flag; a null bound withholds nothing."""
@@ -18,15 +16,8 @@ FIRST_STEP = "first_step"
 
 def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
     """The policy of a run that our dispatcher did not steer."""
-    return {
-        "hint": hint,
-        "dispatch": str(dispatch),
-        "limit": None,
-        "hold": None,
-        "w": str(WeightGradients.IDLE),
-        "agreement": str(AgreementRule.INTERSECTION),
-        "patience": described_patience(IMPATIENT),
-    }
+    usual = {name: each.describe(each.default) for name, each in KNOBS.items()}
+    return usual | {"hint": hint, "dispatch": str(dispatch)}
 
 
 def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:

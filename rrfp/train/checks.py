@@ -5,13 +5,13 @@ from functools import cache
 
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
-from rrfp.megatron.settings import GradOrder
+from rrfp.megatron.settings import FLAGS, GradOrder, check_step
 from rrfp.runtime.device.cuda_runtime import Gpu, cuda_presence, has_bindings
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import TransportName, is_installed
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Dispatch, check_is_for_a_run
 from rrfp.schedule.shape import Placement
 from rrfp.system import check_open_files, num_cores, temporary_directory
 from rrfp.trace.spill import LEAST_MB_OF_A_RANK
@@ -58,7 +58,7 @@ def gpus_here() -> tuple[Gpu, ...]:
 
 
 def index_of_gpu(local_rank: int, num_gpus: int) -> int:
-    """Which of the GPUs that it sees a rank takes, by its number on the host."""
+    """The index of the GPU that a rank takes, by its number on the host."""
     return local_rank % num_gpus
 
 
@@ -144,7 +144,8 @@ def check_settings(settings: TrainSettings) -> None:
         DECLARED[flag].check(value)
     for is_so, sentence in _TOGETHER:
         _require(not is_so(settings), sentence.format(settings))
-    settings.check_policy()
+    check_is_for_a_run(settings.policy)
+    check_step(settings.policy, settings.step, FLAGS)
     _check_layout(settings.layout, settings.model)
     if settings.layout.stages is not None:
         _check_split(settings)
@@ -276,11 +277,6 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--dispatch megatron has no placement {0.layout.placement}; leave --placement out",
     ),
     (
-        lambda s: s.policy.dispatch == Dispatch.MEGATRON and s.hint != s.megatron_hint,
-        "--dispatch megatron runs {0.megatron_hint.name} only, not '{0.hint.name}'; leave --hint "
-        "out",
-    ),
-    (
         lambda s: (
             s.policy.dispatch == Dispatch.MEGATRON and s.layout.chunks > 1 and s.layout.pp < 3
         ),
@@ -289,7 +285,7 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     ),
     (
         lambda s: (
-            s.policy.dispatch == Dispatch.MEGATRON and s.policy.grad_order != GradOrder.CANONICAL
+            s.policy.dispatch == Dispatch.MEGATRON and s.step.grad_order != GradOrder.CANONICAL
         ),
         "--dispatch megatron adds gradients up in its own order, which is the canonical one; "
         "leave --grad-order out",
@@ -302,56 +298,23 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "{0.layout.transport} out",
     ),
     *DEVICES_TOGETHER,
-    # The source of microbatches' weights.
     (
-        lambda s: (
-            s.policy.admit_cost is not None
-            and s.policy.admit not in (Admit.PYRAMID, Admit.PLAN)
-            and s.policy.admit_across != AdmitAcross.REPLICAS
-        ),
-        "--admit-cost {0.policy.admit_cost} weighs microbatches and --admit {0.policy.admit} "
-        "does not sort them; add --admit pyramid or leave --admit-cost out",
-    ),
-    (
-        lambda s: s.policy.plan_ms is not None and s.policy.admit != Admit.PLAN,
-        "--plan-ms says how long to plan and --admit {0.policy.admit} plans nothing; add --admit "
-        "plan or leave --plan-ms out",
-    ),
-    (
-        lambda s: s.policy.admit == Admit.PLAN and s.policy.admit_across != AdmitAcross.NONE,
-        "--admit plan plans a replica's own items, and --admit-across {0.policy.admit_across} "
+        lambda s: s.step.admit == Admit.PLAN and s.step.admit_across != AdmitAcross.NONE,
+        "--admit plan plans a replica's own items, and --admit-across {0.step.admit_across} "
         "deals it others; choose --admit pyramid or leave --admit-across out",
     ),
+    # The replicas and the weights of microbatches.
     (
-        lambda s: s.policy.admit == Admit.PLAN and s.policy.dispatch == Dispatch.MEGATRON,
-        "--admit plan simulates our dispatcher, and --dispatch megatron runs Megatron-Core's own "
-        "schedule; choose --admit pyramid or another --dispatch",
-    ),
-    # What replicas are dealt.
-    (
-        lambda s: s.policy.admit_across != AdmitAcross.NONE and s.layout.num_replicas == 1,
-        "--admit-across {0.policy.admit_across} deals to data-parallel replicas and there is 1; "
+        lambda s: s.step.admit_across != AdmitAcross.NONE and s.layout.num_replicas == 1,
+        "--admit-across {0.step.admit_across} deals to data-parallel replicas and there is 1; "
         "add --dp 2 or leave it out",
     ),
     (
-        lambda s: (
-            s.policy.admit_across != AdmitAcross.NONE
-            and s.policy.admit not in (Admit.GIVEN, Admit.PYRAMID)
-        ),
-        "--admit-across {0.policy.admit_across} deals a replica other microbatches than "
-        "--admit {0.policy.admit} orders; choose --admit pyramid",
-    ),
-    (
-        lambda s: s.policy.admit_across not in list(AdmitAcross) and s.policy.admit != Admit.GIVEN,
-        "the file of --admit-across {0.policy.admit_across} says in which order microbatches "
-        "enter; leave --admit {0.policy.admit} out",
-    ),
-    (
-        lambda s: s.policy.admit_cost is not None and s.run.pace is not None,
+        lambda s: s.step.admit_cost is not None and s.run.pace is not None,
         "--pace {0.run.pace} knows what microbatches cost; leave --admit-cost out",
     ),
     (
-        lambda s: s.policy.admit_cost == CostName.PATCHES and s.model.kind != ModelKind.VLM,
+        lambda s: s.step.admit_cost == CostName.PATCHES and s.model.kind != ModelKind.VLM,
         "--admit-cost patches counts those of images and --model {0.model.kind} has none; leave "
         "it out",
     ),

@@ -596,20 +596,14 @@ def schedule_of(
     if settings.policy.dispatch == Dispatch.MEGATRON:
         on_gpu = settings.run.device is DeviceKind.CUDA
         return NativeSchedule(pp_rank, record, CudaTimer() if on_gpu else None, pace=pace)
-    policy = settings.effective_policy
     # On one host the launcher finds whoever stops, and gives one that holds the interpreter longer.
     times = C_CALL if settings.run.nnodes == 1 else 1
     dispatch = DispatchSettings(
-        hint=policy.hint,
-        dispatch=policy.dispatch,
-        limit=settings.policy.limit,
-        hold=settings.policy.hold,
-        hold_features=settings.policy.hold_features,
-        measure_memory=settings.policy.measure_memory,
-        w=policy.w,
-        agreement=policy.agreement,
-        patience=policy.patience,
-        grad_order=settings.policy.grad_order,
+        policy=settings.policy,
+        # The loop itself admits and balances microbatches.
+        hold_features=settings.step.hold_features,
+        measure_memory=settings.step.measure_memory,
+        grad_order=settings.step.grad_order,
         placement=settings.layout.placement,
         transport=settings.layout.transport,
         outbox_mb=settings.layout.outbox_mb,

@@ -285,14 +285,14 @@ def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
     """This rank's pace by the run's settings; None if they do not ask for one."""
     costs, jitter = read_pace(settings)
     costs = _dealt(costs, settings)
-    admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
+    admit = resolve_admission(settings.step.admit, settings.data.microbatches)
     shape = _shape_of(settings)
     return make_pace(costs, jitter, admit, settings.run.seed, shape, layout.pp_rank, layout.dp_rank)
 
 
 def _dealt(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
     """The costs of what the replicas are dealt, where they are."""
-    dealing = resolve_dealing(settings.policy.admit_across)
+    dealing = resolve_dealing(settings.step.admit_across)
     if costs is None or dealing is AdmitAcross.NONE:
         return costs
     listed = dealing if isinstance(dealing, ListedDealings) else None
@@ -328,7 +328,7 @@ def check_pace(settings: "TrainSettings") -> None:
     """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline."""
     costs, jitter = read_pace(settings)
     costs = _dealt(costs, settings)
-    admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
+    admit = resolve_admission(settings.step.admit, settings.data.microbatches)
     if costs is None:
         _measured(jitter, settings.shape, settings.run.seed, 0)
     else:

@@ -47,8 +47,8 @@ def run_order(settings: TrainSettings, pace: StepPacer | None = None, replica: i
     """
     if pace is not None and pace.has_costs:
         return lambda step, _: pace.order(step)
-    admission = resolve_admission(settings.policy.admit, settings.data.microbatches)
-    cost = resolve_cost(settings.policy.admit_cost)
+    admission = resolve_admission(settings.step.admit, settings.data.microbatches)
+    cost = resolve_cost(settings.step.admit_cost)
 
     def order(step: int, batches: Sequence[Any]) -> Sequence[int]:
         if admission is Admit.GIVEN:
@@ -141,14 +141,14 @@ class RunPlanner:
         self._pace = pace if pace is not None and pace.has_costs else None
         self.order_of_step: Sequence[int] = ()
         """The order of the step that began last."""
-        cost = settings.policy.admit_cost
+        cost = settings.step.admit_cost
         self._planner = EntryPlanner(
             self._measured,
             record,
             None if cost is None else resolve_cost(cost),
-            plan_ms=settings.policy.plan_ms,
+            plan_ms=settings.step.plan_ms,
             num_simulations=num_simulations,
-            features=resolve_features(settings.policy.hold_features),
+            features=resolve_features(settings.step.hold_features),
         )
 
     @property
@@ -193,7 +193,7 @@ def run_planner(
     num_simulations: int | None = None,
 ) -> RunPlanner | None:
     """The planner of a run; None if it plans nothing."""
-    if settings.policy.admit != Admit.PLAN:
+    if settings.step.admit != Admit.PLAN:
         return None
     return RunPlanner(settings, record, pace, num_simulations)
 
@@ -256,9 +256,9 @@ class RunDealing:
         self._num_microbatches = settings.data.microbatches
         self._batches = batches
         self._pace = pace if pace is not None and pace.has_costs else None
-        self._dealing = resolve_dealing(settings.policy.admit_across)
-        self._admission = resolve_admission(settings.policy.admit, settings.data.microbatches)
-        self._cost = resolve_cost(settings.policy.admit_cost)
+        self._dealing = resolve_dealing(settings.step.admit_across)
+        self._admission = resolve_admission(settings.step.admit, settings.data.microbatches)
+        self._cost = resolve_cost(settings.step.admit_cost)
         self.hands: Hands = ()
         """What each replica was dealt in the step that began last, as it entered."""
 
@@ -294,7 +294,7 @@ def run_dealing(
     settings: TrainSettings, layout: Layout, data: Data, pace: StepPacer | None
 ) -> RunDealing | None:
     """The dealing of a run; None if every replica keeps what the data give it."""
-    if settings.policy.admit_across == AdmitAcross.NONE:
+    if settings.step.admit_across == AdmitAcross.NONE:
         return None
     return RunDealing(settings, layout, data.batches(0), pace)
 

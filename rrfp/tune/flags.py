@@ -6,12 +6,8 @@ from shlex import quote
 
 from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import IMPATIENT, described_patience
-from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
-from rrfp.tune.candidate import Candidate
-from rrfp.tune.source import Source
+from rrfp.tune.source import Candidate, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +37,7 @@ def flags_of(candidate: Candidate, source: Source) -> Flags:
 
 
 def _policy(candidate: Candidate, source: Source) -> Iterator[str]:
-    yield f"--hint {candidate.hint}"
-    if candidate.dispatch is not Dispatch.READY:
-        yield f"--dispatch {candidate.dispatch}"
-    if candidate.w is not WeightGradients.IDLE:
-        yield f"--w {candidate.w}"
-    if candidate.hold is not None:
-        yield f"--hold {candidate.hold}"
-    if candidate.limit is not None:
-        yield f"--limit {candidate.limit}"
-    if candidate.patience != IMPATIENT:
-        yield f"--patience {described_patience(candidate.patience)}"
+    yield from candidate.policy.flags()
     if source.admitted is not None:
         yield f"--admit {quote(source.admitted)}"
     elif candidate.admit is not Admit.GIVEN:

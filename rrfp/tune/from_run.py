@@ -13,15 +13,14 @@ from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.knobs import Auto, ShareOf1F1B
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.cut_files import layered_of
 from rrfp.simulate.costs.layer_costs import CutCosts, StageLayers
 from rrfp.simulate.costs.model import Uneven
 from rrfp.trace.records import NS_PER_S, Recording
-from rrfp.tune.candidate import Candidate
 from rrfp.tune.from_costs import CHUNK_LAYOUTS, MOST_FORWARDS, by_stage
-from rrfp.tune.source import Source
+from rrfp.tune.source import Candidate, Source
 
 _MOST_STEPS = 40
 """Of a run that are measured; more say nothing new."""
@@ -176,16 +175,16 @@ def _own(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
     if hint not in HINTS or isinstance(policy.hold, Auto | ShareOf1F1B):
         return None
     is_bound = policy.dispatch is not Dispatch.READY
-    return Candidate(
-        hint=hint,
+    own = Policy(
+        hint=HINTS[hint],
         dispatch=policy.dispatch,
-        w=policy.w,
-        chunks=run.shape.num_chunks,
-        placement=run.shape.placement,
-        split=split,
-        hold=None if is_bound else policy.hold,
         limit=None if is_bound else policy.limit,
+        hold=None if is_bound else policy.hold,
+        w=policy.w,
         patience=policy.patience,
+    )
+    return Candidate(
+        policy=own, chunks=run.shape.num_chunks, placement=run.shape.placement, split=split
     )
 
 

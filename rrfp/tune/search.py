@@ -16,15 +16,14 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.planning.trials import Setting, Trial, run_settings
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import IMPATIENT, AutoPatience, Bytes, Hold, told_bytes
+from rrfp.schedule.knobs import Bytes, Hold, told_bytes
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.model import Costs
 from rrfp.trace.records import NS_PER_S
-from rrfp.tune.candidate import Candidate
-from rrfp.tune.source import Source, balanced, imbalance, loads, moves, work_of
+from rrfp.tune.source import Candidate, Source, balanced, imbalance, loads, moves, work_of
 
 # What candidates would take, by simulation: each step once.
 
@@ -150,7 +149,7 @@ class Evaluator:
         if given * candidate.divided % candidate.joined:
             return None
         shape = self.source.shape_of(candidate)
-        key = (candidate.family, candidate.hold, candidate.limit, candidate.patience, shape)
+        key = (candidate.policy, shape)
         if key not in self._fitted:
             try:
                 self._fitted[key] = fitted(candidate.policy, shape, counts_places=False)
@@ -264,20 +263,18 @@ class Space:
             for split in self.splits(chunks, placement):
                 for hint, dispatch, w in self.ways(chunks, placement):
                     for joined, divided in source.sizes:
+                        hold = None if dispatch is _FIXED else self.memory_in(joined, divided)
                         plain = Candidate(
-                            hint=hint,
-                            dispatch=dispatch,
-                            w=w,
+                            policy=Policy(HINTS[hint], dispatch=dispatch, hold=hold, w=w),
                             chunks=chunks,
                             placement=placement,
                             split=split,
-                            hold=None if dispatch is _FIXED else self.memory_in(joined, divided),
                             joined=joined,
                             divided=divided,
                         )
                         found += [replace(plain, admit=admit) for admit in source.admissions]
                         if (hint, dispatch, w) in _PATIENT and (joined, divided) == (1, 1):
-                            patient = replace(plain, patience=AutoPatience.AUTO)
+                            patient = replace(plain, policy=plain.policy.waiting())
                             found += [replace(patient, admit=each) for each in source.admissions]
         if source.own is not None:
             found.append(source.own)
@@ -316,29 +313,23 @@ class Space:
     def near(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
         """Candidates that differ in one thing, in random order."""
         source, found = self.source, []
-        if candidate.limit is None and candidate.dispatch is _READY:
-            found += [replace(candidate, hold=hold) for hold in self.holds(candidate)]
-            found += [replace(candidate, patience=each) for each in (IMPATIENT, AutoPatience.AUTO)]
+        policy = candidate.policy
+        if policy.limit is None and policy.dispatch is _READY:
+            found += [candidate.with_policy(hold=hold) for hold in self.holds(candidate)]
+            found += [replace(candidate, policy=policy.waiting(waits)) for waits in (False, True)]
         found += [replace(candidate, admit=Admit(admit)) for admit in source.admissions]
         for hint, dispatch, w in self.ways(candidate.chunks, candidate.placement):
-            hold = candidate.hold or self.memory_in(candidate.joined, candidate.divided)
-            found.append(
-                replace(
-                    candidate,
-                    hint=hint,
-                    dispatch=dispatch,
-                    w=w,
-                    limit=None,
-                    hold=None if dispatch is _FIXED else hold,
-                    patience=IMPATIENT if dispatch is _FIXED else candidate.patience,
-                )
-            )
+            base, hold = policy.waiting(False), None
+            if dispatch is _READY:
+                base = policy
+                hold = policy.hold or self.memory_in(candidate.joined, candidate.divided)
+            changed = replace(base, hint=HINTS[hint], dispatch=dispatch, w=w, limit=None, hold=hold)
+            found.append(replace(candidate, policy=changed))
         for joined, divided in source.sizes:
             if (joined, divided) != (candidate.joined, candidate.divided):
-                of_size = None if candidate.dispatch is _FIXED else self.memory_in(joined, divided)
-                found.append(
-                    replace(candidate, joined=joined, divided=divided, hold=of_size, limit=None)
-                )
+                of_size = None if policy.dispatch is _FIXED else self.memory_in(joined, divided)
+                sized = replace(candidate, joined=joined, divided=divided)
+                found.append(sized.with_policy(hold=of_size, limit=None))
         if candidate.split is not None and source.moves_layers:
             found += [candidate.with_split(split) for split in self._moved(candidate, draw)]
         found = [each for each in dict.fromkeys(found) if each != candidate]
@@ -486,7 +477,7 @@ class _Search:
         """The candidates that came through, best first."""
         possible = [each for each in self._space.begin() if self._fits(each)]
         # Of those that are fastest on one step, none may stay within the memory on the others.
-        certain = [each for each in possible if each.hold == self._space.memory]
+        certain = [each for each in possible if each.policy.hold == self._space.memory]
         most = max(2 * _NUM_IMPROVED, round(_AT_FIRST * self._evaluator.budget.simulations))
         if len(possible) > most:
             possible = self._draw.sample(possible, most)
@@ -506,7 +497,7 @@ class _Search:
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether no rank can get stuck in any step, of those that are predicted, too."""
-        hold = candidate.hold
+        hold = candidate.policy.hold
         return not isinstance(hold, Bytes) or (
             self._evaluator.least_bytes(candidate, self._all_seeds) <= hold.num
         )
@@ -600,7 +591,7 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
 
 def predict_unbound(candidate: Candidate, source: Source, seeds: Sequence[int]) -> Predicted | None:
     """What a candidate takes on these steps, whatever it keeps."""
-    bound = _NO_BOUND[isinstance(candidate.hold, Bytes) or source.tells_sizes]
+    bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.tells_sizes]
     return predict(candidate, Evaluator(source, bound, Budget(len(seeds))), seeds)
 
 
@@ -613,7 +604,9 @@ def _own(
         plain = [
             each
             for each in space.begin()
-            if each.hint == "1f1b" and each.hold is None and each.joined == each.divided == 1
+            if each.policy.hint.name == "1f1b"
+            and each.policy.hold is None
+            and each.joined == each.divided == 1
         ]
         if not plain:
             return None

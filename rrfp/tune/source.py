@@ -1,10 +1,11 @@
-"""What is tuned: costs, the pipeline that they are of, and what may be chosen about it."""
+"""The source that is tuned: costs, the pipeline that they are of, and the candidates for it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from statistics import fmean
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from rrfp.errors import UsageError
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.knobs import Bytes, Hold, ShareOf1F1B
-from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.simulate.costs.language_models import FlopCosts
 from rrfp.simulate.costs.layer_costs import CutCosts, Layered, even_cut
@@ -20,7 +21,6 @@ from rrfp.simulate.costs.model import Costs, StepCosts
 from rrfp.simulate.jitter import NO_JITTER, Jitter
 from rrfp.simulate.memory_budgets import peak_of_1f1b
 from rrfp.simulate.world import TaskTimes
-from rrfp.tune.candidate import Candidate
 
 # Costs with the runtime's own time: what lies between two tasks, and what a message takes beyond
 # its costs.
@@ -131,6 +131,40 @@ _EVEN = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One point of the space: everything that `rrfp tune` may choose about a run."""
+
+    policy: Policy
+    """It has no hold under an order that binds, and a limit only where the run had one."""
+    chunks: int = 1
+    placement: Placement = Placement.LOOP
+    split: tuple[int, ...] | None = None
+    """Layers by stage, in model order; None where the costs do not tell layers apart."""
+    admit: Admit = Admit.GIVEN
+    joined: int = 1
+    """The number of given microbatches that become one."""
+    divided: int = 1
+    """The number of microbatches that each given one becomes."""
+
+    def microbatches(self, given: int) -> int:
+        """The number of microbatches that `given` ones become."""
+        return given * self.divided // self.joined
+
+    def with_policy(self, **changes: Any) -> Self:
+        """This candidate with some knobs of its policy changed."""
+        return replace(self, policy=replace(self.policy, **changes))
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """The key that candidates share which differ in figures only."""
+        policy = self.policy
+        return (policy.hint.name, policy.dispatch, policy.w, self.chunks, self.placement)
+
+    def with_split(self, split: tuple[int, ...]) -> Self:
+        return replace(self, split=split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Costs to tune on."""
 
@@ -194,7 +228,7 @@ class Source:
             candidate.microbatches(self.shape.num_microbatches),
             candidate.chunks,
             candidate.placement,
-            kinds_of(HINTS[candidate.hint]),
+            kinds_of(candidate.policy.hint),
         )
 
     def even(self, num_stages: int) -> tuple[int, ...] | None:

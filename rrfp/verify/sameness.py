@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.inputs import OrderFile
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.order import Order, OrderFile, format_order
 from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.trace.run_dir import RunDir

@@ -26,6 +26,7 @@ from rrfp.schedule.order import parse_order
 from rrfp.schedule.rehearsal import format_grid, order_of, rehearse
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.run_dir import create_run_dir
+from rrfp.train.settings import DECLARED
 
 TRACE = str(Path(__file__).parents[2] / "traces" / "gpt-pp4-bf.pftrace")
 HEAVY = ("torch", "polars", "perfetto", "megatron", "altair", "numpy")
@@ -265,12 +266,14 @@ def test_what_an_environment_lacks_is_told_in_a_sentence(
     assert capsys.readouterr().out == "ran\n"
 
 
-@pytest.mark.parametrize("verb", ["train", "run", "simulate"])
+@pytest.mark.parametrize(
+    ("verb", "flag"), [("train", "--help-all"), ("run", "--help"), ("simulate", "--help")]
+)
 def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["rrfp", verb, "--help"])
+    monkeypatch.setattr(sys, "argv", ["rrfp", verb, flag])
     assert main.main() == 0
     shown = capsys.readouterr().out
     assert set(IN_WORDS) == set(HINTS)
@@ -279,6 +282,26 @@ def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
     for panel in ("Schedule", "Memory", "Layout", "Output"):
         assert (f"\n{panel}:\n" if verb == "run" else f"─ {panel} ─") in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_short_help_of_train_is_one_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        monkeypatch.setattr(sys, "argv", ["rrfp", "train", flag])
+        assert main.main() == 0
+        shown[flag] = capsys.readouterr().out
+    assert len(shown["--help"].splitlines()) <= 60
+    every = {f"--{each.spelled}" for each in DECLARED.values()} | {"--config", "--help-all"}
+    listed = {name: set(re.findall(r"^│ (--[a-z-]+)", text, re.M)) for name, text in shown.items()}
+    assert listed["--help-all"] == every | {"--help"}
+    assert {"--hint", "--hold", "--pp", "--data", "--out"} < listed["--help"] < every | {"--help"}
+    # Types read as words, and a switch has none.
+    assert re.search(r"--pp +INT ", shown["--help"])
+    assert re.search(r"--silence +SECONDS ", shown["--help-all"])
+    assert "<" not in re.sub(r"<time>-<hint>", "", shown["--help-all"])
 
 
 # Tab: what a shell is offered, asked as typer's own scripts for shells ask.
@@ -577,14 +600,14 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stderr", "patience_s", "is_told"),
+    ("stderr", "hidden_s", "is_told"),
     [(_Terminal(), 0.0, True), (_Terminal(), 60.0, False), (io.StringIO(), 0.0, False)],
 )
 def test_a_terminal_is_told_of_work_that_takes_long(
-    stderr: io.StringIO, patience_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
+    stderr: io.StringIO, hidden_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(progress, "_HIDDEN_S", hidden_s)
     monkeypatch.setenv("TERM", "xterm")
     begin_s = time.monotonic()
     with progress.working("Reading the trace"):

@@ -6,7 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hints import WeightGradients
 from rrfp.schedule.named_hints import ALTERNATIONS, HINTS
-from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.policy import KNOBS, PAPER_LIMIT, AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import ComputeIdle, InputArrived, RunTask, Task
 from rrfp.trace.records import PhaseRecord, Record, TaskRecord
@@ -458,3 +460,21 @@ def merged(by_rank: list[ByCase]) -> ByCase:
             for case, by_hint in first.items()
         }
     return first
+
+
+def test_settings_hold_a_policy_and_take_its_knobs_as_keywords() -> None:
+    policy = Policy(HINTS["bfw"], hold=4)
+    assert DispatchSettings(policy=policy).policy is policy
+    knobs: dict[str, Any] = {"limit": 3, "hold": None}
+    changed = replace(DispatchSettings(policy=policy, outbox_mb=8), **knobs)
+    assert (changed.policy.hint, changed.policy.limit, changed.policy.hold) == (
+        HINTS["bfw"],
+        3,
+        None,
+    )
+    assert changed.outbox_mb == 8
+    names = [*signature(DispatchSettings).parameters]
+    assert names[: len(KNOBS)] == [*KNOBS]
+    assert {each.name for each in fields(DispatchSettings)} - {"policy"} == set(names) - {*KNOBS}
+    with pytest.raises(TypeError, match="no keyword 'limt'"):
+        DispatchSettings(limt=3)

@@ -69,7 +69,7 @@ def test_settings_that_plan_nothing_are_refused() -> None:
         DispatchSettings(admit="pyramid", plan_ms=5)
     for wrong in (0, -1.0, "5", float("inf")):
         with pytest.raises(UsageError, match="must be a number above 0"):
-            DispatchSettings(admit="plan", plan_ms=wrong)  # type: ignore[arg-type]
+            DispatchSettings(admit="plan", plan_ms=wrong)
 
 
 def test_items_ahead_go_to_the_next_step() -> None:
@@ -167,9 +167,9 @@ def test_settings_that_sort_nothing_are_refused() -> None:
         DispatchSettings(admit_cost="tokens")
     for wrong in (3, ["tokens"], Unhashable()):
         with pytest.raises(UsageError, match="it must be a name, or a function of an item that"):
-            DispatchSettings(admit="pyramid", admit_cost=wrong)  # type: ignore[arg-type]
+            DispatchSettings(admit="pyramid", admit_cost=wrong)
     with pytest.raises(UsageError, match="admit is 3; it must be a name or a path, as text"):
-        DispatchSettings(admit=3)  # type: ignore[arg-type]
+        DispatchSettings(admit=3)
     with pytest.raises(UsageError, match="'heavy' is not an admission order"):
         ours(admit="heavy")
     with pytest.raises(UsageError, match="'weight' is not a microbatch's cost"):
@@ -502,9 +502,9 @@ def test_what_would_decide_otherwise_is_refused(settings: dict[str, Any], compla
 def test_the_drop_in_refuses_it_too() -> None:
     assert DispatchSettings(hint="auto").policy.hint is AUTO
     with pytest.raises(UsageError, match="choose canonical"):
-        DispatchSettings(hint="auto", grad_order="arrival")  # type: ignore[arg-type]
+        DispatchSettings(hint="auto", grad_order="arrival")
     with pytest.raises(UsageError, match="leave --dispatch out"):
-        DispatchSettings(hint="auto", dispatch="fixed")  # type: ignore[arg-type]
+        DispatchSettings(hint="auto", dispatch="fixed")
 
 
 @pytest.mark.parametrize(

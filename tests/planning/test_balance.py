@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.cli.simulate.rows import asked_rows, settings_of
+from rrfp.cli.simulate.asked import asked_rows
+from rrfp.cli.simulate.rows import settings_of
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_dealing
 from rrfp.megatron.settings import DispatchSettings

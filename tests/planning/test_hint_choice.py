@@ -248,7 +248,7 @@ def time_ns(policy: Policy, shape: Shape, latency_ns: int) -> int:
 
 
 def usual_ns(name: str, shape: Shape, latency_ns: int) -> int:
-    policy = Policy.with_usual_limit(resolve_hint(name, auto=True))
+    policy = Policy(resolve_hint(name, auto=True)).with_usual_limit()
     return time_ns(*fitted(policy, shape, counts_places=False), latency_ns)
 
 
@@ -313,7 +313,7 @@ def test_the_default_never_loses_on_very_many_ranks(
 
 @pytest.mark.parametrize("shape", [Shape(40, 80), Shape(8, 32, 2), Shape(8, 32, 2, Placement.V)])
 def test_auto_begins_and_chooses_among_policies_that_do_not_lose(shape: Shape) -> None:
-    asked = Policy.with_usual_limit(hint_named("bf")).of_shape(shape)
+    asked = Policy(hint_named("bf")).with_usual_limit().of_shape(shape)
     reference = Shape(shape.num_ranks, shape.num_microbatches, shape.num_chunks)
     candidates = [each for each in candidates_of(asked, shape) if each.policy.hint.name == "bfw"]
     assert candidates

@@ -277,7 +277,7 @@ class TestSearch:
         rows = "kind,pp_rank,chunk,microbatch,seconds\n"
         rows += "".join(f"{kind},{rank},,,0.02\n" for kind in "FB" for rank in range(3))
         found = found_of(str(written(tmp_path, rows, "rows.csv")), "3", pp=3)
-        assert {each.candidate.hint for each in found.proposals} <= {
+        assert {each.candidate.policy.hint.name for each in found.proposals} <= {
             *("bf", "b-first", "fb", "1f1b", "bf-deep", "interleaved")
         }
         assert all(each.peak_bytes is None for each in found.proposals)
@@ -285,7 +285,9 @@ class TestSearch:
 
 def test_an_order_that_binds_has_no_hold() -> None:
     for each in found_of("uniform", num_best=50).proposals:
-        assert (each.candidate.hold is None) == (each.candidate.dispatch is Dispatch.FIXED)
+        assert (each.candidate.policy.hold is None) == (
+            each.candidate.policy.dispatch is Dispatch.FIXED
+        )
 
 
 # Uneven layouts, and proposals of `rrfp tune`, for real.

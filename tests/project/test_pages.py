@@ -1,5 +1,6 @@
 """The page of figures from GPUs and the kit that measures them list the same lines."""
 
+import json
 import os
 import re
 import shlex
@@ -93,7 +94,7 @@ def _parse(command: str, *, may_be_a_name: bool = False) -> None:
         # `rrfp analyze [RUN]` names no report.
         has_default = "findings" in target.commands and arguments[0] not in target.commands
         target = target.commands["findings" if has_default else arguments.pop(0)]
-    if arguments != ["--help"] and (arguments or not may_be_a_name):
+    if arguments not in (["--help"], ["--help-all"]) and (arguments or not may_be_a_name):
         target.make_context("rrfp", arguments)
 
 
@@ -516,6 +517,98 @@ def test_an_adapter_meets_two_releases(monkeypatch: pytest.MonkeyPatch, *, newer
         [output], SimpleNamespace(deallocate_pipeline_outputs=True)
     )
     assert output.numel() == 1
+
+
+def with_field(tmp_path: Path, section: str, file: str, before: str) -> Path:
+    """A copy of the package, whose one file has the field that this section of the page shows."""
+    block = re.search(
+        r"^```python\n(.*?)^```$",
+        EXTENDING.partition(f"\n## {section}\n")[2],
+        re.MULTILINE | re.DOTALL,
+    )
+    assert block is not None
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "rrfp", tmp_path / "rrfp", ignore=ignored)
+    changed = tmp_path / file
+    source = changed.read_text()
+    assert source.count(before) == 1
+    changed.write_text(source.replace(before, block[1] + before))
+    return tmp_path
+
+
+def run_in(directory: Path, program: str, *arguments: str) -> str:
+    """What a program prints that imports the package in a directory."""
+    environment = os.environ | {"PYTHONPATH": str(directory), "RRFP_COMPILED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=directory,
+        env=environment | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+RRFP = "import sys; from rrfp.cli.main import main; sys.argv[0] = 'rrfp'; sys.exit(main())"
+
+
+@pytest.mark.timeout(300)
+def test_a_knob_is_one_file(tmp_path: Path) -> None:
+    before = "    limits_by_shape: bool = False\n"
+    there = with_field(tmp_path, "A knob of the policy", "rrfp/schedule/policy.py", before)
+    for command in ("train --help-all", "run --help", "simulate --help", "analyze whatif --help"):
+        assert re.search(r"--eagerness +INT ", run_in(there, RRFP, *command.split())), command
+    sweep = ("--pp", "2", "--microbatches", "4", "--sweep", "eagerness=0,3", "--format", "json")
+    rows = json.loads(run_in(there, RRFP, "simulate", *sweep))["rows"]
+    assert [row["eagerness"] for row in rows] == [0, 3]
+    program = """
+import json
+from pathlib import Path
+from rrfp.errors import UsageError
+from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.train.settings import TrainSettings
+Path("run.toml").write_text("[policy]\\neagerness = 3\\n")
+settings = TrainSettings.from_toml(Path("run.toml"))
+ranks = TrainSettings.from_json(settings.to_json())
+found = [settings.policy, ranks.policy, DispatchSettings(eagerness=3).policy]
+stated = dispatched(DispatchSettings(eagerness=3)).settings([], 1)
+print(json.dumps([each.eagerness for each in found] + [stated["eagerness"]]))
+try:
+    TrainSettings(eagerness="few")
+except UsageError as error:
+    print(error)
+"""
+    values, refusal = run_in(there, program).splitlines()
+    assert json.loads(values) == [3, 3, 3, 3]
+    assert refusal.startswith("--eagerness is 'few'")
+
+
+@pytest.mark.timeout(300)
+def test_a_flag_of_train_is_one_file(tmp_path: Path) -> None:
+    before = "    seed: int = setting(\n"
+    there = with_field(tmp_path, "A flag of rrfp train", "rrfp/train/settings.py", before)
+    assert re.search(r"--clip +NORM ", run_in(there, RRFP, "train", "--help-all"))
+    program = """
+import json
+from pathlib import Path
+from rrfp.errors import UsageError
+from rrfp.train.checks import check_settings
+from rrfp.train.settings import TrainSettings
+Path("run.toml").write_text("clip = 0.5\\n")
+settings = TrainSettings.from_toml(Path("run.toml"))
+print(json.dumps([settings.run.clip, settings.described()["clip"]]))
+try:
+    check_settings(TrainSettings(clip=0))
+except UsageError as error:
+    print(error)
+"""
+    values, refusal = run_in(there, program).splitlines()
+    assert json.loads(values) == [0.5, 0.5]
+    assert refusal.startswith("--clip is 0; it must be a finite number above 0")
 
 
 def test_an_importer_reads_a_run(tmp_path: Path) -> None:

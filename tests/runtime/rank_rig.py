@@ -38,8 +38,8 @@ from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.order import Order
-from rrfp.schedule.patience import JustInTime
 from rrfp.schedule.policy import Policy
+from rrfp.schedule.punctuality import JustInTime
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind, Task, parse_task

@@ -20,7 +20,7 @@ from rrfp.runtime.device import interface as seam
 from rrfp.runtime.device_worker import DeviceWorker
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.patience import JustInTime
+from rrfp.schedule.punctuality import JustInTime
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import (

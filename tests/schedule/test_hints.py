@@ -1,7 +1,9 @@
 """The hints by their names."""
 
+import re
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.named_hints import ALTERNATIONS, HINTS, ORDERS, Alternation, hint_named
+from rrfp.schedule.named_hints import (
+    ALTERNATIONS,
+    CHOSEN_BY_AUTO,
+    HINTS,
+    ORDERS,
+    Alternation,
+    hint_named,
+)
 from rrfp.schedule.order import Order, format_order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import Blocked, check_binding, order_of, rehearse
@@ -26,23 +35,25 @@ SHAPES = {
 SPLIT = {"bfw", "bfw-deep", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
-def test_the_names_are_those_of_the_command_line() -> None:
-    assert tuple(HINTS) == (
-        "bf",
-        "fb",
-        "b-first",
-        "f-first",
-        "bfw",
-        "bf-deep",
-        "bfw-deep",
-        "1f1b",
-        "gpipe",
-        "zb-h1",
-        "zb-v",
-        "v-half",
-        "v-min",
-        "interleaved",
-    )
+FIRST_NAMES = (
+    *("bf", "fb", "b-first", "f-first", "bfw", "bf-deep", "bfw-deep"),
+    *("1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min", "interleaved"),
+)
+"""The names that commands of users have; each must stay."""
+
+
+def documented_names() -> tuple[str, ...]:
+    """The names in the table of hints of docs/reference/training.md."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "training.md").read_text()
+    table = page.partition("\n## Hints\n")[2].partition("\n\nAmong")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return tuple(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
+
+
+def test_the_names_are_those_of_the_command_line_and_of_the_page() -> None:
+    assert documented_names() == (*HINTS, "auto")
+    assert tuple(name for name in HINTS if name in FIRST_NAMES) == FIRST_NAMES
+    assert set(CHOSEN_BY_AUTO) <= set(HINTS)
 
 
 @pytest.mark.parametrize("name", HINTS)

@@ -23,7 +23,8 @@ from rrfp.schedule.knobs import (
     parse_patience,
 )
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.patience import (
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.punctuality import (
     IN_PLANS,
     IN_RULES,
     RISK,
@@ -32,7 +33,6 @@ from rrfp.schedule.patience import (
     Trust,
     punctuality_of,
 )
-from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import (

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from rrfp.cli.help_screens import Command
 from rrfp.trace.run_dir import RUNS
 
 _FIRST = (
@@ -69,7 +70,7 @@ def make_app() -> typer.Typer:
     names = {module.name for module in iter_modules(__path__)}
     for name in (*_FIRST, *sorted(names.difference(_FIRST))):
         module = import_module(f"{__name__}.{name}")
-        command = group.command(name.replace("_", "-"), epilog=module.EXAMPLE)
+        command = group.command(name.replace("_", "-"), cls=Command, epilog=module.EXAMPLE)
         command(getattr(module, name))
     return group
 

@@ -1,13 +1,14 @@
 """`rrfp analyze whatif`: a run replayed with changes."""
 
 import re
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rrfp.cli.console import print_report
-from rrfp.cli.declared_options import hint_names
-from rrfp.cli.options import PEOPLE, Format, FrameFormat, Steps, TracePath
+from rrfp.cli.declared_options import hint_names, run_names, taking
+from rrfp.cli.options import PATH_HELP, PEOPLE, STEPS_HELP, Format
 from rrfp.cli.output import (
     NOT_WHOLE,
     WITHOUT_SIZES,
@@ -20,9 +21,9 @@ from rrfp.cli.output import (
 )
 from rrfp.cli.progress import working
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_hint
+from rrfp.inputs import Declared, declared_knobs, read_knob, resolve_hint, setting
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import parse_hold, parse_patience
+from rrfp.schedule.policy import KNOBS
 
 if TYPE_CHECKING:
     from rrfp.replay.change import Change
@@ -33,106 +34,97 @@ EXAMPLE = (
     "rrfp analyze whatif runs/latest --hint bfw --hint zb-h1 --hold 8"
 )
 
+_POLICY, _CAUSES = "Policy", "What slowed it"
 
-def whatif(
-    path: TracePath = None,
-    hint: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HINT",
-            help="A hint's name or an order file; may be given several times.",
-            autocompletion=hint_names,
-        ),
-    ] = None,
-    dispatch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ready|fixed",
-            help="What the hint is to the dispatcher; --hint, --limit or --hold without it make it "
-            "ready.",
-        ),
-    ] = None,
-    limit: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Forwards a rank may run ahead of its backwards, or none."),
-    ] = None,
-    hold: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|SIZE",
-            help="Activations kept on a rank: 8 (microbatches of the whole rank), 40GiB, or 1.0x "
-            "of what 1F1B would have kept at most.",
-        ),
-    ] = None,
-    patience: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="How long a free rank waits for a better task that was announced to it: 0 (never),"
-            " auto or a time such as 5ms.",
-        ),
-    ] = None,
-    without_jitter: Annotated[
-        bool, typer.Option("--without-jitter", help="Let every task take the mean of its kind.")
-    ] = False,
-    median_stage: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="STAGE", help="Make a stage as fast as the one in the middle."),
-    ] = None,
-    free_links: Annotated[
-        bool, typer.Option("--free-links", help="Let messages take no time.")
-    ] = False,
-    usual_link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM-TO",
-            help="Make the messages between two pipeline ranks as fast as on the link in the "
-            "middle.",
-        ),
-    ] = None,
-    usual_rank: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="RANK", help="Make a rank as fast as those that run the same tasks."
-        ),
-    ] = None,
-    usual_replica: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="REPLICA", help="Make a replica as fast as the others."),
-    ] = None,
-    even_microbatches: Annotated[
-        bool, typer.Option("--even-microbatches", help="Let all microbatches weigh the same.")
-    ] = False,
-    usual_microbatches: Annotated[
-        bool,
-        typer.Option(
-            "--usual-microbatches", help="Make heavy microbatches as light as the median one."
-        ),
-    ] = False,
-    admit: Annotated[
-        Admit, typer.Option(help="In which order the microbatches enter, by what each took.")
-    ] = Admit.GIVEN,
-    even_stages: Annotated[
-        bool,
-        typer.Option(
-            "--even-stages",
-            help="Even out the stages' work: in whole layers, if the run tells how many it has.",
-        ),
-    ] = False,
-    w_share: Annotated[
-        float | None,
-        typer.Option(
-            help="The weight gradient's share of a backward that was recorded whole, for hints "
-            "that split it; without it, that of F, B and W as 1 to 0.9 to 0.6."
-        ),
-    ] = None,
-    steps: Steps = None,
-    output_format: FrameFormat = Format.TABLE,
-    fail_above: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Exit with 3 when a row would save more than this."),
-    ] = None,
-) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatifOptions:
+    """The options beside the knobs of the policy."""
+
+    path: Path | None = setting(
+        None, PATH_HELP, is_argument=True, metavar="RUN", completes=run_names
+    )
+    without_jitter: bool = setting(
+        False, "Let every task take the mean of its kind.", panel=_CAUSES
+    )
+    median_stage: int | None = setting(
+        None,
+        "Make a stage as fast as the one in the middle.",
+        least=0,
+        metavar="STAGE",
+        panel=_CAUSES,
+    )
+    free_links: bool = setting(False, "Let messages take no time.", panel=_CAUSES)
+    usual_link: str | None = setting(
+        None,
+        "Make the messages between two pipeline ranks as fast as on the link in the middle.",
+        metavar="FROM-TO",
+        panel=_CAUSES,
+    )
+    usual_rank: int | None = setting(
+        None,
+        "Make a rank as fast as those that run the same tasks.",
+        least=0,
+        metavar="RANK",
+        panel=_CAUSES,
+    )
+    usual_replica: int | None = setting(
+        None,
+        "Make a replica as fast as the others.",
+        least=0,
+        metavar="REPLICA",
+        panel=_CAUSES,
+    )
+    even_microbatches: bool = setting(False, "Let all microbatches weigh the same.", panel=_CAUSES)
+    usual_microbatches: bool = setting(
+        False, "Make heavy microbatches as light as the median one.", panel=_CAUSES
+    )
+    admit: Admit = setting(
+        Admit.GIVEN,
+        "In which order the microbatches enter, by what each took",
+        metavar="ORDER",
+        panel=_POLICY,
+    )
+    even_stages: bool = setting(
+        False,
+        "Even out the stages' work: in whole layers, if the run tells how many it has.",
+        panel=_CAUSES,
+    )
+    w_share: float | None = setting(
+        None,
+        "The weight gradient's share of a backward that was recorded whole, for hints that split "
+        "it; without it, that of F, B and W as 1 to 0.9 to 0.6.",
+    )
+    steps: str | None = setting(None, STEPS_HELP, metavar="A:B")
+    output_format: Format = setting(
+        Format.TABLE,
+        "table, md (Markdown, as GitHub has it), json, csv or parquet.",
+        flag="format",
+        metavar="FORMAT",
+    )
+    fail_above: float | None = setting(
+        None, "Exit with 3 when a row would save more than this.", least=0, most=1
+    )
+
+
+def _knobs() -> Iterator[Declared]:
+    """The knobs without their defaults: what is not given stays as the run had it."""
+    for each in declared_knobs("", in_run=False):
+        about = each.help.partition(" [")[0].rstrip(".")
+        if each.flag == "hint":
+            yield replace(
+                each,
+                kind=list[str],
+                help="A hint's name or an order file; may be given several times.",
+                completes=hint_names,
+                panel=_POLICY,
+            )
+        else:
+            yield replace(each, help=f"{about}.", panel=_POLICY)
+
+
+@taking(WhatifOptions, _knobs())
+def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
     """Replay a run under other hints and bounds, or without what slowed it.
 
     The run's own policy is replayed first; how far that is from what was
@@ -143,58 +135,50 @@ def whatif(
     from rrfp.analyze.chosen_steps import step_time_ns
     from rrfp.analyze.frames import recording_of
     from rrfp.analyze.whatif import whatif_table
-    from rrfp.cli.simulate.rows import count_or_none, read_dispatch
     from rrfp.replay.change import Change
     from rrfp.replay.whatif import what_if
 
-    chosen = None if dispatch is None else read_dispatch("dispatch", dispatch)
-    bound = None if limit is None else count_or_none("limit", limit)
-    kept = None if hold is None else parse_hold(hold, "--hold", auto=False)
-    waits = None if patience is None else parse_patience(patience, "--patience")
-    link = None if usual_link is None else _parse_link(usual_link)
+    hints = texts.pop("hint", None)
+    knobs = {
+        name: read_knob(KNOBS[name], text, f"--{name}", in_run=False)
+        for name, text in texts.items()
+    }
+    unbound = "limit" in knobs and knobs["limit"] is None
+    link = None if options.usual_link is None else _parse_link(options.usual_link)
+    causes: dict[str, Any] = {
+        "without_jitter": options.without_jitter,
+        "median_stage": options.median_stage,
+        "free_links": options.free_links,
+        "usual_link": link,
+        "usual_rank": options.usual_rank,
+        "usual_replica": options.usual_replica,
+        "even_microbatches": options.even_microbatches,
+        "usual_microbatches": options.usual_microbatches,
+        "admit": options.admit,
+        "even_stages": options.even_stages,
+    }
 
     def changes(run: "RecordedRun") -> "list[Change]":
-        hints = [resolve_hint(text).on(run.shape) for text in hint] if hint else [None]
-        return [
-            Change(
-                each,
-                chosen,
-                bound,
-                kept,
-                waits,
-                limit is not None and bound is None,
-                without_jitter=without_jitter,
-                median_stage=median_stage,
-                free_links=free_links,
-                usual_link=link,
-                usual_rank=usual_rank,
-                usual_replica=usual_replica,
-                even_microbatches=even_microbatches,
-                usual_microbatches=usual_microbatches,
-                admit=admit,
-                even_stages=even_stages,
-            )
-            for each in hints
-        ]
+        chosen = [resolve_hint(text).on(run.shape) for text in hints] if hints else [None]
+        return [Change(hint, unbound=unbound, **knobs, **causes) for hint in chosen]
 
-    is_admitted = admit is not Admit.GIVEN
-    evened = (even_microbatches, usual_microbatches, even_stages)
-    switches = (without_jitter, free_links, *evened, is_admitted)
-    places = (median_stage, link, usual_rank, usual_replica)
-    choices = (hint, dispatch, limit, hold, patience, *places)
-    is_asked = any(switches) or any(choice is not None for choice in choices)
-    frames = read_frames(path, steps, evaluations=False)
+    is_asked = bool(hints) or Change(unbound=unbound, **knobs, **causes) != Change()
+    frames = read_frames(options.path, options.steps, evaluations=False)
     with working("Replaying the run"):
-        report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
+        report = what_if(
+            recording_of(frames), changes if is_asked else None, w_share=options.w_share
+        )
     note_warm_up(frames)
     note_left_out(report.run.left_out, NOT_WHOLE)
     note_left_out(report.run.without_sizes, WITHOUT_SIZES)
-    if output_format in PEOPLE:
+    if options.output_format in PEOPLE:
         note_evaluations(frames, "only steps that train are replayed")
 
     step_ns = step_time_ns(frames, [each.step for each in report.run.steps])
-    print_report([whatif_table(report, step_ns)], output_format, left_out_of(frames))
-    check_threshold(fail_above, max(row.saving for row in report.rows), "the best row's saving")
+    print_report([whatif_table(report, step_ns)], options.output_format, left_out_of(frames))
+    check_threshold(
+        options.fail_above, max(row.saving for row in report.rows), "the best row's saving"
+    )
 
 
 def _parse_link(text: str) -> tuple[int, int]:

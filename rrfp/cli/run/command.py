@@ -11,28 +11,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rrfp.cli import errors
-from rrfp.cli.declared_options import hint_help, panel_of
+from rrfp.cli.declared_options import OUTPUT, TIME_OUTS, hint_help, metavar_of, panel_of
 from rrfp.cli.run.script import Module, Program, Script
 from rrfp.errors import RrfpError, UsageError, did_you_mean
+from rrfp.inputs import Declared
 from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted, tell
 from rrfp.megatron.job.schedule_patches import DropIn, StandIn, put_after_import
 from rrfp.megatron.native.patch import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.launchers import told_as_torch_reads_it
-from rrfp.schedule.hints import Hint
 from rrfp.schedule.policy import Dispatch
-from rrfp.train.settings import DECLARED, Declared
+from rrfp.train.settings import DECLARED
 
 _ASKER = "rrfp run"
-
-_STEERING = (
-    *("hint", "limit", "hold", "hold_features", "measure_memory"),
-    *("w", "agreement", "patience", "grad_order"),
-    *("admit", "admit_cost", "plan_ms", "admit_across"),
-    *("transport", "outbox_mb", "tls"),
-)
-"""Settings of a training run that a job takes as they are."""
 
 _RECORDING = ("out", "force", "no_trace", "trace_mb")
 
@@ -40,45 +32,45 @@ _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Where launchers say which rank a process is."""
 
 
-def _own(flag: str, group: str, kind: type, metavar: str, help_text: str) -> Declared:
-    return Declared(flag, group, flag, kind, None, help_text, None, metavar)
-
-
-OPTIONS = (
-    replace(
-        DECLARED["dispatch"],
-        help="ready (default: the hint ranks ready tasks), fixed (its order binds) or megatron "
-        "(Megatron-Core's own schedule, recorded).",
-    ),
-    *(DECLARED[name] for name in _STEERING),
+_STEERING = (
+    *(each for each in DECLARED.values() if each.group in ("policy", "step")),
+    *(DECLARED[name] for name in ("transport", "outbox_mb", "tls")),
     replace(
         DECLARED["placement"],
         help="Where the job's model chunks are: loop (default: Megatron's interleaving) or v "
         "(there and back, 2 a rank).",
     ),
-    _own(
-        "connect_s",
-        "waits",
-        float,
-        "S",
-        "Longest time for ranks to connect at their first step [as the process group].",
+    Declared(
+        flag="connect_s",
+        field="connect_s",
+        kind=float,
+        help="Longest time for ranks to connect at their first step [as the process group].",
+        metavar="SECONDS",
+        panel=TIME_OUTS,
     ),
-    _own(
-        "stall_s",
-        "waits",
-        float,
-        "S",
-        "Longest time without any arrival before a rank gives up [as the process group, at least "
-        "600].",
+    Declared(
+        flag="stall_s",
+        field="stall_s",
+        kind=float,
+        help="Longest time without any arrival before a rank gives up [as the process group, at "
+        "least 600].",
+        metavar="SECONDS",
+        panel=TIME_OUTS,
     ),
+)
+"""The options that are keywords of `DispatchSettings`."""
+
+OPTIONS = (
+    *_STEERING,
     *(DECLARED[name] for name in _RECORDING),
-    _own(
-        "steps",
-        "recording",
-        str,
-        "A:B",
-        "Record training steps A to B - 1, counted from the process's first training call, and the "
-        "evaluations between them [all].",
+    Declared(
+        flag="steps",
+        field="steps",
+        kind=str,
+        help="Record training steps A to B - 1, counted from the process's first training call, "
+        "and the evaluations between them [all].",
+        metavar="A:B",
+        panel=OUTPUT,
     ),
 )
 """Every option with a name of `rrfp run`, but -m and --help."""
@@ -148,18 +140,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     panels: dict[str, Any] = {}
     for declared in OPTIONS:
-        name = panel_of(declared)
+        name = str(panel_of(declared))
         if name not in panels:
             panels[name] = parser.add_argument_group(name)
         panel, told = panels[name], declared.help_text
-        told = (hint_help(told) if declared.kind is Hint else told).replace("%", "%%")
+        told = (hint_help(told) if declared.flag == "hint" else told).replace("%", "%%")
         if declared.kind is bool:
             panel.add_argument(f"--{declared.spelled}", action="store_true", help=told)
         else:
-            is_read = declared.kind in (int, float, Path)
+            is_read = declared.value_type in (int, float, Path)
             panel.add_argument(
                 f"--{declared.spelled}",
-                metavar=declared.metavar,
+                metavar=metavar_of(declared),
                 type=declared.read if is_read else str,
                 help=told,
             )
@@ -205,13 +197,11 @@ def _stand_in(given: dict[str, Any]) -> StandIn | None:
     """What the options put in the place of Megatron's schedule; None if they leave it alone. Raises
     UsageError for options that do not go together."""
     request = _request(given)
-    dispatch = DECLARED["dispatch"].read(given.get("dispatch"))
-    steering = {name: value for name, value in given.items() if name not in _NOT_STEERING}
+    steering = {each.flag: given[each.flag] for each in _STEERING if each.flag in given}
+    dispatch = DECLARED["dispatch"].read(steering.pop("dispatch", None))
     if dispatch is not Dispatch.MEGATRON:
-        settings = DispatchSettings(
-            **steering, **({} if dispatch is None else {"dispatch": dispatch})
-        )
-        return DropIn(settings, request)
+        chosen = {} if dispatch is None else {"dispatch": dispatch}
+        return DropIn(DispatchSettings(**chosen, **steering), request)
     if steering:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in steering)
         raise UsageError(
@@ -219,9 +209,6 @@ def _stand_in(given: dict[str, Any]) -> StandIn | None:
             "ours; leave one of them out"
         )
     return None if request is None else RecordedNative(request)
-
-
-_NOT_STEERING = {"dispatch", "steps", *_RECORDING}
 
 
 def _request(given: dict[str, Any]) -> RecordingRequest | None:

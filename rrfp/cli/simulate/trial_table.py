@@ -1,7 +1,6 @@
 """The table of `rrfp simulate`: a row for each simulated setting."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from rrfp.analyze.table import (
@@ -14,7 +13,7 @@ from rrfp.analyze.table import (
     Table,
     seconds,
 )
-from rrfp.cli.simulate.rows import Asked, field_of
+from rrfp.cli.simulate.asked import SETTINGS, Asked
 from rrfp.planning.candidates import in_words
 from rrfp.planning.trials import Row
 from rrfp.schedule.named_hints import AUTO
@@ -99,7 +98,7 @@ def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _choice(asked: Asked, row: Row) -> str | None:
     """Return what `--hint auto` chose for a row, in words; None if the row names its hint."""
-    return in_words(row.trials[0].policy) if asked.hint == AUTO.name else None
+    return in_words(row.trials[0].policy) if asked.policy.hint.name == AUTO.name else None
 
 
 def _label(asked: Asked, row: Row) -> str:
@@ -112,13 +111,14 @@ def _title(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> str:
 
     The title of a single row has the choice of `--hint auto`, too.
     """
-    defaults = {field.name: field.default for field in fields(asked[0])}
-    own = {field_of(name) for each in asked for name in each.own}
+    described = [each.described() for each in asked]
+    own = {SETTINGS[name].flag for each in asked for name in each.own}
     shared = [
         (name, value)
-        for name, value in asked[0].described().items()
-        if name not in own and all(getattr(each, name) == value for each in asked)
+        for name, value in described[0].items()
+        if name not in own and all(each[name] == value for each in described)
     ]
+    defaults = {each.flag: each.default_described for each in SETTINGS.values()}
     words = [
         f"{name} {value}"
         for name, value in shared

@@ -1,17 +1,17 @@
 """`rrfp tune`: settings, and a split of the layers, found by simulation."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from rrfp.cli.console import print_rows
-from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, escaped, one_of, run_names
+from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, run_names, taking
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_up, read_frames
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
+from rrfp.inputs import setting
 from rrfp.schedule.knobs import parse_hold
 from rrfp.simulate.costs.model import Uneven
 
@@ -21,174 +21,149 @@ if TYPE_CHECKING:
 _COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "Trials"
 _COST_FILES = (".csv", ".toml")
 _PER_TASK_MS, _PER_MESSAGE_MS = 0.3, 0.5
-"""What the runtime takes of paced runs on two busy cores (docs/reference/tune.md)."""
+"""The runtime's own time in paced runs on two busy cores (docs/reference/tune.md)."""
 _OWN_JITTER = "lognormal:0.01"
-"""No machine is exact. An order that is fast only without any noise is not to win."""
+"""No machine is exact, and an order that is fast only without any noise must not win."""
 
 
 def _named(incomplete: str) -> list[Offer]:
     return [*cost_names(incomplete), *run_names(incomplete)] if incomplete else run_names("")
 
 
-def _of_costs(help_text: str, least: int = 1, metavar: str = "N") -> Any:
-    return typer.Option(min=least, help=escaped(help_text), metavar=metavar, rich_help_panel=_COSTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """The options of `rrfp tune`."""
+
+    named: str | None = setting(
+        None,
+        "A run (its directory, its name in runs/, @-1 for the newest, or its trace), or "
+        "costs: language, multimodal, uniform, a CSV or TOML file; none means the newest run.",
+        is_argument=True,
+        metavar="RUN|COSTS",
+        completes=_named,
+    )
+    memory: str = setting(
+        "1.0x",
+        "Most activations that a rank may keep: 40GiB, 8 (microbatches), or 1.0x (of 1F1B's "
+        "largest peak)",
+        metavar="SIZE",
+    )
+    layers: str | None = setting(
+        None,
+        "How many layers the model has, or each stage as it is, where run or costs do not say it.",
+        metavar="N|N,N,...",
+    )
+    uneven: Uneven = setting(
+        Uneven.RANKS,
+        "Why equally many layers take longer on some stages: slow ranks, or heavy layers",
+        metavar="WHY",
+    )
+    megatron_lm: bool = setting(
+        False, "Only what Megatron-LM's own scripts can build: no V of chunks."
+    )
+    pp: int | None = setting(None, "Pipeline ranks [required with costs].", least=1, panel=_COSTS)
+    microbatches: int | None = setting(
+        None,
+        "Microbatches a step and replica, of the size in the costs [required with costs].",
+        least=1,
+        panel=_COSTS,
+    )
+    micro_batch_size: int | None = setting(
+        None,
+        "Sequences in a microbatch of the costs, to be divided or joined.",
+        least=1,
+        panel=_COSTS,
+    )
+    tp: int | None = setting(None, "Tensor-parallel ranks [1].", least=1, panel=_COSTS)
+    dp: int | None = setting(None, "Data-parallel replicas [1].", least=1, panel=_COSTS)
+    jitter: str | None = setting(
+        None,
+        "none, J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md "
+        f"[{_OWN_JITTER}, a machine's own].",
+        panel=_COSTS,
+    )
+    per_task_ms: float | None = setting(
+        None,
+        "The runtime's own time between two tasks, which costs do not have [0.3].",
+        least=0,
+        most=1000,
+        metavar="MS",
+        panel=_COSTS,
+    )
+    per_message_ms: float | None = setting(
+        None,
+        "The runtime's own time for a message [0.5].",
+        least=0,
+        most=1000,
+        metavar="MS",
+        panel=_COSTS,
+    )
+    simulations: int = setting(
+        2000,
+        "About how many steps the search may simulate",
+        least=1,
+        most=1_000_000,
+        panel=_SEARCH,
+    )
+    budget_s: float | None = setting(
+        None,
+        "Longest time of the search; what was found by then counts.",
+        least=0.1,
+        most=86_400,
+        metavar="SECONDS",
+        panel=_SEARCH,
+    )
+    seed: int = setting(
+        1234,
+        "Seed of the search, and the first seed of the costs",
+        least=0,
+        most=2**31,
+        panel=_SEARCH,
+    )
+    seeds: int = setting(
+        20,
+        "Steps that proposals are predicted for; the search sees others",
+        least=2,
+        most=1000,
+        panel=_SEARCH,
+    )
+    best: int = setting(5, "Proposals", least=1, most=50, panel=_SEARCH)
+    tried: int = setting(
+        0,
+        "Run the best of them for real, this many, with the run's own settings; of costs in a "
+        "file, as paced runs",
+        flag="try",
+        least=0,
+        most=50,
+        panel=_TRIALS,
+    )
+    steps: int = setting(
+        5, "Steps of each trial, after one to warm up", least=1, most=1000, panel=_TRIALS
+    )
+    output_format: RowFormat = setting(
+        RowFormat.TABLE,
+        "How to print the proposals",
+        flag="format",
+        metavar="FORMAT",
+        panel=OUTPUT,
+    )
+
+    def of_costs(self) -> dict[str, Any]:
+        """The options that only costs in a file need, by flag."""
+        return {
+            "pp": self.pp,
+            "microbatches": self.microbatches,
+            "micro-batch-size": self.micro_batch_size,
+            "tp": self.tp,
+            "dp": self.dp,
+            "jitter": self.jitter,
+            "per-task-ms": self.per_task_ms,
+            "per-message-ms": self.per_message_ms,
+        }
 
 
-def tune(
-    named: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN|COSTS",
-            help="A run (its directory, its name in runs/, @-1 for the newest, or its trace), or "
-            "costs: language, multimodal, uniform, a CSV or TOML file; none means the newest run.",
-            autocompletion=_named,
-        ),
-    ] = None,
-    memory: Annotated[
-        str,
-        typer.Option(
-            help="Most activations that a rank may keep: 40GiB, 8 (microbatches), or 1.0x (of "
-            "1F1B's largest peak).",
-            metavar="SIZE",
-        ),
-    ] = "1.0x",
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|N,N,...",
-            help="How many layers the model has, or each stage as it is, where run or costs do not "
-            "say it.",
-        ),
-    ] = None,
-    uneven: Annotated[
-        Uneven,
-        typer.Option(
-            help="Why equally many layers take longer on some stages: slow ranks, or heavy layers."
-        ),
-    ] = Uneven.RANKS,
-    megatron_lm: Annotated[
-        bool,
-        typer.Option(
-            "--megatron-lm", help="Only what Megatron-LM's own scripts can build: no V of chunks."
-        ),
-    ] = False,
-    pp: Annotated[int | None, _of_costs("Pipeline ranks.")] = None,
-    microbatches: Annotated[
-        int | None, _of_costs("Microbatches a step and replica, of the size in the costs.")
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None, _of_costs("Sequences in a microbatch of the costs, to be divided or joined.")
-    ] = None,
-    tp: Annotated[int | None, _of_costs("Tensor-parallel ranks [1].")] = None,
-    dp: Annotated[int | None, _of_costs("Data-parallel replicas [1].")] = None,
-    jitter: Annotated[
-        str | None,
-        typer.Option(
-            help=escaped(
-                "none, J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md "
-                f"[{_OWN_JITTER}, a machine's own]."
-            ),
-            metavar="TEXT",
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
-    per_task_ms: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1000,
-            metavar="MS",
-            help=escaped(
-                "The runtime's own time between two tasks, which costs do not have [0.3]."
-            ),
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
-    per_message_ms: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1000,
-            metavar="MS",
-            help=escaped("The runtime's own time for a message [0.5]."),
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
-    simulations: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            metavar="N",
-            help="About how many steps the search may simulate.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = 2000,
-    budget_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            max=86_400,
-            metavar="S",
-            help="Longest time of the search; what was found by then counts.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=2**31,
-            metavar="N",
-            help="Of the search, and the first seed of the costs.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = 1234,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=2,
-            max=1000,
-            metavar="N",
-            help="Steps that proposals are predicted for; the search sees others.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = 20,
-    best: Annotated[
-        int, typer.Option(min=1, max=50, metavar="N", help="Proposals.", rich_help_panel=_SEARCH)
-    ] = 5,
-    tried: Annotated[
-        int,
-        typer.Option(
-            "--try",
-            min=0,
-            max=50,
-            metavar="N",
-            help="Run the best N for real, with the run's own settings; of costs in a file, as "
-            "paced runs.",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = 0,
-    steps: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1000,
-            metavar="N",
-            help="Steps of each trial, after one to warm up.",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = 5,
-    output_format: Annotated[
-        RowFormat,
-        typer.Option(
-            "--format",
-            help="How to print the proposals.",
-            rich_help_panel=OUTPUT,
-            autocompletion=one_of(*RowFormat),
-        ),
-    ] = RowFormat.TABLE,
-) -> None:
+@taking(TuneOptions)
+def tune(options: TuneOptions) -> None:
     """Find the best settings, and split of the layers, within a memory.
 
     Searches hint, order of entry, bound, chunks and their placement, layers a
@@ -201,45 +176,37 @@ def tune(
     from rrfp.cli.tune.trial import Trials
     from rrfp.tune.search import tune as search
 
-    of_costs = {
-        "pp": pp,
-        "microbatches": microbatches,
-        "micro-batch-size": micro_batch_size,
-        "tp": tp,
-        "dp": dp,
-        "jitter": jitter,
-        "per-task-ms": per_task_ms,
-        "per-message-ms": per_message_ms,
-    }
-    asked_memory = parse_hold(memory, "--memory", auto=False)
-    split = None if layers is None else _layers(layers)
+    named, uneven, tried = options.named, options.uneven, options.tried
+    asked_memory = parse_hold(options.memory, "--memory", auto=False)
+    split = None if options.layers is None else _layers(options.layers)
     is_costs = _is_costs(named)
+    of_costs, loop_only = options.of_costs(), options.megatron_lm
     if is_costs:
         assert named is not None
-        source = _costs_source(named, of_costs, split, uneven, loop_only=megatron_lm)
+        source = _costs_source(named, of_costs, split, uneven, loop_only=loop_only)
         settings: Mapping[str, object] = {}
     else:
-        source, settings = _run_source(named, of_costs, split, uneven, loop_only=megatron_lm)
-    costs = named if is_costs else None
-    # What cannot be tried is told before the search.
-    trials = Trials(source, settings, uneven, steps, jitter or "none", costs, num=tried)
-    with progress("Searching", simulations) as advance:
+        source, settings = _run_source(named, of_costs, split, uneven, loop_only=loop_only)
+    costs, jitter = named if is_costs else None, options.jitter or "none"
+    # What cannot be tried is refused before the search.
+    trials = Trials(source, settings, uneven, options.steps, jitter, costs, num=tried)
+    with progress("Searching", options.simulations) as advance:
         found = search(
             source,
             asked_memory,
-            seed=seed,
-            simulations=simulations,
-            budget_s=budget_s,
-            num_best=best,
-            num_predicted=seeds,
+            seed=options.seed,
+            simulations=options.simulations,
+            budget_s=options.budget_s,
+            num_best=options.best,
+            num_predicted=options.seeds,
             told=lambda: advance(1),
         )
     tries = [trials.run(number, each) for number, each in enumerate(found.proposals[:tried], 1)]
     table = proposal_table(source, found, tries)
     # Flags begin with a dash and are no formulas.
-    print_rows(table, output_format, may_have_formulas=False)
-    if output_format in (RowFormat.TABLE, RowFormat.MD):
-        print_flags(source, found, markdown=output_format is RowFormat.MD)
+    print_rows(table, options.output_format, may_have_formulas=False)
+    if options.output_format in (RowFormat.TABLE, RowFormat.MD):
+        print_flags(source, found, markdown=options.output_format is RowFormat.MD)
 
 
 def _is_costs(named: str | None) -> bool:

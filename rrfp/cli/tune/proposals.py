@@ -8,7 +8,7 @@ from rrfp.analyze.table import BYTES, CHANGE, NAME, TEXT, Column, Table, Unit, s
 from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import IMPATIENT, Bytes, Hold, told_bytes
+from rrfp.schedule.knobs import Bytes, Hold, told_bytes
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import NS_PER_S
@@ -16,7 +16,6 @@ from rrfp.tune.flags import flags_of
 
 if TYPE_CHECKING:
     from rrfp.cli.tune.trial import Tried
-    from rrfp.tune.candidate import Candidate
     from rrfp.tune.search import Found, Predicted
     from rrfp.tune.source import Source
 
@@ -165,17 +164,18 @@ def _notes(source: "Source", found: "Found") -> list[str]:
 
 def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
     """Return a candidate in a few words."""
-    words = [candidate.hint]
-    if candidate.dispatch is not Dispatch.READY:
-        words[0] += f" {candidate.dispatch}"
-    if candidate.w is not WeightGradients.IDLE:
-        words[0] += f", W {candidate.w}"
+    policy = candidate.policy
+    words = [policy.hint.name]
+    if policy.dispatch is not Dispatch.READY:
+        words[0] += f" {policy.dispatch}"
+    if policy.w is not WeightGradients.IDLE:
+        words[0] += f", W {policy.w}"
     if candidate.chunks > 1:
         where = "a V" if candidate.placement is Placement.V else "a loop"
         words.append(f"{candidate.chunks} chunks in {where}")
-    if isinstance(candidate.hold, int):
-        words.append(f"hold {candidate.hold}")
-    if candidate.patience != IMPATIENT:
+    if isinstance(policy.hold, int):
+        words.append(f"hold {policy.hold}")
+    if policy.waits:
         words.append("patient")
     if candidate.admit is not Admit.GIVEN:
         words.append(str(candidate.admit))

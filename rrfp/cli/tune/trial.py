@@ -1,7 +1,6 @@
 """Proposals run for real, for a few steps."""
 
 import hashlib
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -102,14 +101,16 @@ class Trials:
         return proposal.mean_s if same is None or len(seeds) < len(counted) else same.mean_s
 
     def _own_settings(self) -> "TrainSettings":
+        from rrfp.schedule.policy import KNOBS
         from rrfp.train.settings import DECLARED, TrainSettings
 
         if self.costs is None:
-            known = {flag: self.settings[flag] for flag in DECLARED if flag in self.settings}
+            # The proposal replaces the run's policy, which may be an order of the user's own.
+            flags = [flag for flag in DECLARED if flag not in KNOBS]
+            known = {flag: self.settings[flag] for flag in flags if flag in self.settings}
             if "script" in self.settings or not {"model", "layers", "microbatches"} <= known.keys():
                 raise UsageError(_NO_TRAINING)
-            # An order of the user's own is replaced anyway.
-            return TrainSettings.from_json(json.dumps({**known, "hint": "bf"}))
+            return TrainSettings(**known)
         source = self.source
         num_stages = source.shape.num_ranks
         return TrainSettings(
@@ -127,22 +128,15 @@ class Trials:
     def _settings(self, proposal: "Predicted") -> "TrainSettings":
         """The run's own settings with the proposal's."""
         from rrfp.inputs import layout_string
-        from rrfp.schedule.knobs import described_patience
 
         candidate, source, own = proposal.candidate, self.source, self._own
         assert own is not None
         changed: dict[str, Any] = {
-            "hint": candidate.hint,
-            "dispatch": str(candidate.dispatch),
-            "w": str(candidate.w),
-            "hold": candidate.hold,
-            "limit": candidate.limit,
+            **candidate.policy.values(),
             "chunks": candidate.chunks,
             "placement": str(candidate.placement),
             "microbatches": candidate.microbatches(source.shape.num_microbatches),
-            "patience": described_patience(candidate.patience),
             "admit": source.admitted or str(candidate.admit),
-            "agreement": "intersection",
             "steps": _WARM_UP + self.steps,
             "out": None,
             "force": False,

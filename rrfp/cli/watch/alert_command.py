@@ -11,7 +11,7 @@ from typing import IO
 
 from rrfp.errors import first_line
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
 
@@ -42,7 +42,7 @@ class AlertCommand:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._running.append(_Running(process, output, time.monotonic() + _PATIENCE_S))
+        self._running.append(_Running(process, output, time.monotonic() + _TIMEOUT_S))
 
     def ended(self) -> list[str]:
         """A sentence for each command that has failed since the last call."""
@@ -53,7 +53,7 @@ class AlertCommand:
                 if time.monotonic() < each.deadline_s:
                     continue
                 _end(each.process)
-                told.append(f"the alert command was ended after {_PATIENCE_S:.0f} s")
+                told.append(f"the alert command was ended after {_TIMEOUT_S:.0f} s")
             elif code:
                 each.output.seek(0)
                 said = first_line(each.output.read().decode(errors="replace"))

@@ -10,7 +10,6 @@ import torch
 from rrfp.megatron.adapters.groups import expert_parallel_of, replicas_of
 from rrfp.megatron.adapters.models import config_of, version
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.schedule.knobs import described_hold, described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import plain_integer
@@ -38,17 +37,15 @@ class Steering:
 
 def dispatched(settings: DispatchSettings) -> Steering:
     """A job whose tasks we dispatch."""
-    hint = settings.policy.hint.name
     # Not a copy in depth: a cost function may hold on to anything.
-    asked = {each.name: getattr(settings, each.name) for each in fields(settings)} | {"hint": hint}
-    del asked["policy"]
-    asked["hold"] = described_hold(settings.policy.hold)
-    asked["patience"] = described_patience(settings.policy.patience)
+    others = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    del others["policy"]
+    asked = settings.policy.described() | others
     for name in ("admit_cost", "hold_features"):
         if callable(asked[name]):
             asked[name] = getattr(asked[name], "__qualname__", "a function")
     return Steering(
-        hint,
+        settings.policy.hint.name,
         settings.placement,
         lambda *_: asked,
         lambda asked: settings.policy.of_shape(_shape_of(asked, settings.placement)).described(),

@@ -12,7 +12,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.watch.alarms import TOLD, Measure
 
 _PATH = "/v1/metrics"
-_PATIENCE_S = 5
+_TIMEOUT_S = 5
 
 
 def open_at(where: str, run: str) -> "OpentelemetryMetrics":
@@ -41,7 +41,7 @@ class OpentelemetryMetrics:
         }
         self._step = meter.create_gauge("rrfp.step", description="The last step that has ended.")
         self._slow: set[tuple[str, str]] = set()
-        self._exporter = OTLPMetricExporter(endpoint=endpoint, timeout=_PATIENCE_S)
+        self._exporter = OTLPMetricExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
         # It would tell of each failure on stderr, where the page is; `flush` tells of one.
         logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 
@@ -59,7 +59,7 @@ class OpentelemetryMetrics:
         data = self._reader.get_metrics_data()
         if data is None:
             return
-        result = self._exporter.export(data, timeout_millis=_PATIENCE_S * 1000)
+        result = self._exporter.export(data, timeout_millis=_TIMEOUT_S * 1000)
         if result is not MetricExportResult.SUCCESS:
             raise RrfpError(f"no collector took the measures at {self._endpoint}")
 

@@ -118,7 +118,7 @@ class Obstacle:
     """Why no store is found somewhere."""
 
     fact: str
-    patience_s: float
+    timeout_s: float
     """How long it may stay before there is no use in waiting."""
 
 
@@ -138,7 +138,7 @@ def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
             return None
         obstacles.append(obstacle)
     # Host 0 may still come to listen at the one where nobody does.
-    return max(obstacles, key=lambda obstacle: obstacle.patience_s)
+    return max(obstacles, key=lambda obstacle: obstacle.timeout_s)
 
 
 def _obstacle_at_address(

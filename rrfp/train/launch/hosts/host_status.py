@@ -143,8 +143,8 @@ class Pulse:
     def is_silent(self, host: int) -> bool:
         """Whether a host that has come, and not ended, was not heard for too long: half as long
         where this one has failed, and only waits for what is left to say."""
-        patience = 0.5 if self._own.state is State.FAILED else 1.0
-        return self._quiet_s(host) > patience * self.silence_s
+        share = 0.5 if self._own.state is State.FAILED else 1.0
+        return self._quiet_s(host) > share * self.silence_s
 
     def reason(self) -> RrfpError | None:
         """Why ranks of this host have lost those of another: what that host says, or that it is not

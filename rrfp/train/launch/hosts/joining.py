@@ -98,7 +98,7 @@ def in_common(settings: TrainSettings, data: str) -> dict[str, object]:
     on."""
     paths = {
         "hint": order_file(settings.hint.name),
-        "admit": admission_file(settings.policy.admit),
+        "admit": admission_file(settings.step.admit),
         "pace": None if settings.run.pace is None else costs_file(settings.run.pace),
         "tokenizer": None
         if settings.data.tokenizer is None
@@ -410,9 +410,9 @@ class _Meeting:
         since_s = time.monotonic()
         while obstacle := obstacle_at(self.host, self.port, self._silence_s):
             now_s = time.monotonic()
-            if obstacle.patience_s == math.inf:
+            if obstacle.timeout_s == math.inf:
                 since_s = now_s
-            elif now_s - since_s >= obstacle.patience_s:
+            elif now_s - since_s >= obstacle.timeout_s:
                 raise UsageError(
                     f"the hosts cannot meet at {self._endpoint.given}: {obstacle.fact}; see "
                     "--rdzv-endpoint, and whether host 0 can be reached there"

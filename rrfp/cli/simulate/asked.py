@@ -1,0 +1,226 @@
+"""The rows that `rrfp simulate` is asked for: from its flags, `--row` and `--sweep` to values.
+
+One grammar serves all three. A setting is a name and a text, and is read in the same way whether
+it stands as a flag (for all rows), in `--row` (for that row) or in `--sweep` (for the rows that it
+makes). The knobs of the policy are settings of a row, and so is everything that `Asked` declares.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from enum import StrEnum
+from itertools import product
+from math import prod
+from typing import Any
+
+from rrfp.cli.declared_options import DATA, LAYOUT, SCHEDULE, cost_names
+from rrfp.errors import RrfpError, UsageError, did_you_mean
+from rrfp.inputs import Declared, declared_in, declared_knobs, is_choice, read_knob, setting
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.policy import KNOBS, Knob, Policy, one_of, parse_count
+from rrfp.schedule.shape import Placement
+
+_MAX_ROWS = 10_000
+"""The most rows that one command makes."""
+
+
+class LinkMode(StrEnum):
+    """How messages pass."""
+
+    ASYNC = "async"
+    """Beside the work, one at a time on a directed link."""
+    BLOCKING = "blocking"
+    """Both ranks wait for it, as in Megatron's own schedules."""
+
+
+_COSTS = "Costs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A row as its user asks for it."""
+
+    policy: Policy
+    """The policy; `with_limits` puts in the usual limit of the row's shape."""
+    links: LinkMode = setting(
+        LinkMode.ASYNC,
+        "async (default: messages pass beside the work) or blocking (both ranks wait for "
+        "them, as in Megatron's own schedules; with --dispatch fixed).",
+        panel=_COSTS,
+        metavar="MODE",
+    )
+    pp: int = setting(MISSING, "Pipeline ranks [required].", panel=LAYOUT)
+    microbatches: int = setting(MISSING, "Microbatches a step and replica [required].", panel=DATA)
+    chunks: int = setting(1, "Model chunks a pipeline rank", panel=LAYOUT)
+    placement: Placement = setting(
+        Placement.LOOP,
+        "Where chunks lie: loop (default) or v (with --chunks 2).",
+        panel=LAYOUT,
+        metavar="WHERE",
+    )
+    tp: int = setting(1, "Tensor-parallel ranks", panel=LAYOUT)
+    dp: int = setting(1, "Data-parallel replicas", panel=LAYOUT)
+    admit: str = setting(
+        Admit.GIVEN,
+        "The order in which microbatches enter: given (default), pyramid (light, heavy, "
+        "light), plan (searched by simulation, from what is known before the step) or a file "
+        "with a line a step.",
+        panel=SCHEDULE,
+        metavar="ORDER",
+    )
+    """A name, or an admission file."""
+    admit_across: AdmitAcross = setting(
+        AdmitAcross.NONE,
+        "Whether each step's microbatches are balanced over the --dp replicas by cost before "
+        "they enter: none (default) or replicas.",
+        panel=SCHEDULE,
+        metavar="HOW",
+    )
+    costs: str = setting(
+        "uniform",
+        "uniform (default), language, multimodal, a CSV or TOML file, or a run or its trace.",
+        panel=_COSTS,
+        completes=cost_names,
+    )
+    jitter: str = setting(
+        "none",
+        "none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md.",
+        panel=_COSTS,
+    )
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The settings of this row alone, from `--row` and `--sweep`, as text."""
+
+    @property
+    def label(self) -> str:
+        """The settings of this row alone, in as few words as identify it."""
+        words = (
+            text if name in _TELLING and text != "none" else f"{name} {text}"
+            for name, text in self.own.items()
+        )
+        return " ".join(words) or "as given"
+
+    @property
+    def num_processes(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    def described(self) -> dict[str, object]:
+        """Every setting by its name, as JSON has it."""
+        policy = self.policy.described()
+        return {
+            each.flag: policy[each.flag] if each.flag in policy else getattr(self, each.flag)
+            for each in SETTINGS.values()
+        }
+
+
+def asked_rows(flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]) -> list[Asked]:
+    """The rows asked for, in order: the combinations of the sweeps, the first one slowest, and
+    each of `rows` in every combination.
+
+    Raises UsageError for a text that is not of this grammar, and for a setting that two of them
+    decide.
+    """
+    own = [_read_row(text) for text in rows] or [{}]
+    axes = _read_sweeps(sweeps)
+    for name in axes:
+        if name in flags:
+            raise UsageError(f"--{name} is given and swept as well; keep one of the two")
+        if any(name in settings for settings in own):
+            raise UsageError(f"--row sets {name}, which is swept as well; keep one of the two")
+    num_rows = prod(map(len, axes.values())) * len(own)
+    if num_rows > _MAX_ROWS:
+        raise UsageError(
+            f"this makes {num_rows} rows, more than {_MAX_ROWS}; sweep fewer values at once"
+        )
+    return [
+        _asked(flags, {**dict(zip(axes, values, strict=True)), **settings})
+        for values in product(*axes.values())
+        for settings in own
+    ]
+
+
+def in_row(own: Mapping[str, str], error: RrfpError) -> RrfpError:
+    """The error with the settings of the row that it is about, if the row has any of its own."""
+    place = " ".join(f"{name}={text}" for name, text in own.items())
+    return type(error)(f"in the row {place}: {error}") if own else error
+
+
+def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
+    texts = {**flags, **own}
+    for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
+        if name not in texts:
+            raise UsageError(f"--{name} is missing; say how many {what}, as in --{name} 8")
+    policy = {name: _read(name, text) for name, text in texts.items() if name in KNOBS}
+    others = {
+        SETTINGS[name].field: _read(name, text) for name, text in texts.items() if name not in KNOBS
+    }
+    try:
+        made = Policy(**policy)
+    except UsageError as error:
+        raise in_row(own, error) from None
+    if "limit" not in policy:
+        made = made.with_usual_limit()
+    return Asked(policy=made, own=own, **others)
+
+
+def _read(name: str, text: str) -> Any:
+    declared = SETTINGS[name]
+    label, kind = f"--{name}", declared.kind
+    if isinstance(kind, Knob):
+        return read_knob(kind, text, label, in_run=False)
+    if kind is int:
+        return parse_count(text, label)
+    return one_of(kind)(text, label, False) if is_choice(kind) else text
+
+
+def _read_row(text: str) -> dict[str, str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--row {text} cannot be read: {error}; close the quotation") from None
+    settings: dict[str, str] = {}
+    for word in words:
+        name, value = _read_pair(
+            word, f"--row takes settings such as hint=bfw hold=8, not '{word}'"
+        )
+        if name in settings:
+            raise UsageError(f"--row {text} sets {name} twice; keep one")
+        settings[name] = value
+    return settings
+
+
+def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
+    axes: dict[str, list[str]] = {}
+    for text in sweeps:
+        name, values = _read_pair(
+            text, f"--sweep takes a setting and its values, such as limit=4,8,16, not '{text}'"
+        )
+        if name in axes:
+            raise UsageError(f"{name} is swept twice; put its values into one --sweep")
+        axes[name] = values.split(",")
+    return axes
+
+
+def _read_pair(text: str, sentence: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(sentence)
+    if name not in SETTINGS:
+        raise UsageError(
+            f"'{name}' is not a setting of a row ({', '.join(SETTINGS)})"
+            f"{did_you_mean(name, SETTINGS)}"
+        )
+    return name, value
+
+
+_DECLARED = {
+    each.spelled: each for each in (*declared_knobs("", in_run=False), *declared_in("", Asked))
+}
+_FIRST = ("hint", "dispatch", "links", "pp", "microbatches", "chunks", "placement", "tp", "dp")
+
+SETTINGS: dict[str, Declared] = {name: _DECLARED[name] for name in _FIRST} | _DECLARED
+"""The settings of a row, by the names of their flags."""
+
+
+_TELLING = ("hint", "dispatch", "links", "placement", "w", "agreement", "admit", "costs", "jitter")
+"""Settings whose texts need no name to be understood, but for `none`."""
