@@ -17,7 +17,7 @@ from rrfp.tune.flags import flags_of
 if TYPE_CHECKING:
     from rrfp.cli.tune.trial import Tried
     from rrfp.tune.search import Found, Predicted
-    from rrfp.tune.source import Source
+    from rrfp.tune.source import Candidate, Source
 
 _WIDTH = 79
 """The width of the lines of flags."""
