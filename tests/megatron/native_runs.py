@@ -102,7 +102,7 @@ def run_steps(
 
 
 ROOT = Path(__file__).parents[2]
-JOB = ROOT / "tests" / "megatron_job.py"
+JOB = ROOT / "tests" / "megatron" / "user_job.py"
 
 
 def run_script(options: list[str], arguments: list[str]) -> None:
