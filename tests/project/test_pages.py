@@ -625,7 +625,7 @@ def test_an_importer_reads_a_run(tmp_path: Path) -> None:
 def test_an_analysis_subcommand_takes_two_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = EXTENDING.partition("\n## An analysis subcommand\n")[2]
+    section = EXTENDING.partition("\n## An analysis subcommand\n")[2].partition("\n## ")[0]
     packages = (analyze, analyze_commands)
     for package, code in zip(packages, _PYTHON.findall(section), strict=True):
         directory = tmp_path / package.__name__
