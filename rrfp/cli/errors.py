@@ -89,15 +89,19 @@ def handled(command: Callable[[], object]) -> int | Callable[[], int]:
     function instead, whose errors are not ours to handle: then give that, to be called for the exit
     code."""
     with tolerate_closed_streams():
-        return _handled(command)
+        try:
+            return _handled(command)
+        except KeyboardInterrupt:  # perhaps while another error was being told
+            # As Python ends it gives up a handler of ours, and one more Ctrl-C would kill it.
+            if signal.getsignal(signal.SIGINT) is _interrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _say("interrupted")
+            return INTERRUPTED
 
 
 def _handled(command: Callable[[], object]) -> int | Callable[[], int]:
     try:
         left: Any = command()
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
     except RrfpError as error:
         return tell(error)
     except BrokenPipeError as error:

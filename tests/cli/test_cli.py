@@ -141,6 +141,31 @@ def test_a_bug_is_told_as_one(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("raised", ["KeyboardInterrupt", "CannotBeToldError"])
+def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
+    """They also come while an error is told, and when Python has given up its handlers."""
+    program = (
+        "import os, sys\n"
+        "from rrfp.cli import errors\n"
+        "from rrfp.errors import RrfpError\n"
+        "class CannotBeToldError(RrfpError):\n"
+        "    def __str__(self):\n"
+        "        raise KeyboardInterrupt\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
+        "        kill(pid, 2)\n"
+        "sys.last = Last()\n"
+        "def interrupted():\n"
+        f"    raise {raised}\n"
+        "errors.take_interrupts()\n"
+        "sys.exit(errors.handled(interrupted))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "rrfp: interrupted\n")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("arguments", "code"),

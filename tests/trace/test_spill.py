@@ -301,21 +301,26 @@ def test_a_merge_takes_no_more_memory_for_more_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge, "_PART_BYTES", 1 << 16)
-    peaks: dict[int, list[int]] = {40: [], 320: []}
-    for number, num_steps in enumerate((40, 320) * 3):
-        run = RunDir(tmp_path / str(number))
-        _spill_many(run, num_steps)
-        # A table of half a megabyte replaces that of a cache which earlier tests have filled.
-        for each in (*vars(packets).values(), *vars(writer).values()):
-            if hasattr(each, "cache_clear"):
-                each.cache_clear()
-        tracemalloc.start()
-        encode_session(run)
-        peaks[num_steps].append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    # What is made once, or by another thread of this process, counts for one of three at most.
-    short, long = map(min, peaks.values())
-    assert long < 1.5 * short + (1 << 20)
+    # What is made once, or by another thread of this process, counts in one attempt at most.
+    for attempt in range(3):
+        short, long = (_peak(RunDir(tmp_path / f"{num}-{attempt}"), num) for num in (40, 320))
+        if long < 1.5 * short + (1 << 20):
+            return
+    pytest.fail(f"320 steps took {long} bytes, and 40 took {short}")
+
+
+def _peak(run: RunDir, num_steps: int) -> int:
+    """The most bytes that Python allocated during the merge of so many steps."""
+    _spill_many(run, num_steps)
+    # A table of half a megabyte replaces that of a cache which earlier tests have filled.
+    for each in (*vars(packets).values(), *vars(writer).values()):
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()
+    tracemalloc.start()
+    encode_session(run)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def _spill_many(run: RunDir, num_steps: int) -> None:
