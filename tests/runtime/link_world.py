@@ -499,6 +499,10 @@ class World:
             for end in self.ends:
                 if end.is_stopped:
                     continue
+                if end.num_carried is not None:
+                    # A slow write that ends may report a pipe that was full, and is not any more.
+                    end.end_write(1000, self.now_ns)
+                    is_moving = True
                 while end.begin_write(self.now_ns) and end.end_write(1000, self.now_ns):
                     is_moving = True
                 is_moving |= end.read(1000, self.now_ns) > 0
