@@ -36,11 +36,11 @@ from rrfp.megatron.step_groups import (
     Place,
     device_of,
     sharing_groups,
-    step_groups,
     timeout_s_of,
 )
+from rrfp.megatron.step_plan import StepCall, StepPlan
 from rrfp.megatron.step_policy import StepPolicies
-from rrfp.megatron.step_values import StepCall, StepObserver, StepPlan, StepReport
+from rrfp.megatron.step_report import StepObserver, StepReport
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
@@ -182,9 +182,7 @@ class ForwardBackward:
                 }
             )
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
-        call = StepCall.of(
-            models, step_groups(p2p_communicator, pg_collection), forward_only=forward_only
-        )
+        call = StepCall.of(models, p2p_communicator, pg_collection, forward_only=forward_only)
         links = self._links[call.place, len(models)]
         plan = self._open(links, call, data_iterator, num_microbatches)
         plan = self._look_ahead(links, plan)

@@ -116,7 +116,7 @@ class NoisySteps:
 Order = tuple[int, ...]
 
 NUM_SIMULATIONS = 400
-"""By default: half of what eight times as many gain (docs/performance.md)."""
+"""The default, which gains half of what eight times as many do."""
 
 _DRAWS = 8
 """Draws that a neighbour must pass."""

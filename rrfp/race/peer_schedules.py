@@ -25,7 +25,7 @@ from rrfp.megatron.adapters.parallel_state import context_parallel_size
 from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.weight_gradients import DeferredWeightGradients
-from rrfp.megatron.step_values import StepReport
+from rrfp.megatron.step_report import StepReport
 from rrfp.race.systems import PEERS
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic

@@ -17,7 +17,7 @@ from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicy
-from rrfp.megatron.step_values import StepReport
+from rrfp.megatron.step_report import StepReport
 from rrfp.megatron.transport_log import TransportLog
 from rrfp.planning.candidates import in_words
 from rrfp.runtime import rendezvous as introduction

@@ -9,7 +9,6 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
     is_graph_safe_cuda_rng_tracker,
-    model_parallel_cuda_manual_seed,
 )
 
 
@@ -47,4 +46,7 @@ def tracker_of_generators() -> str | None:
 
 def seed_states(seed: int) -> None:
     """Reset all states to those of this seed, which differ between tensor-parallel ranks."""
+    # Only whoever sets up the process groups needs it.
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -37,7 +37,7 @@ from rrfp.megatron.step_groups import (
     step_groups,
     timeout_s_of,
 )
-from rrfp.megatron.step_values import StepReport
+from rrfp.megatron.step_report import StepReport
 from rrfp.megatron.transport_log import TransportLog
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.protocols import monotonic

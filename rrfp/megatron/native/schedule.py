@@ -18,7 +18,7 @@ from rrfp.interchange.range_names import task_range, wait_range
 from rrfp.megatron.adapters.groups import pipeline_size
 from rrfp.megatron.adapters.models import config_of
 from rrfp.megatron.adapters.native_schedule import own_schedule, wrapped_parts
-from rrfp.megatron.step_values import StepReport
+from rrfp.megatron.step_report import StepReport
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.schedule.named_hints import hint_named
