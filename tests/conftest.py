@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests start ranks, their server imports what they need beside the first tests."""
     if "tests.e2e.ranks" in sys.modules and not session.config.option.collectonly:
         sys.modules["tests.e2e.ranks"].start_server()
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_stay_pytests() -> Iterator[None]:
+    """A command that a test calls in this process takes Ctrl-C for good, and may leave it ignored,
+    which the processes of later tests would inherit."""
+    handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    yield
+    signal.signal(signal.SIGINT, handler)
+    sys.unraisablehook = hook
 
 
 @pytest.fixture
