@@ -1,4 +1,4 @@
-"""Runs with one planted cause, and clean ones."""
+"""The first finding of a run with one planted cause names it; a clean run has none."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A run is followed from its files, whatever becomes of it, and takes no notice."""
+"""A run is followed from its files, and the rank that became slow is named."""
 
 import json
 import os

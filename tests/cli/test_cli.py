@@ -1,4 +1,4 @@
-"""None"""
+"""The command line as a whole: its help, its exit codes, its completions, and `rrfp hint`."""
 
 import io
 import os
@@ -48,7 +48,9 @@ def app_that_raises(error: BaseException) -> typer.Typer:
     return app
 
 
-@pytest.mark.parametrize("arguments", [[], ["trace"], ["analyze"], ["train"], ["simulate"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["trace"], ["analyze"], ["train"], ["simulate"], ["hint", "show"]]
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     program = (
         "import sys\n"
@@ -561,22 +563,6 @@ def test_wrong_usage_exits_with_2(
     assert (code, out) == (2, "")
     assert err.startswith(f"rrfp: {sentence}")
     assert err.count("\n") == 1
-
-
-def test_help_of_hint_loads_nothing_heavy() -> None:
-    program = (
-        "import sys\n"
-        "from rrfp.cli.main import main\n"
-        "sys.argv = ['rrfp', 'hint', 'show', '--help']\n"
-        "assert main() == 0\n"
-        "print('loaded:', [name for name in ('torch', 'polars') if name in sys.modules])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rrfp hint show 1f1b --pp 4" in done.stdout
-    assert "loaded: []" in done.stdout
 
 
 # The grid alone.

@@ -1,4 +1,4 @@
-"""Damages inside of a container, which would otherwise only break its checksum or its form."""
+"""Damages of files: of their bytes, and inside of the containers that they are."""
 
 import gzip
 import io

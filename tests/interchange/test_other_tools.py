@@ -1,4 +1,4 @@
-"""The tables of StragglerAnalysis made into runs."""
+"""Traces of other tools become runs, and runs become traces of other tools."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""What is no trace of another program's, damaged, or a run of ours already: it is refused."""
+"""`rrfp trace import` refuses what is damaged, incomplete, or no trace that it reads."""
 
 import gzip
 import json

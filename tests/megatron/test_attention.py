@@ -1,6 +1,4 @@
-"""Attention for trials on the CPU, of what Megatron leaves to Transformer Engine: over packed
-sequences, and over one that ranks share. It is Megatron's own local attention under a mask of ours;
-and one rank's part of a GPT with it."""
+"""Context parallelism and packed sequences, by an attention that runs on the CPU."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""A chunk's tasks where a device works beside its host: outputs that are deallocated stay until
-they are sent, and no task waits for a number that the device has."""
+"""The tasks of one chunk beside a device, and with layers that torch.compile has compiled."""
 
 import random
 import time

@@ -1,5 +1,4 @@
-"""Items that are dealt in a job: what cannot be, who says so, and what is written down. What is
-learned is in rows of megatron/test_learns_the_same.py."""
+"""Steps whose order of entry is planned, admitted, balanced or chosen learn the same."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Trials: what settings share under a seed, and what their rows say."""
+"""Trials share their draws, and the search for an order of entry repeats and is bounded."""
 
 import os
 import signal

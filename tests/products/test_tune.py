@@ -1,4 +1,4 @@
-"""`rrfp tune` as it is called, and what it prints."""
+"""`rrfp tune` finds splits and settings within the memory, and its proposals train."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The page of figures from GPUs and the kit that measures them list the same lines."""
+"""The pages hold: commands parse, links lead somewhere, tables and examples are true."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""The longest path of a step, found a second time and more simply: from the last task to end, back
-to what ended last of the things that each task needed.
+"""Naive versions of analyses: a step's division into causes, and its longest path.
 
 It knows tasks and messages alone. Of a run with blocking transfers, and of an imported one, it
 knows no messages, so that it is right only where a message passes as soon as its task has ended and

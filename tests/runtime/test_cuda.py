@@ -1,4 +1,4 @@
-"""Why CUDA cannot be used: each reason in its sentence, and without a driver every call refuses."""
+"""CUDA is absent for a reason that is named; with it, the bindings and host memory work."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""What the plane of CUDA IPC says of a CUDA that refuses, and of offers that it cannot take."""
+"""The planes of CUDA IPC and NIXL carry, refuse and leave nothing behind, over stand-ins."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Frames: whatever training sends arrives bit for bit; whatever is malformed is refused."""
+"""Frames arrive bit for bit or are refused, and both ends of a link hold to the protocol."""
 
 import socket
 import struct

@@ -1,4 +1,4 @@
-"""Single decisions of a lone rank: rounds and priorities, orders, waits, counts, and errors."""
+"""Single decisions of one rank or of a group, with whole and split backwards."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The hints by their names."""
+"""The hints have names, rehearse into orders, and V-Half and V-Min keep what they promise."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""The hold in bytes: never a byte over it, never a stall, and the hold in microbatches is its case
-of equal sizes."""
+"""The limit on D and the hold are never exceeded, and nothing stalls under them."""
 
 from dataclasses import replace
 from fractions import Fraction

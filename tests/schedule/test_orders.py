@@ -1,4 +1,4 @@
-"""The named orders: that they can run, what they hold, how long they take, and whom they refuse."""
+"""Tasks, shapes and orders: how they are written, what they hold, and whom they refuse."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""The simulator's engine: the same steps as an independent one, and what links and rounds cost."""
+"""The engine runs the same steps as an independent one, and none is faster than the floor."""
 
 import random
 from collections import defaultdict

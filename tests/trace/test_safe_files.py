@@ -1,4 +1,4 @@
-"""Only one module of rrfp creates files: what it opens cannot be a link that somebody planted."""
+"""One module alone creates files; it writes them whole, whatever the disk does."""
 
 import ast
 import errno

@@ -1,4 +1,4 @@
-"""A rank's spill file: what was written is read back, and only a torn last line is forgiven."""
+"""A spill file is read back except for a torn last line, and the merge takes bounded memory."""
 
 import fcntl
 import json

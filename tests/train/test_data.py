@@ -1,4 +1,4 @@
-"""None"""
+"""The data of `rrfp train`, and its evaluations, are the same everywhere; wrong ones are named."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The launcher's processes: all ended when one fails or a signal comes, and how each ended."""
+"""What ends a rank reaches the launcher, which ends all other processes and names the cause."""
 
 import ast
 import errno

@@ -1,4 +1,4 @@
-"""A long run takes no more memory, files, threads or room on disk than a short one."""
+"""A run trains on or ends with a reason on full disks, with few files, and over many steps."""
 
 import ast
 import errno

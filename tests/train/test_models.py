@@ -1,5 +1,4 @@
-"""The multimodal model: what its stages compute by hand and by our schedules. Ranks that learn what
-they learn by Megatron's schedule are rows of megatron/test_learns_the_same.py."""
+"""The GPT and the multimodal model start and learn the same in every layout."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,4 @@
-"""None"""
+"""The settings of `rrfp train` are read, checked and written back, whether from flags or TOML."""
 
 import json
 from fractions import Fraction
