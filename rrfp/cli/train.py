@@ -142,7 +142,7 @@ def _check_policy(settings: TrainSettings) -> None:
 
 def _check_admission(settings: TrainSettings) -> None:
     from rrfp.inputs import resolve_admission
-    from rrfp.megatron.item_costs import resolve_cost
+    from rrfp.planning.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
 
     admission = resolve_admission(settings.step.admit, settings.data.microbatches)
