@@ -1,77 +1,57 @@
-"""The planned orders of a recorded job, as a file that `admit` takes: a line a step.
+"""Files of a run with a line per step: `admission.csv` and `dealing.csv`.
 
-The first rank of each replica writes its own; at the end the leader of the recording joins them.
+A line lists, for each replica, the numbers of its microbatches in the order in which they enter.
+`--admit` or `--admit-across` with such a file repeats the run.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from rrfp.schedule.admission import format_admission
-from rrfp.schedule.balance import Hands, format_dealing
-from rrfp.trace.safe_files import ReportFile, open_own, open_whole
+from rrfp.trace.safe_files import ReportFile, open_whole
 
-# What a run has dealt, as a file that `admit_across` takes: a line a step.
+Orders = Sequence[Sequence[int]]
+"""By replica: the numbers of microbatches in the order in which they enter."""
 
 
-class DealingFile:
-    """The file, written by one rank of the run.
+class StepFile:
+    """Writes such a file, on one rank."""
 
-    A step without a line of its own, before the one that a run goes on from, has what the data
-    give.
-    """
-
-    def __init__(
-        self, path: Path, num_replicas: int, num_microbatches: int, first_step: int = 0
-    ) -> None:
-        """Keep the lines of the steps before `first_step`."""
-        kept = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    def __init__(self, path: Path, given: Orders, first_step: int = 0) -> None:
+        """Keep the lines of the steps before `first_step`. Those without a line get `given`, the
+        line of a step that enters as the data give it."""
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         # An interrupted write leaves half a line.
-        whole = [line for line in kept if line.endswith("\n")][:first_step]
-        firsts = range(0, num_replicas * num_microbatches, num_microbatches)
-        given = format_dealing([range(first, first + num_microbatches) for first in firsts])
+        complete = [line for line in lines if line.endswith("\n")][:first_step]
+        complete += [format_admission(given)] * (first_step - len(complete))
         with open_whole(path) as file:
-            file.write(("".join(whole) + given * (first_step - len(whole))).encode())
+            file.write("".join(complete).encode())
         self._file = ReportFile(path)
 
-    def write(self, hands: Hands) -> None:
-        """Write the next step, which has ended."""
-        self._file.write(format_dealing(hands))
+    def write(self, orders: Orders) -> None:
+        """Write the line of the next step, which has ended."""
+        self._file.write(format_admission(orders))
 
     def close(self) -> None:
         self._file.close()
 
 
-class OrdersFile:
-    """What one replica's first rank writes."""
-
-    def __init__(self, path: Path, replica: int) -> None:
-        """`path` is that of the joined file."""
-        self._file = open_own(_part(path, replica), anew=True)
-
-    def write(self, order: Sequence[int]) -> None:
-        """The order of the next step."""
-        self._file.write(format_admission([order]).encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def part_of(path: Path, replica: int) -> Path:
+    """The file of one replica, until `join_parts` joins all of them."""
+    return path.with_name(f"{path.stem}-{replica}{path.suffix}")
 
 
-def join_orders(path: Path) -> None:
-    """Join the files of all replicas, up to the last step that all of them have; without any, there
-    is nothing to do."""
+def join_parts(path: Path) -> None:
+    """Join the files of all replicas, up to the last step that all of them have. Does nothing if
+    there are none."""
     parts: list[Path] = []
-    while (part := _part(path, len(parts))).exists():
+    while (part := part_of(path, len(parts))).exists():
         parts.append(part)
     if not parts:
         return
     lines = [part.read_text("utf-8").splitlines() for part in parts]
     with open_whole(path) as file:
-        for of_step in zip(*lines, strict=False):
-            file.write(f"{'; '.join(of_step)}\n".encode())
+        for orders in zip(*lines, strict=False):
+            file.write(f"{'; '.join(orders)}\n".encode())
     for part in parts:
         part.unlink()
-
-
-def _part(path: Path, replica: int) -> Path:
-    return path.with_name(f"{path.stem}-{replica}{path.suffix}")

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.planning.balanced_costs import DealtCosts
+from rrfp.planning.modelled_costs import BalancedCosts, known_step
 from rrfp.planning.candidates import KnownSteps, MakeWorld, candidates_of, choose, fits, unbound_of
-from rrfp.planning.order_search import NUM_SIMULATIONS, known_of
-from rrfp.planning.process_pool import plan_all
+from rrfp.planning.order_search import NUM_SIMULATIONS, plan_all
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.named_hints import BF, BFW, AutoHint
 from rrfp.schedule.policy import Dispatch, Policy
@@ -181,7 +180,7 @@ def with_budget(setting: Setting, seeds: Sequence[int]) -> Setting:
     """The setting with a hold that is a multiple of 1F1B's peak as a number, for these seeds."""
     steps = [(seed, replica) for seed in seeds for replica in range(setting.num_replicas)]
     policy, costs = setting.policy, setting.costs
-    if isinstance(costs, DealtCosts):
+    if isinstance(costs, BalancedCosts):
         # The same multiple is the same memory, whatever is dealt.
         policy = resolved(policy, setting.shape, costs.given, steps)
     policy = resolved(policy, setting.shape, costs, steps)
@@ -235,7 +234,7 @@ def _planned(
     for setting in settings:
         if setting.admit is Admit.PLAN:
             steps = [
-                known_of(
+                known_step(
                     *(setting.costs, setting.jitter, setting.policy, setting.shape),
                     *(seed, replica, setting.num_members),
                     blocking=setting.blocking,

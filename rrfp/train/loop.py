@@ -18,7 +18,7 @@ from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_report import StepReport
 from rrfp.megatron.transport_log import TransportLog
-from rrfp.planning.candidates import in_words
+from rrfp.planning.candidates import describe_choice
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime import rendezvous as introduction
 from rrfp.runtime.net.transport import device_at
@@ -521,7 +521,7 @@ def _told(
     if policy is None:
         return f"{settings.hint.name} {settings.policy.dispatch}", None
     choice = policy.choice
-    return in_words(policy.policy), None if choice is None else choice.described()
+    return describe_choice(policy.policy), None if choice is None else choice.described()
 
 
 def checkpoints_of(

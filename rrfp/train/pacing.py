@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_dealing
-from rrfp.planning.balanced_costs import DealtCosts
-from rrfp.planning.order_search import Known, known_of
+from rrfp.planning.modelled_costs import BalancedCosts
+from rrfp.planning.order_search import Known, known_step
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
 from rrfp.schedule.admission import Admission, ListedOrders
@@ -112,7 +112,7 @@ class StepPacer:
     def known(self, step: int, policy: Policy, num_members: int) -> Known:
         """What is known of a step before it begins, for a planner of this policy."""
         assert self._costs is not None
-        return known_of(
+        return known_step(
             *(self._costs, self._jitter, policy, self._shape),
             *(self._seed + step, self._replica, num_members),
         )
@@ -120,7 +120,7 @@ class StepPacer:
     def hands(self, step: int) -> Hands:
         """What each replica is dealt of a step's global batch, in the order in which it enters."""
         costs, shape, seed = self._costs, self._shape, self._seed + step
-        assert isinstance(costs, DealtCosts)
+        assert isinstance(costs, BalancedCosts)
         return [
             [
                 hand[index]
@@ -296,7 +296,7 @@ def _dealt(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
     if costs is None or dealing is AdmitAcross.NONE:
         return costs
     listed = dealing if isinstance(dealing, ListedDealings) else None
-    return DealtCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
+    return BalancedCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:

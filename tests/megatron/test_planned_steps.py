@@ -104,14 +104,14 @@ def test_draws_that_move_random_states_are_not_looked_at() -> None:
 def test_another_iterator_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     both = AheadIterators()
     first, second = iter(range(4)), iter(range(4))
-    (looked,) = both.put_in([first])
+    (looked,) = both.wrap([first])
     assert looked.look(2) == [0, 1]
     with caplog.at_level(logging.WARNING):
-        assert list(both.put_in([second])[0]) == [0, 1, 2, 3]
+        assert list(both.wrap([second])[0]) == [0, 1, 2, 3]
     assert "2 items that were drawn ahead wait for the one before" in caplog.text
-    assert list(both.put_in([first])[0]) == [0, 1, 2, 3]
-    assert both.put_in([[1, 2], None]) == [[1, 2], None]
-    assert both.put_in([second, second]) == [second, second]
+    assert list(both.wrap([first])[0]) == [0, 1, 2, 3]
+    assert both.wrap([[1, 2], None]) == [[1, 2], None]
+    assert both.wrap([second, second]) == [second, second]
 
 
 def test_a_planned_run_trains_as_in_that_order() -> None:

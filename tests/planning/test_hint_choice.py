@@ -20,7 +20,7 @@ from rrfp.planning.candidates import (
     candidates_of,
     choose,
     fits,
-    in_words,
+    describe_choice,
 )
 from rrfp.planning.step_policy import StepPolicies
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
@@ -49,7 +49,7 @@ ONE = Shape(4, 8)
 
 
 def names(asked: Policy, shape: Shape, **more: Any) -> set[str]:
-    return {in_words(each.policy) for each in candidates_of(asked, shape, **more)}
+    return {describe_choice(each.policy) for each in candidates_of(asked, shape, **more)}
 
 
 def test_auto_begins_with_what_is_good_in_most_cases() -> None:
@@ -90,7 +90,7 @@ def test_candidates_fit_the_shape_and_the_bounds() -> None:
 
 def playing(times: Mapping[str, Sequence[int | None]]) -> Callable[[Candidate, int], int | None]:
     """What steps take, by candidate; 1000 ns under others."""
-    return lambda candidate, step: times.get(in_words(candidate.policy), [1000] * 8)[step]
+    return lambda candidate, step: times.get(describe_choice(candidate.policy), [1000] * 8)[step]
 
 
 def test_the_best_one_on_all_steps_is_chosen() -> None:
@@ -98,7 +98,7 @@ def test_the_best_one_on_all_steps_is_chosen() -> None:
     lucky = [850] + [1200] * 7
     choice = choose(candidates, playing({"bf ready": lucky, "v-half ready": [900] * 8}), 8)
     assert choice is not None
-    assert in_words(choice.chosen.candidate.policy) == "v-half ready"
+    assert describe_choice(choice.chosen.candidate.policy) == "v-half ready"
     assert choice.chosen.mean_ns == 900
     assert choice.num_candidates > len(candidates)
     assert choice.num_simulations < 8 * choice.num_candidates
@@ -112,7 +112,7 @@ def test_it_changes_only_for_a_gain_above_the_noise() -> None:
         choice = choose(candidates, playing({"bf ready": times}), 8, current)
         assert choice is not None
         assert choice.kept is not None
-        return in_words(choice.chosen.candidate.policy)
+        return describe_choice(choice.chosen.candidate.policy)
 
     assert chosen([990] * 8) == "bf ready"
     assert chosen([round(1000 * (1 - LEAST_GAIN)) + 1] * 8) == "zb-v ready"
@@ -127,11 +127,11 @@ def test_what_does_not_fit_is_never_chosen() -> None:
         candidates,
         playing(fails),
         8,
-        next(each for each in candidates if in_words(each.policy) == "bf ready"),
+        next(each for each in candidates if describe_choice(each.policy) == "bf ready"),
     )
     assert choice is not None
     assert choice.kept is None
-    assert in_words(choice.chosen.candidate.policy) != "bf ready"
+    assert describe_choice(choice.chosen.candidate.policy) != "bf ready"
     assert choose(candidates, lambda *_: None, 8) is None
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError
 from rrfp.megatron.memory.activation_bytes import KeptBytes
 from rrfp.megatron.step_groups import device_for
-from rrfp.planning.memory_model import Bound, Features, SizeModel, with_group
+from rrfp.planning.forecast import Bound, SizeModel
+from rrfp.planning.item_costs import Features, with_group
 from rrfp.runtime.rendezvous import count_in, num_counted_in
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.knobs import Auto, Bytes
