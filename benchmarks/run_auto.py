@@ -132,7 +132,9 @@ def run_cell(cell: Cell) -> Outcome:
         if error <= max(LARGEST_ERROR, abs(gain - 1) / CLEAR):
             break
     num_steps = len(auto.trials)
-    return Outcome(cell, describe_choice(own.policy), auto.ratio_to_load, best, gain, error, num_steps)
+    return Outcome(
+        cell, describe_choice(own.policy), auto.ratio_to_load, best, gain, error, num_steps
+    )
 
 
 def _error(auto: Row, peer: Row) -> float:

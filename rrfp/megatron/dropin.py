@@ -115,9 +115,7 @@ class ForwardBackward:
         self._delays = delays
         self._pace = pace
         self._admission = StepAdmission(settings)
-        self._reason_to_look = reason_to_look(
-            settings, admits_given=self._admission.admits_given
-        )
+        self._reason_to_look = reason_to_look(settings, admits_given=self._admission.admits_given)
         self._holds_bytes = not counts_microbatches(settings.policy.hold)
         # Equal on every rank, because all ranks make their functions in the same order.
         self._name = next(_names)

@@ -1,5 +1,5 @@
-"""The policies that a run may choose from, with its chunks, placement and memory, and the search for
-the best one."""
+"""The policies that a run may choose from with its chunks, placement and memory, and the search
+for the best one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -85,7 +85,7 @@ def candidates_of(
 
 
 def unbound_of(policy: Policy, asked: Policy) -> Policy:
-    """Return a policy that uses the order of a binding one as a hint, with the bounds of `asked`."""
+    """Return a policy with the order of a binding one as its hint, and the bounds of `asked`."""
     ready = replace(asked, hint=policy.hint, order=policy.order)
     return replace(ready, w=WeightGradients.RANKED) if policy.hint.ranks_weight_gradients else ready
 
@@ -140,9 +140,9 @@ def least_budgets(sizes: Sizes, shape: Shape) -> list[int]:
 
 
 def fits(policy: Policy, shape: Shape, sizes: Sizes, budgets: Sequence[int]) -> bool:
-    """True if a step of these sizes stays within the budgets under a policy. Without a binding order
-    the dispatcher enforces them; with one, the order alone decides the peak, and not the tasks'
-    times."""
+    """True if a step of these sizes stays within the budgets under a policy. Without a binding
+    order the dispatcher enforces them; with one, the order alone decides the peak, and not the
+    tasks' times."""
     if policy.dispatch is not Dispatch.FIXED:
         return True
     order = policy.order
@@ -177,8 +177,8 @@ def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: Sizes) -> int:
 
 
 Play = Callable[[Candidate, int], int | None]
-"""Gives the time of a numbered step under a candidate, in ns; None if the step does not fit into the
-memory under it."""
+"""Gives the time of a numbered step under a candidate, in ns; None if the step does not fit into
+the memory under it."""
 
 _MARGINS = (0.10, 0.05, 0.02, 0.01)
 """How far behind the best a candidate may be after each round; the last counts for later ones."""
@@ -186,7 +186,8 @@ _MOST = (8, 6, 4, 3)
 """How many candidates stay after each round, at most."""
 _LAST = len(_MOST) - 1
 LEAST_GAIN = 0.005
-"""The share of the step time that a change must gain. It must also gain twice the standard error."""
+"""The share of the step time that a change must gain. The gain must also exceed twice its standard
+error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,7 +371,5 @@ def _all_to_all(
         return []
     sent = torch.frombuffer(bytearray(b"".join(payloads)) or bytearray(1), dtype=torch.uint8)
     received = torch.empty(sum(incoming), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(
-        received, sent[: sum(sizes)].to(device), incoming, sizes, group=replicas
-    )
+    dist.all_to_all_single(received, sent[: sum(sizes)].to(device), incoming, sizes, group=replicas)
     return [each.numpy().tobytes() for each in torch.split(received.cpu(), incoming)]

@@ -120,7 +120,7 @@ def nonnegative_least_squares(matrix: Numbers, values: Numbers) -> Numbers:
 
 
 # Times and sizes of a whole step. A measured step counts less with every later one, so that a model
-# follows a run that changes. A model takes constant memory, and learns a step in a few milliseconds.
+# follows a run that changes. It takes constant memory, and learns a step in a few milliseconds.
 
 
 _DECAY = 0.9
@@ -210,7 +210,9 @@ class StepModel:
         """Predict the costs of a step with these features. The model must be fitted, with as many
         features."""
         table = np.rint(self._table(features)).astype(np.int64)
-        return StepForecast(times_of(table), sizes_of(table) if self._has_sizes else None, self.noise)
+        return StepForecast(
+            times_of(table), sizes_of(table) if self._has_sizes else None, self.noise
+        )
 
     def _table(self, features: Numbers) -> Numbers:
         num_stages = self._form[1]
@@ -252,8 +254,8 @@ def sizes_of(table: npt.NDArray[np.int64]) -> Sizes:
 #
 # - With `x[j] <= r * f[j]` for all features of a measured microbatch, the size of x is at most r
 #   times the measured one. This needs one measurement and no coefficients.
-# - Once enough sizes are known, the fitted sum, with a margin for its observed error. It counts only
-#   if x lies in the span of the measured features, and the margin grows as x moves away from them.
+# - Once enough sizes are known, the fitted sum, with a margin for its observed error. It counts
+#   only if x lies in the span of the measured features, and the margin grows with its distance.
 
 
 _MOST_SAMPLES = 1024

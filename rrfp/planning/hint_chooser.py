@@ -153,9 +153,7 @@ class HintChooser:
         most = _NUM_FIRST if requested_at == _WARM_UP + _NUM_FIRST + 1 else NUM_STEPS
         return min(most, max(1, self._auto.every - 2))
 
-    def _start_gather(
-        self, shape: Shape, groups: Any, replicas: Any, device: torch.device
-    ) -> None:
+    def _start_gather(self, shape: Shape, groups: Any, replicas: Any, device: torch.device) -> None:
         """Send the table of the last step, of this shape, to the first rank."""
         if replicas.rank() > 0 or groups.tp.rank() > 0 or groups.cp.rank() > 0:
             return

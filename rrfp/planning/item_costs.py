@@ -178,7 +178,9 @@ def _num_places(item: Any) -> int:
 
 def _token_key(item: Any) -> str | None:
     """The key of an item's tokens; None if it has none."""
-    return next((key for key in _TOKENS if key in item), None) if isinstance(item, Mapping) else None
+    return (
+        next((key for key in _TOKENS if key in item), None) if isinstance(item, Mapping) else None
+    )
 
 
 def _num_patches(item: Mapping[str, Any]) -> int:

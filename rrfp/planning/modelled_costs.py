@@ -108,7 +108,7 @@ def known_step(
     *,
     blocking: bool = False,
 ) -> KnownStep:
-    """Return the costs of a replica's step, and the amount of its jitter, but not the jitter itself.
+    """Return the costs of a replica's step and the amount of its jitter, but not the jitter itself.
 
     Raises UsageError for costs that are not known before the step.
     """

@@ -210,8 +210,6 @@ class StepAdmission:
             return table
 
         like = torch.empty(1 + len(order), _MOST_FEATURES, dtype=torch.float64)
-        table = broadcast_decision(
-            decide, like, groups, device, "measure the step's microbatches"
-        )
+        table = broadcast_decision(decide, like, groups, device, "measure the step's microbatches")
         rows = table[1:, : int(table[0, 0])].tolist()
         return [tuple(rows[number]) for number in order]

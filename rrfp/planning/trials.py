@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.planning.modelled_costs import BalancedCosts, known_step
 from rrfp.planning.candidates import KnownSteps, MakeWorld, candidates_of, choose, fits, unbound_of
+from rrfp.planning.modelled_costs import BalancedCosts, known_step
 from rrfp.planning.order_search import NUM_SIMULATIONS, plan_all
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.named_hints import BF, BFW, AutoHint

@@ -96,9 +96,7 @@ class OrderedBatches:
                 step, items, num, groups, lambda: data_parallel_of(None), _CPU
             )
         else:
-            self.order = self._planner.order(
-                step, self._shape, self._policy, items, groups, _CPU
-            )
+            self.order = self._planner.order(step, self._shape, self._policy, items, groups, _CPU)
         return [given[index] for index in self.order]
 
     def look_at(self, step: int) -> list[Batch]:

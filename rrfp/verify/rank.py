@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rrfp.runtime.pace import Delays
-from rrfp.trace.records import Record
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new
 from rrfp.train.data.batches import open_data
@@ -18,6 +17,7 @@ from rrfp.train.launch.process_groups import Layout, seed_random_states
 from rrfp.train.loop import Trainer, schedule_of
 from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import build_model
+from rrfp.train.ordered_batches import OrderedBatches, discard
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.sameness import Learned, learned_file, variants_file
 
@@ -37,14 +37,11 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
-    def forget(_: Record) -> None:
-        pass
-
     seed_random_states(settings, layout)
     data = open_data(settings)
     model = build_model(settings, layout, data)
-    schedule = schedule_of(settings, layout.pp_rank, forget, delays)
-    batches = data.batches(layout.dp_rank)
+    schedule = schedule_of(settings, layout.pp_rank, discard, delays)
+    batches = OrderedBatches(settings, layout, data)
     gradients: dict[str, str] = {}
 
     def watched(**arguments: Any) -> list[Any]:
@@ -53,7 +50,7 @@ def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
             gradients.update(gradients_sha256(model.chunks, settings, layout))
         return losses
 
-    trainer = Trainer(settings, layout, model, batches, watched, forget)
+    trainer = Trainer(settings, layout, model, batches, watched, discard)
     results = [trainer.train_step(step) for step in range(settings.num_steps)]
     schedule.close()
     return Learned(

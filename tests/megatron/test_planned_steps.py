@@ -18,22 +18,20 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData
-from rrfp.planning.collectives import packed, unpacked
-from rrfp.planning.step_files import DealingFile
+from rrfp.planning.collectives import decode_items, encode_items
+from rrfp.planning.step_admission import StepAdmission
+from rrfp.planning.step_files import StepFile
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.admission import Admit, format_admission, parse_admission, pyramid
-from rrfp.schedule.balance import AdmitAcross, parse_dealings
+from rrfp.schedule.admission import format_admission, parse_admission, pyramid
+from rrfp.schedule.balance import parse_dealings
 from rrfp.schedule.named_hints import AUTO, AutoHint
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.checkpoints.reading import differences
 from rrfp.train.checks import check_settings
 from rrfp.train.data.batches import Batch
-from rrfp.train.launch.process_groups import Layout
-from rrfp.train.planning import AdmissionFile
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 from tests.megatron.native_runs import run_script
@@ -293,7 +291,7 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
             [{**item, "of": Rig} if layout.dp_rank == 1 else item for item in items],
             1,
             "a type in an item of the data iterator cannot be sent to another replica",
-            "rank 1 could not send the microbatches that it deals away; its own error says why",
+            "rank 1 could not send the microbatches that are assigned to other replicas; its own",
         ),
         (
             ours(admit_across="replicas", admit_cost=owes),
@@ -311,7 +309,7 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
         else:
             # A file that only the first replica reads may be another one elsewhere.
             Path(file.name).write_text("0; 1")
-            told = "the first rank of the first replica could not deal"
+            told = "the first rank of the first replica could not balance"
             cases.append((ours(admit_across=file.name), items, 0, "", told))
         for schedule, given, failing, own, others in cases:
             fails_here = failing == layout.dp_rank
@@ -326,11 +324,11 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
     return True
 
 
-def test_one_replica_has_nobody_to_deal_to() -> None:
-    groups = SimpleNamespace(dp=SimpleNamespace(size=lambda: 1))
-    dealer = Dealer(AdmitAcross.REPLICAS, Admit.GIVEN)
-    with pytest.raises(UsageError, match="deals to data-parallel replicas and there is 1"):
-        dealer.order(0, None, list, 4, groups, torch.device("cpu"))  # type: ignore[arg-type]
+def test_one_replica_has_nothing_to_balance() -> None:
+    replicas = SimpleNamespace(size=lambda: 1)
+    admission = StepAdmission(DispatchSettings(admit_across="replicas"))
+    with pytest.raises(UsageError, match="over data-parallel replicas and there is 1; leave it"):
+        admission.assign(0, list, 4, None, replicas, torch.device("cpu"))
 
 
 def test_items_travel_as_they_are_and_take_nothing_along() -> None:
@@ -344,9 +342,9 @@ def test_items_travel_as_they_are_and_take_nothing_along() -> None:
         7: torch.tensor(5),
         "more": [1, 2.5, float("inf"), True, None, "text", (b"bytes", {"deep": [()]})],
     }
-    parcel = packed([(0, 3, item)])
-    assert len(parcel) < 3000
-    ((chunk, place, found),) = unpacked(parcel, torch.device("cpu"))
+    payload = encode_items([(0, 3, item)])
+    assert len(payload) < 3000
+    ((chunk, place, found),) = decode_items(payload, torch.device("cpu"))
     assert (chunk, place) == (0, 3)
     assert found.keys() == item.keys()
     assert found["more"] == item["more"]
@@ -357,27 +355,27 @@ def test_items_travel_as_they_are_and_take_nothing_along() -> None:
 
 
 @pytest.mark.parametrize(
-    "parcel",
+    "payload",
     [
         b"",
         b"\xff" * 100,
-        packed([1, 2])[:-1],
-        packed({"a": torch.ones(3)})[:-1],
-        packed("text").replace(b"text", b'te"t'),
-        packed(torch.ones(1)).replace(b"float32", b"manual_"),
-        packed(torch.ones(1)).replace(b'["tensor"]', b'["import"]'),
+        encode_items([1, 2])[:-1],
+        encode_items({"a": torch.ones(3)})[:-1],
+        encode_items("text").replace(b"text", b'te"t'),
+        encode_items(torch.ones(1)).replace(b"float32", b"manual_"),
+        encode_items(torch.ones(1)).replace(b'["tensor"]', b'["import"]'),
     ],
     ids=range(7),
 )
-def test_what_is_garbled_is_not_read(parcel: bytes) -> None:
+def test_what_is_garbled_is_not_read(payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"is not|cut short|Expecting|delimiter|decode"):
-        unpacked(parcel, torch.device("cpu"))
+        decode_items(payload, torch.device("cpu"))
 
 
 def test_what_cannot_be_sent_is_named() -> None:
     for value in (object(), {1, 2}, torch.eye(2).to_sparse(), NoStreams):
         with pytest.raises(UsageError, match="in an item of the data iterator cannot be sent to"):
-            packed([value])
+            encode_items([value])
 
 
 class NoStreams:
@@ -407,19 +405,20 @@ def test_a_chunk_that_draws_nothing_is_left_out_from_then_on() -> None:
 
 def test_the_file_keeps_the_steps_that_a_run_goes_on_from(tmp_path: Path) -> None:
     path = tmp_path / "dealing.csv"
-    file = DealingFile(path, 2, 2)
+    given = [range(2), range(2, 4)]
+    file = StepFile(path, given)
     for hands in ([[3, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]):
         file.write(hands)
     file.close()
     with path.open("a") as torn:
         torn.write("0 1; 2")
-    file = DealingFile(path, 2, 2, first_step=1)
+    file = StepFile(path, given, first_step=1)
     file.write([[2, 3], [0, 1]])
     file.close()
     assert path.read_text() == "3 0; 1 2\n2 3; 0 1\n"
     # Elsewhere nothing is known of what came before.
     elsewhere = tmp_path / "other.csv"
-    DealingFile(elsewhere, 2, 2, first_step=2).close()
+    StepFile(elsewhere, given, first_step=2).close()
     assert elsewhere.read_text() == "0 1; 2 3\n" * 2
     assert len(parse_dealings(path.read_text(), "file").steps) == 2
 
@@ -598,15 +597,11 @@ def plan_then_repeat() -> tuple[RankRun, RankRun]:
 
 def test_a_run_that_goes_on_goes_on_in_its_file(tmp_path: Path) -> None:
     path = tmp_path / "admission.csv"
-    layout = Layout(
-        pp=1, tp=1, dp=1, ep=1, chunks=1, placement=TrainSettings().layout.placement,
-        pp_rank=0, tp_rank=0, dp_rank=0, ep_rank=0,
-    )  # fmt: skip
 
     def write(first_step: int, *orders: list[int]) -> tuple[tuple[int, ...], ...]:
-        file = AdmissionFile(path, layout, 3, first_step)
+        file = StepFile(path, [range(3)], first_step)
         for order in orders:
-            file.write(order)
+            file.write([order])
         file.close()
         return parse_admission(path.read_text(), "file").orders
 

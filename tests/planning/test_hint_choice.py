@@ -19,8 +19,8 @@ from rrfp.planning.candidates import (
     KnownSteps,
     candidates_of,
     choose,
-    fits,
     describe_choice,
+    fits,
 )
 from rrfp.planning.step_policy import StepPolicies
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.planning import order_search as many
-from rrfp.planning.forecast import StepModel, MeasuredTasks
+from rrfp.planning.forecast import MeasuredTasks, StepModel
 from rrfp.planning.modelled_costs import known_step, noise_of
 from rrfp.planning.order_search import KnownStep, NoisySteps, plan_order
 from rrfp.planning.planner_process import PlannerProcess
