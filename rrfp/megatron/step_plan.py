@@ -1,4 +1,4 @@
-"""A step of the drop-in before it runs: what was asked for, and how it is to run."""
+"""A step of the drop-in before it runs: the training loop's call, and the plan of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rrfp.planning.step_policy import StepPolicy
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a training loop calls the drop-in with, as far as it says where and on what to run."""
+    """The arguments of a training loop's call that say where and on which models to run."""
 
     models: list[Any]
     """The chunks of this rank, in model order."""
@@ -31,7 +31,7 @@ class StepCall:
         cls, models: list[Any], p2p_communicator: Any, pg_collection: Any, *, forward_only: bool
     ) -> Self:
         """Make the call of these chunks, in the groups of Megatron's two arguments. Raises
-        UsageError for groups that do not say where the step runs."""
+        UsageError for groups without the ranks of the pipeline."""
         config, has_experts = config_of(models[0]), may_have_experts(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=has_experts)
@@ -52,8 +52,8 @@ class StepPlan:
     order: Sequence[int]
     """By microbatch: the number of its item in the data's own order."""
     admits_given: bool
-    """Whether items enter in the data's own order."""
+    """True if items enter in the data's own order."""
     plans_order: bool
-    """Whether a search plans the order in which items enter."""
+    """True if a search plans the order in which items enter."""
     measures_memory: bool
-    """Whether the sizes of microbatches are predicted from what earlier ones kept."""
+    """True if the sizes of microbatches are predicted from measured ones."""

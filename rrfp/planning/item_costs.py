@@ -83,7 +83,7 @@ def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
 
 def resolve_features(features: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
     """Return the function from an item to its features that the user passes or names as
-    MODULE:FUNCTION; None if there is none. Raises UsageError for one that cannot be imported."""
+    MODULE:FUNCTION, or None without one. Raises UsageError for one that cannot be imported."""
     if not isinstance(features, str):
         return features
     if not _FUNCTION_NAME.fullmatch(features):

@@ -48,7 +48,7 @@ class StepItems(Protocol):
     """The items that the data give to a replica. Called on its first rank."""
 
     def items(self) -> Sequence[Any]:
-        """This step's items, one per microbatch. Raises UsageError if there are none."""
+        """This step's items, one per microbatch. Raises UsageError without data."""
 
     def next_items(self) -> Sequence[Any] | None:
         """The next step's items; None if they cannot be looked at."""

@@ -42,8 +42,8 @@ def part_of(path: Path, replica: int) -> Path:
 
 
 def join_parts(path: Path) -> None:
-    """Join the files of all replicas, up to the last step that all of them have. Does nothing if
-    there are none."""
+    """Join the files of all replicas, up to the last step that all of them have. Does nothing
+    without files."""
     parts: list[Path] = []
     while (part := part_of(path, len(parts))).exists():
         parts.append(part)
