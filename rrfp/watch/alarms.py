@@ -14,7 +14,7 @@ import numpy as np
 
 from rrfp.trace.records import RankInfo
 from rrfp.watch.figures import StepFigures
-from rrfp.watch.slowness import Against, Detector, Slow
+from rrfp.watch.slowness import Baseline, Detector, Slowdown
 
 _MOST_RANKS_TOLD = 8
 
@@ -44,7 +44,7 @@ class Alarm:
     hosts: tuple[str, ...]
     rise: float
     """How much longer it takes, as a share: 0.3 is 30% longer."""
-    against: Against
+    against: Baseline
     since_step: int
     has_chunks: bool = False
     """Whether a pipeline rank holds several stages, and is no stage then."""
@@ -92,9 +92,9 @@ class Alarm:
         is_group = self.kind is Kind.RANK and len(self.ranks) > 1
         verb, whose = ("take", "their") if is_group else ("takes", "its")
         compared = {
-            Against.MEMBERS: f"than {whose} tensor-parallel peers",
-            Against.PEERS: f"than {whose} peers in other replicas",
-            Against.PAST: "than before",
+            Baseline.MEMBERS: f"than {whose} tensor-parallel peers",
+            Baseline.PEERS: f"than {whose} peers in other replicas",
+            Baseline.PAST: "than before",
         }[self.against]
         if self.kind is Kind.REPLICA:
             compared = "than the other replicas"
@@ -129,8 +129,8 @@ class Alarms:
         self._tasks = Detector(len(self._replicas), len(self._stages), len(self._members))
         self._hops: list[tuple[int, int]] = []
         self._links: Detector | None = None
-        self._slow: dict[Slow, Alarm] = {}
-        self._slow_links: dict[Slow, Alarm] = {}
+        self._slow: dict[Slowdown, Alarm] = {}
+        self._slow_links: dict[Slowdown, Alarm] = {}
         self._has_chunks = any(len(info.stages) > 1 for info in self._infos.values())
 
     @property
@@ -199,7 +199,7 @@ class Alarms:
             self._members.index(info.tp_rank),
         )
 
-    def _alarm_of_tasks(self, slow: Slow) -> Alarm:
+    def _alarm_of_tasks(self, slow: Slowdown) -> Alarm:
         where = slow.where
         has_replicas, has_stages = len(self._replicas) > 1, len(self._stages) > 1
         if where.place is None or not has_stages:
@@ -225,7 +225,7 @@ class Alarms:
             self._has_chunks,
         )
 
-    def _alarm_of_link(self, slow: Slow) -> Alarm | None:
+    def _alarm_of_link(self, slow: Slowdown) -> Alarm | None:
         """None for all links of a replica: that is no link's fault."""
         where = slow.where
         if where.place is None:
@@ -278,7 +278,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{told} and {num_more} more" if num_more > 0 else told
 
 
-def facts(alert: Alert, run: str) -> Mapping[str, str]:
+def alert_environment(alert: Alert, run: str) -> Mapping[str, str]:
     """What a command that an alert runs is told, as environment variables."""
     alarm = alert.alarm
     link = "" if alarm.link is None else f"{alarm.link[0]},{alarm.link[1]}"
@@ -301,7 +301,7 @@ def facts(alert: Alert, run: str) -> Mapping[str, str]:
 # The figures of a step under the names that dashboards and programs get, one unit in each name.
 
 
-TOLD = {
+MEASURES = {
     "loss": "The step's mean loss.",
     "heldout_loss": "The loss of the held-out data.",
     "grad_norm": "The norm of the gradients.",
@@ -335,7 +335,7 @@ class Measure(NamedTuple):
         return self.name if self.label is None else f"{self.name}/{self.label[0]}_{self.label[1]}"
 
 
-def of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
+def measures_of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
     """The measures of a line of `metrics.jsonl`."""
     for name in _OF_METRICS:
         value = line.get(name)
@@ -346,7 +346,7 @@ def of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
         yield Measure("tokens_per_s", None, tokens / seconds)
 
 
-def of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
+def measures_of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
     """The measures of a step that was recorded, and what is slow in it."""
     yield Measure("schedule_time_s", None, step.window_s)
     yield Measure("bubble_fraction", None, step.bubble_fraction)
@@ -364,7 +364,7 @@ def of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
         yield Measure("slow", ("place", alarm.short), alarm.rise)
 
 
-def as_json(measures: Iterable[Measure]) -> dict[str, Any]:
+def measures_as_json(measures: Iterable[Measure]) -> dict[str, Any]:
     """Measures as one object; those with a label as an object each, by its value."""
     found: dict[str, Any] = {}
     for name, label, value in measures:

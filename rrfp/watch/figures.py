@@ -97,7 +97,7 @@ class _Share:
     """From its entry into the schedule to its return, once it has returned."""
 
 
-class Assembly:
+class StepAssembler:
     """Puts the steps of a session together."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Assembly:
                 share.window_ns = phase.start_ns + shift_ns, phase.end_ns + shift_ns
                 self.last_steps[info.rank] = phase.step
 
-    def finished(self, num_ranks: int) -> Iterator[StepFigures]:
+    def pop_finished(self, num_ranks: int) -> Iterator[StepFigures]:
         """The steps that `num_ranks` ranks have ended since the last call, in their order."""
         ended = sorted(
             step

@@ -27,7 +27,7 @@ from rrfp.trace.spill import (
     segments_in,
 )
 from rrfp.watch.alarms import Alarm, Alarms, Alert
-from rrfp.watch.figures import Assembly, StepFigures
+from rrfp.watch.figures import StepAssembler, StepFigures
 
 # Reads what has been added to a file of records since the last look, and nothing twice.
 #
@@ -230,7 +230,7 @@ Metrics = dict[str, Any]
 """A line of `metrics.jsonl`."""
 
 
-class Stand(StrEnum):
+class RunState(StrEnum):
     """How a run stands."""
 
     WAITING = "waiting"
@@ -251,7 +251,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class News:
+class Update:
     """What one look has found."""
 
     steps: list[Seen] = field(default_factory=list)
@@ -280,7 +280,7 @@ class Follower:
         self._session: RunDir | None = None
         self._tails: dict[int, RecordsTail] = {}
         self._lines = LinesTail(self.run.metrics)
-        self._assembly = Assembly()
+        self._assembly = StepAssembler()
         self._alarms: Alarms | None = None
         self._last_step_s: float | None = None
         self._has_read_trace = False
@@ -308,10 +308,10 @@ class Follower:
         step = self.metrics.get("step")
         return step if isinstance(step, int) else None
 
-    def look(self) -> News:
+    def poll(self) -> Update:
         """Read what is new."""
         self._enter_session()
-        news = News()
+        news = Update()
         news.metrics = self._lines.read()
         if news.metrics:
             self.metrics = news.metrics[-1]
@@ -325,29 +325,29 @@ class Follower:
             self.begins_late |= tail.begins_late
         expected = expected_ranks(self.description) or set(self._assembly.infos)
         if len(self._assembly.infos) >= len(expected) > 0:
-            for step in self._assembly.finished(len(expected)):
+            for step in self._assembly.pop_finished(len(expected)):
                 self._take(step, news)
         return news
 
-    def stand(self) -> tuple[Stand, str]:
+    def state(self) -> tuple[RunState, str]:
         """How the run stands, and a sentence about it."""
         if self._is_going():
             silent_s = self._silent_s()
             if silent_s is not None:
-                return Stand.SILENT, self._silence(silent_s)
+                return RunState.SILENT, self._silence(silent_s)
             if self.last_step is None:
-                return Stand.WAITING, self._first_wait()
-            return Stand.GOING, "going on"
+                return RunState.WAITING, self._first_wait()
+            return RunState.GOING, "going on"
         ending = read_ending(self.run)
         if ending is not None and ending.outcome is not Outcome.KILLED:
             error = f": {ending.error}" if ending.error else ""
-            return Stand.ENDED, f"{ending.outcome}{error}"
+            return RunState.ENDED, f"{ending.outcome}{error}"
         has_trace = self._session is not None and self._session.trace.exists()
         if ending is None and has_trace:
-            return Stand.ENDED, "recorded, and over"
+            return RunState.ENDED, "recorded, and over"
         has_begun = any(tail.info for tail in self._tails.values()) or self.last_step is not None
         if ending is None and not has_begun:
-            return Stand.WAITING, "nothing is recorded yet"
+            return RunState.WAITING, "nothing is recorded yet"
         return self._death(is_known=ending is not None)
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ class Follower:
         sessions = self.run.sessions()
         if sessions and sessions[-1] != self._session:
             self.close()
-            self._tails, self._assembly, self._alarms = {}, Assembly(), None
+            self._tails, self._assembly, self._alarms = {}, StepAssembler(), None
             self._session, self.description = sessions[-1], {}
             self._has_read_trace = False
         if not self.description.get("ranks"):
@@ -390,7 +390,7 @@ class Follower:
         for records in recording.ranks:
             self._assembly.add(records, is_aligned=True)
 
-    def _take(self, step: StepFigures, news: News) -> None:
+    def _take(self, step: StepFigures, news: Update) -> None:
         if self._alarms is None:
             self._alarms = Alarms(self._assembly.infos.values())
         news.alerts += self._alarms.take(step)
@@ -443,22 +443,22 @@ class Follower:
             return f"{told}; step {step} is missing from {_ranks(behind)} only"
         return f"{told}, on any rank; 'rrfp trace import --flight-recorder' reads a job's dumps"
 
-    def _death(self, *, is_known: bool) -> tuple[Stand, str]:
+    def _death(self, *, is_known: bool) -> tuple[RunState, str]:
         """What is said of a run whose records stopped. Of a recorded job nobody writes how it ends,
         so it counts as killed only if its ranks ended apart."""
         grown = {tail: tail.grown_ns for tail in self._tails.values() if tail.grown_ns is not None}
         after = "" if self.last_step is None else f" after step {self.last_step}"
         if not grown:
-            return Stand.KILLED, f"killed{after}; nobody wrote how it ended"
+            return RunState.KILLED, f"killed{after}; nobody wrote how it ended"
         ends = self._assembly.last_steps
         last = max(ends.values(), default=-1)
         first = [t for t in grown if t.info is not None and ends.get(t.info.rank, -1) < last]
         told = f"records stop at {_clock(max(grown.values()))}{after}"
         if first:
-            return Stand.KILLED, f"killed; {told}; {self._told_dead(first)}"
+            return RunState.KILLED, f"killed; {told}; {self._told_dead(first)}"
         if is_known:
-            return Stand.KILLED, f"killed; {told}, of all ranks alike"
-        return Stand.ENDED, f"over; {told}"
+            return RunState.KILLED, f"killed; {told}, of all ranks alike"
+        return RunState.ENDED, f"over; {told}"
 
     def _writes(self, tail: RecordsTail) -> bool:
         return tail.info is None or is_being_written(tail.path)

@@ -57,7 +57,7 @@ _OF_MAD = 1.4826
 Array = NDArray[np.float64]
 
 
-class Against(StrEnum):
+class Baseline(StrEnum):
     """What a place is compared with."""
 
     MEMBERS = "members"
@@ -66,14 +66,14 @@ class Against(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class GridPart:
     """A part of the grid; None means all of that axis."""
 
     replica: int | None
     place: int | None
     member: int | None = None
 
-    def meets(self, other: "Where") -> bool:
+    def meets(self, other: "GridPart") -> bool:
         """Whether the two share a place of the grid."""
         pairs = (
             (self.replica, other.replica),
@@ -84,11 +84,11 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Slowdown:
     """A part of the grid that is slower than it should be."""
 
-    where: Where
-    against: Against
+    where: GridPart
+    against: Baseline
     rise: float
     """How much longer it takes, as a share: 0.3 is 30% longer."""
     since: int
@@ -99,22 +99,22 @@ class Slow:
 class Changes:
     """What a sample has shown."""
 
-    slow: tuple[Slow, ...] = ()
-    recovered: tuple[Slow, ...] = ()
+    slow: tuple[Slowdown, ...] = ()
+    recovered: tuple[Slowdown, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
     """How the places are compared: it makes one number a step for each part of the grid."""
 
-    against: Against
+    against: Baseline
     is_of_replicas: bool = False
     base: Array | None = None
     """For the past: the usual samples, replicas x places."""
 
     def values(self, samples: Array) -> tuple[Array, Array]:
         """The numbers, and how far the parts themselves have moved; both steps x parts."""
-        if self.against is Against.MEMBERS:
+        if self.against is Baseline.MEMBERS:
             beside = samples - _median_of_others(samples, axis=3)
             return beside, beside
         units = samples.mean(axis=3)
@@ -128,8 +128,8 @@ class _Comparison:
             return beside, beside
         return beside - _median_of_others(beside, axis=2), beside
 
-    def where(self, part: tuple[int, ...]) -> Where:
-        return Where(part[0], None) if self.is_of_replicas else Where(*part)
+    def where(self, part: tuple[int, ...]) -> GridPart:
+        return GridPart(part[0], None) if self.is_of_replicas else GridPart(*part)
 
 
 class _Found:
@@ -138,7 +138,7 @@ class _Found:
     def __init__(self, comparison: _Comparison, samples: Array, work: Array) -> None:
         """`work` is the share of a step that each place of the grid works."""
         self.comparison = comparison
-        is_past = comparison.against is Against.PAST
+        is_past = comparison.against is Baseline.PAST
         self._values, own = comparison.values(samples)
         past = self._values[:-WINDOW]
         self.usual = np.median(past, axis=0) if is_past else np.zeros(self._values.shape[1:])
@@ -150,7 +150,7 @@ class _Found:
         share = _OWN_SHARE if is_past else _OWN_SHARE_BESIDE
         self.is_own = np.median(own[-WINDOW:], axis=0) >= share * self.rise
         above = (window - self.usual > self.rise / 2).sum(axis=0)
-        of_members = comparison.against is Against.MEMBERS
+        of_members = comparison.against is Baseline.MEMBERS
         work = work if of_members else work.mean(axis=2)
         work = work.max(axis=1) if comparison.is_of_replicas else work
         spared = -np.expm1(-np.maximum(self.rise, 0)) * work
@@ -166,7 +166,7 @@ class _Found:
         steps = np.diff(self._values, axis=0) / np.sqrt(2)
         noise = np.sqrt(np.mean(steps[-WINDOW + 1 :] ** 2, axis=0))
         noise = np.maximum(noise, _OF_MAD * np.median(np.abs(steps), axis=0))
-        if self.comparison.against is Against.PAST:
+        if self.comparison.against is Baseline.PAST:
             scattered = np.abs(self._values[:-WINDOW] - self.usual)
             noise = np.maximum(noise, _OF_MAD * np.median(scattered, axis=0))
         return np.asarray(np.maximum(noise, np.median(noise)))
@@ -190,7 +190,7 @@ class _Found:
 class _Active:
     """A part that is known to be slow, and how it was found."""
 
-    slow: Slow
+    slow: Slowdown
     comparison: _Comparison
     part: tuple[int, ...]
     half: float
@@ -210,11 +210,11 @@ class Detector:
         self._numbers: deque[int] = deque(maxlen=WINDOW + _MOST_PAST)
         self._work: deque[Array] = deque(maxlen=WINDOW)
         self._active: list[_Active] = []
-        self.leading: Slow | None = None
+        self.leading: Slowdown | None = None
         """The part that stands out most, whether or not it counts as slow."""
 
     @property
-    def active(self) -> list[Slow]:
+    def active(self) -> list[Slowdown]:
         """What is slow now, in the order in which it was found."""
         return [each.slow for each in self._active]
 
@@ -241,7 +241,7 @@ class Detector:
             self._numbers = deque(list(self._numbers)[-WINDOW:], self._numbers.maxlen)
         return Changes(slow, tuple(each.slow for each in recovered))
 
-    def _newly_slow(self, samples: Array) -> tuple[Slow, ...]:
+    def _newly_slow(self, samples: Array) -> tuple[Slowdown, ...]:
         """The part that is slower than all others and not yet known; one a step is enough."""
         work = np.median(np.stack(self._work), axis=0)
         found = [_Found(each, samples, work) for each in self._comparisons(samples)]
@@ -264,14 +264,14 @@ class Detector:
         num_replicas, num_places, num_members = self._shape
         found = []
         if num_members > 1:
-            found.append(_Comparison(Against.MEMBERS))
+            found.append(_Comparison(Baseline.MEMBERS))
         if num_replicas > 1:
-            found.append(_Comparison(Against.PEERS))
+            found.append(_Comparison(Baseline.PEERS))
             if num_places > 1:
-                found.append(_Comparison(Against.PEERS, is_of_replicas=True))
+                found.append(_Comparison(Baseline.PEERS, is_of_replicas=True))
         if num_places > 1 and len(samples) >= WINDOW + _LEAST_PAST:
             base = np.median(samples[:-WINDOW].mean(axis=3), axis=0)
-            found.append(_Comparison(Against.PAST, base=base))
+            found.append(_Comparison(Baseline.PAST, base=base))
         return found
 
     def _is_new(self, found: _Found) -> NDArray[np.bool_]:
@@ -282,13 +282,13 @@ class Detector:
             new[part] = not any(where.meets(known.slow.where) for known in self._active)
         return new
 
-    def _told(self, found: _Found, part: tuple[int, ...]) -> Slow:
+    def _told(self, found: _Found, part: tuple[int, ...]) -> Slowdown:
         rise, where = float(found.rise[part]), found.comparison.where(part)
-        is_past = found.comparison.against is Against.PAST
+        is_past = found.comparison.against is Baseline.PAST
         if is_past and np.all(found.rise[:, part[1]] > rise / 2):
-            where = Where(None, part[1])
+            where = GridPart(None, part[1])
         since = self._numbers[found.since(part)]
-        return Slow(where, found.comparison.against, expm1(rise), since)
+        return Slowdown(where, found.comparison.against, expm1(rise), since)
 
 
 def _column(values: Array, part: tuple[int, ...]) -> Array:

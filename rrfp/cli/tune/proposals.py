@@ -16,7 +16,7 @@ from rrfp.tune.flags import flags_of
 
 if TYPE_CHECKING:
     from rrfp.cli.tune.trial import Tried
-    from rrfp.tune.search import Found, Predicted
+    from rrfp.tune.search import Prediction, SearchResult
     from rrfp.tune.source import Candidate, Source
 
 _WIDTH = 79
@@ -25,7 +25,7 @@ _FEW_STAGES = 4
 """The table has the layers of this many stages at most; the flags below it have all."""
 
 
-def print_flags(source: "Source", found: "Found", *, markdown: bool) -> None:
+def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> None:
     """Print the flags of each proposal, to be pasted."""
     for number, each in enumerate(found.proposals, 1):
         flags = flags_of(each.candidate, source)
@@ -39,7 +39,7 @@ def print_flags(source: "Source", found: "Found", *, markdown: bool) -> None:
             print("```")
 
 
-def proposal_table(source: "Source", found: "Found", trials: "Sequence[Tried]") -> Table:
+def proposal_table(source: "Source", found: "SearchResult", trials: "Sequence[Tried]") -> Table:
     """The proposals, the best one first, below the run as it is."""
     own = found.own
     return Table(
@@ -70,14 +70,14 @@ def proposal_table(source: "Source", found: "Found", trials: "Sequence[Tried]") 
     )
 
 
-def _predictions(source: "Source", found: "Found") -> Iterator[Column]:
+def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
     proposals, own = list(found.proposals), found.own
     rows = [*([] if own is None else [own]), *proposals]
     mean_s = [each.mean_s for each in proposals]
     flags = [flags_of(each.candidate, source) for each in proposals]
     times = Times(each.mean_s * NS_PER_S for each in rows)
 
-    def interval(predicted: "Predicted") -> str:
+    def interval(predicted: "Prediction") -> str:
         low, high = (times.format(s * NS_PER_S) for s in (predicted.low_s, predicted.high_s))
         return f"{low.split()[0]} - {high}"
 
@@ -125,7 +125,7 @@ def _predictions(source: "Source", found: "Found") -> Iterator[Column]:
     yield Column(None, [each.candidate.split for each in proposals], key="layers")
 
 
-def _trials(found: "Found", trials: "Sequence[Tried]") -> Iterator[Column]:
+def _trials(found: "SearchResult", trials: "Sequence[Tried]") -> Iterator[Column]:
     """The columns of the proposals that were tried for real."""
     untried = [None] * (len(found.proposals) - len(trials))
     real_s = [each.real_s for each in trials]
@@ -147,7 +147,7 @@ def _memory(memory: Hold) -> str:
     return f"{memory} microbatch{'' if memory == 1 else 'es'}"
 
 
-def _notes(source: "Source", found: "Found") -> list[str]:
+def _notes(source: "Source", found: "SearchResult") -> list[str]:
     notes = []
     own = found.own
     if source.measured_s is not None and own is not None and source.own is not None:

@@ -17,7 +17,7 @@ from rrfp.simulate.costs.model import Uneven
 
 if TYPE_CHECKING:
     from rrfp.train.settings import TrainSettings
-    from rrfp.tune.search import Predicted
+    from rrfp.tune.search import Prediction
     from rrfp.tune.source import Source
 
 _WARM_UP = 1
@@ -57,7 +57,7 @@ class Trials:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_own", self._own_settings() if self.num else None)
 
-    def run(self, number: int, proposal: "Predicted") -> Tried:
+    def run(self, number: int, proposal: "Prediction") -> Tried:
         """Train with a proposal; raises RrfpError if a rank fails."""
         from rrfp.analyze.chosen_steps import step_time_ns
         from rrfp.analyze.frame_files import load_frames
@@ -88,7 +88,7 @@ class Trials:
         real_s = step_time_ns(frames, counted) / NS_PER_S
         return Tried(run.path, real_s, self._predicted_s(proposal, counted))
 
-    def _predicted_s(self, proposal: "Predicted", counted: range) -> float:
+    def _predicted_s(self, proposal: "Prediction", counted: range) -> float:
         """What was predicted for these steps of the trial. A paced run of costs in a file meets the
         seeds that were predicted for, and another run those of the one that it is tuned on."""
         from rrfp.tune.search import predict_unbound
@@ -125,7 +125,7 @@ class Trials:
             jitter=self.jitter,
         )
 
-    def _settings(self, proposal: "Predicted") -> "TrainSettings":
+    def _settings(self, proposal: "Prediction") -> "TrainSettings":
         """The run's own settings with the proposal's."""
         from rrfp.inputs import layout_string
 
@@ -166,7 +166,7 @@ class Trials:
             changed["seed"] = max(0, first)
         return own.changed(**changed)
 
-    def _pace(self, text: str, proposal: "Predicted") -> str:
+    def _pace(self, text: str, proposal: "Prediction") -> str:
         """Costs of the proposal's own stages and microbatches, as a file where they are cut
         anew."""
         from rrfp.replay.cost_sources import costs_file, settled

@@ -13,17 +13,19 @@ from rrfp.schedule.knobs import told_bytes
 from rrfp.trace.records import NS_PER_S, STEP, counted
 from rrfp.watch.alarms import Alarm
 from rrfp.watch.figures import RankFigures, StepFigures, extra_work
-from rrfp.watch.follow import Follower, Stand
+from rrfp.watch.follow import Follower, RunState
 from rrfp.watch.slowness import WINDOW
 
 _MOST_STAGES = 12
 _MOST_ALARMS = 3
 _BAR_WIDTH = 24
 _LEAST_EXTRA, _LEAST_TOLD = 0.1, 0.01
-_COLORS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
+_COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: "red"}
 
 
-def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ()) -> RenderableType:
+def page(
+    follower: Follower, stand: RunState, told: str, notes: Sequence[str] = ()
+) -> RenderableType:
     """The run as it stands now."""
     parts: list[RenderableType] = [_headline(follower, stand, told)]
     recent = list(follower.steps)[-WINDOW:]
@@ -36,7 +38,7 @@ def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ())
     elif follower.metrics:
         parts.append(Text(_of_metrics(follower)))
         parts += [Text(), _stages_of_metrics(follower)]
-        if stand is not Stand.WAITING:
+        if stand is not RunState.WAITING:
             parts.append(Text("There are no records, so neither causes nor who is slow."))
     if follower.begins_late and follower.steps:
         parts.append(Text("Its earlier steps were left out: the run has recorded for long."))
@@ -44,7 +46,7 @@ def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ())
     return Group(*parts)
 
 
-def _headline(follower: Follower, stand: Stand, told: str) -> Text:
+def _headline(follower: Follower, stand: RunState, told: str) -> Text:
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")

@@ -11,11 +11,18 @@ from rich.live import Live
 
 from rrfp.cli.console import console
 from rrfp.cli.watch.page import duration, page
-from rrfp.watch.alarms import Alarm, Alert, as_json, facts, of_metrics, of_step
+from rrfp.watch.alarms import (
+    Alarm,
+    Alert,
+    alert_environment,
+    measures_as_json,
+    measures_of_metrics,
+    measures_of_step,
+)
 from rrfp.watch.figures import StepFigures
-from rrfp.watch.follow import Follower, News, Stand
+from rrfp.watch.follow import Follower, RunState, Update
 
-OVER = Stand.ENDED, Stand.KILLED
+OVER = RunState.ENDED, RunState.KILLED
 """How a run stands that nobody needs to watch any longer."""
 _MOST_NOTES = 3
 
@@ -25,12 +32,12 @@ class Teller(Protocol):
 
     def begin(self) -> None: ...
 
-    def tell(self, news: News, stand: Stand, told: str) -> None: ...
+    def tell(self, news: Update, stand: RunState, told: str) -> None: ...
 
     def note(self, sentence: str) -> None:
         """Something besides the run: an exporter or a command that failed."""
 
-    def end(self, stand: Stand, told: str) -> None: ...
+    def end(self, stand: RunState, told: str) -> None: ...
 
     def close(self) -> None:
         """Leave the terminal as it was; a second call does nothing."""
@@ -52,7 +59,7 @@ class LivePage:
     def begin(self) -> None:
         self._live.start()
 
-    def tell(self, news: News, stand: Stand, told: str) -> None:
+    def tell(self, news: Update, stand: RunState, told: str) -> None:
         for alert in news.alerts:
             self._console.print(alert.text, soft_wrap=True)
         self._live.update(self._page(stand, told), refresh=True)
@@ -60,13 +67,13 @@ class LivePage:
     def note(self, sentence: str) -> None:
         self._notes = [*self._notes, f"note: {sentence}"][-_MOST_NOTES:]
 
-    def end(self, stand: Stand, told: str) -> None:
+    def end(self, stand: RunState, told: str) -> None:
         self._live.update(self._page(stand, told), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
-    def _page(self, stand: Stand, told: str) -> RenderableType:
+    def _page(self, stand: RunState, told: str) -> RenderableType:
         return page(self._follower, stand, told, self._notes)
 
 
@@ -80,13 +87,13 @@ class OncePage:
     def begin(self) -> None:
         pass
 
-    def tell(self, news: News, stand: Stand, told: str) -> None:
+    def tell(self, news: Update, stand: RunState, told: str) -> None:
         pass
 
     def note(self, sentence: str) -> None:
         self._notes.append(f"note: {sentence}")
 
-    def end(self, stand: Stand, told: str) -> None:
+    def end(self, stand: RunState, told: str) -> None:
         console().print(page(self._follower, stand, told, self._notes))
 
     def close(self) -> None:
@@ -100,16 +107,16 @@ class Lines:
         self._follower = follower
         self._as_json = as_json
         self._only_alerts = only_alerts
-        self._stand: Stand | None = None
+        self._stand: RunState | None = None
 
     def begin(self) -> None:
         pass
 
-    def tell(self, news: News, stand: Stand, told: str) -> None:
+    def tell(self, news: Update, stand: RunState, told: str) -> None:
         # That it is over comes last, from `end`.
         if stand is not self._stand and stand not in OVER:
             self._stand = stand
-            if not (self._only_alerts and stand is Stand.GOING):
+            if not (self._only_alerts and stand is RunState.GOING):
                 self._tell_stand(stand, told)
         if not self._only_alerts:
             if self._as_json or not news.steps:
@@ -123,22 +130,24 @@ class Lines:
     def note(self, sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
-    def end(self, stand: Stand, told: str) -> None:
+    def end(self, stand: RunState, told: str) -> None:
         if stand is not self._stand:
             self._tell_stand(stand, told)
 
     def close(self) -> None:
         pass
 
-    def _tell_stand(self, stand: Stand, told: str) -> None:
+    def _tell_stand(self, stand: RunState, told: str) -> None:
         path = str(self._follower.run.path)
         step = self._follower.last_step
         self._print({"event": stand, "run": path, "step": step, "text": told}, f"{path}: {told}")
 
     def _tell_metrics(self, line: dict[str, Any], *, is_alone: bool) -> None:
-        measures = list(of_metrics(line))
+        measures = list(measures_of_metrics(line))
         if self._as_json:
-            self._print({"event": "metrics", "step": line.get("step"), **as_json(measures)}, "")
+            self._print(
+                {"event": "metrics", "step": line.get("step"), **measures_as_json(measures)}, ""
+            )
         elif is_alone and isinstance(step := line.get("step"), int):
             told = "  ".join(f"{name} {value:.4g}" for name, _, value in measures)
             self._print({}, f"step {step}  {told}")
@@ -146,7 +155,7 @@ class Lines:
     def _tell_step(
         self, step: StepFigures, active: list[Alarm], metrics: Sequence[dict[str, Any]]
     ) -> None:
-        figures = as_json(of_step(step, active))
+        figures = measures_as_json(measures_of_step(step, active))
         loss = next((line.get("loss") for line in metrics if line.get("step") == step.step), None)
         waits = list(step.wait_fractions().items())[:1]
         told = [
@@ -161,7 +170,7 @@ class Lines:
         self._print({"event": "step", "step": step.step, **figures}, "  ".join(told))
 
     def _tell_alert(self, alert: Alert) -> None:
-        named = facts(alert, str(self._follower.run.path))
+        named = alert_environment(alert, str(self._follower.run.path))
         event = {
             "event": named["RRFP_ALERT"],
             "step": alert.step,

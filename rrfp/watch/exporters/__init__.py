@@ -1,1 +1,1 @@
-"""Where the figures of a run go besides the terminal: a file a system, each by its own library."""
+"""Exporters of a run's figures, one file for each system."""

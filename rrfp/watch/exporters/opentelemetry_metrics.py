@@ -9,7 +9,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportR
 from opentelemetry.sdk.resources import Resource
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.watch.alarms import TOLD, Measure
+from rrfp.watch.alarms import MEASURES, Measure
 
 _PATH = "/v1/metrics"
 _TIMEOUT_S = 5
@@ -37,7 +37,7 @@ class OpentelemetryMetrics:
         meter = self._provider.get_meter("rrfp.watch")
         self._gauges = {
             name: meter.create_gauge(f"rrfp.{name}", description=told)
-            for name, told in TOLD.items()
+            for name, told in MEASURES.items()
         }
         self._step = meter.create_gauge("rrfp.step", description="The last step that has ended.")
         self._slow: set[tuple[str, str]] = set()

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 
 from rrfp.errors import UsageError
 from rrfp.trace.safe_files import write_whole
-from rrfp.watch.alarms import TOLD, Measure
+from rrfp.watch.alarms import MEASURES, Measure
 
 
 def open_at(where: str, run: str) -> "PrometheusFile":
@@ -47,7 +47,9 @@ class PrometheusFile:
             for name, label, value in measures:
                 if name not in families:
                     labels = ["run", *([label[0]] if label else [])]
-                    families[name] = GaugeMetricFamily(f"rrfp_{name}", TOLD[name], labels=labels)
+                    families[name] = GaugeMetricFamily(
+                        f"rrfp_{name}", MEASURES[name], labels=labels
+                    )
                 families[name].add_metric([self._run, *([label[1]] if label else [])], value)
         yield from families.values()
 
