@@ -16,6 +16,7 @@ from rrfp.cli.output import missing_for_charts
 from rrfp.cli.progress import progress, working
 from rrfp.errors import StoppedError, UsageError, did_you_mean
 from rrfp.inputs import setting
+from rrfp.requirements import install_hint
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.schedule.admission import Admit
 from rrfp.trace.run_dir import own_files
@@ -59,9 +60,7 @@ def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
 def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) -> None:
     """Draw a chart a preset, if the extra that draws charts is installed."""
     if missing_for_charts():
-        typer.echo(
-            "No chart is drawn without the extra 'report' (pip install 'rrfp[report]')", err=True
-        )
+        typer.echo(f"Charts need another package: {install_hint('report')}", err=True)
         return
     from rrfp.analyze.charts.export import save
     from rrfp.race.chart import race_chart

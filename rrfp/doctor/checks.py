@@ -492,7 +492,7 @@ def nixl() -> Check:
         gb_s = probe(read_gb_s, limit_s=_NIXL_LIMIT_S)
     except NoAnswerError as error:
         is_broken = error.raised in ("", "ImportError", "ModuleNotFoundError")
-        advice = f"{HOW_TO_INSTALL} anew" if is_broken else "UCX_LOG_LEVEL=info says more"
+        advice = f"reinstall it: {HOW_TO_INSTALL}" if is_broken else "UCX_LOG_LEVEL=info says more"
         return fails("nixl", f"a READ on this host fails ({error}); {advice}")
     is_slow = gb_s < _SLOW_NIXL_GB_S
     return Check(

@@ -171,7 +171,7 @@ def figures_of(recording: Recording) -> list[StepFigures]:
 def alerts_in(recording: Recording) -> list[Alert]:
     """What watching the whole run tells."""
     alarms = Alarms(records.info for records in recording.ranks)
-    return [alert for step in figures_of(recording) for alert in alarms.take(step)]
+    return [alert for step in figures_of(recording) for alert in alarms.add_step(step)]
 
 
 def step_of(recording: Recording, step: int) -> list[RankRecords]:

@@ -30,7 +30,7 @@ from rrfp.watch.alarms import (
     measures_of_metrics,
     measures_of_step,
 )
-from rrfp.watch.exporters.exporter import KINDS
+from rrfp.watch.exporters import KINDS
 from tests.analyze.slowed_runs import SETTING, SLOW, Live, Setting, figures_of, record
 from tests.train.trained import rrfp_here
 
@@ -250,11 +250,11 @@ def test_the_bytes_held_are_a_measure_where_they_are_known() -> None:
 def test_a_missing_library_is_a_sentence_with_the_command(
     kind: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.watch.exporters.exporter.find_spec", lambda _: None)
+    monkeypatch.setattr("rrfp.watch.exporters.find_spec", lambda _: None)
     where = "http://127.0.0.1:1" if kind == "otel" else "x.prom"
     done = rrfp_here(run.parent, "watch", "one", "--export", f"{kind}:{where}")
     assert done.returncode == 1
-    assert f"pip install 'rrfp[{kind}]'" in done.stderr
+    assert f"pip install '.[{kind}]' in a checkout of rrfp" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

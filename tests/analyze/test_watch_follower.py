@@ -394,7 +394,7 @@ def taken(
         shift = shifts.get(step, shift)
         sample = rng.normal(0, 0.01, shape)
         sample[where] += np.log1p(shift)
-        found.append(detector.take(step, sample, np.full(shape, 0.6)))
+        found.append(detector.add_sample(step, sample, np.full(shape, 0.6)))
     return found
 
 
@@ -455,7 +455,7 @@ def test_longer_data_are_no_place_s_fault() -> None:
     for step in range(80):
         sample = rng.normal(0, 0.01, (2, 4, 1)) + (np.log(2) if step >= 20 else 0.0)
         sample[1] += rng.normal(0, 0.2)
-        changes = detector.take(step, sample, np.full((2, 4, 1), 0.6))
+        changes = detector.add_sample(step, sample, np.full((2, 4, 1), 0.6))
         assert not changes.slow
 
 
@@ -464,7 +464,7 @@ def test_what_costs_nothing_is_not_told() -> None:
     for step in range(40):
         sample = np.zeros((1, 4, 1))
         sample[0, 1] += 1.0 if step >= 20 else 0.0
-        assert not detector.take(step, sample, np.full((1, 4, 1), 0.01)).slow
+        assert not detector.add_sample(step, sample, np.full((1, 4, 1), 0.01)).slow
     assert detector.leading is not None
 
 
@@ -473,14 +473,14 @@ def test_a_place_that_is_missing_counts_as_its_peers() -> None:
     for step in range(40):
         sample = np.zeros((2, 3, 1))
         sample[1, 2] = np.nan
-        assert detector.take(step, sample, np.full((2, 3, 1), 0.5)) == Changes()
+        assert detector.add_sample(step, sample, np.full((2, 3, 1), 0.5)) == Changes()
 
 
 def test_a_single_rank_has_nobody_to_be_compared_with() -> None:
     detector = Detector(1, 1, 1)
     for step in range(40):
         sample = np.full((1, 1, 1), float(step > 20))
-        assert detector.take(step, sample, np.ones((1, 1, 1))) == Changes()
+        assert detector.add_sample(step, sample, np.ones((1, 1, 1))) == Changes()
 
 
 @pytest.mark.parametrize(

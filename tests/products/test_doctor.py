@@ -385,12 +385,12 @@ def test_a_fabric_is_as_fast_as_its_fastest_active_port(ports: Callable[..., Pat
 def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_file, "is_installed", lambda: False)
     assert nixl().state is State.ABSENT
-    assert nixl().advice.endswith("; pip install 'rrfp[nixl]'")
+    assert nixl().advice.endswith("; pip install '.[nixl]' in a checkout of rrfp")
     monkeypatch.setattr(nixl_file, "is_installed", lambda: True)
     answers(nixl_file, NoAnswerError("it was killed: Segmentation fault"))
     assert nixl().advice == (
-        "a READ on this host fails (it was killed: Segmentation fault); pip install 'rrfp[nixl]'"
-        " anew"
+        "a READ on this host fails (it was killed: Segmentation fault); reinstall it: "
+        "pip install '.[nixl]' in a checkout of rrfp"
     )
     answers(nixl_file, 0.2)
     assert nixl().state is State.SLOW
@@ -516,7 +516,7 @@ def test_what_goes_wrong_in_the_importing_process_is_told(
 def test_cuda_ipc_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_ipc(NO_GPU).state is State.ABSENT
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: False)
-    assert "pip install 'rrfp[cuda]'" in cuda_ipc(TWO_GPUS).advice
+    assert "pip install '.[cuda]' in a checkout of rrfp" in cuda_ipc(TWO_GPUS).advice
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: True)
     answers(ipc_file, (1 << 26) / 300e9)
     check = cuda_ipc(TWO_GPUS)

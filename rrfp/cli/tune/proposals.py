@@ -25,7 +25,7 @@ from rrfp.trace.records import NS_PER_S
 from rrfp.tune.flags import flags_of
 
 if TYPE_CHECKING:
-    from rrfp.tune.search import SearchResult, Prediction
+    from rrfp.tune.search import Prediction, SearchResult
     from rrfp.tune.source import Candidate, Source
 
 import hashlib

@@ -101,7 +101,7 @@ def watch_run(
     try:
         teller.begin()
         while True:
-            # The state is read before the poll, which then finds everything that a finished run has written.
+            # The state is read first: the poll then finds all that a finished run has written.
             stand, _ = follower.state()
             news = follower.poll()
             _send(follower, news, exporters, teller)

@@ -16,9 +16,16 @@ from rich.text import Text
 from rrfp.cli.console import console
 from rrfp.schedule.knobs import told_bytes
 from rrfp.trace.records import NS_PER_S, STEP, counted
-from rrfp.watch.alarms import Alarm, Alert, alert_environment, measures_as_json, measures_of_metrics, measures_of_step
+from rrfp.watch.alarms import (
+    Alarm,
+    Alert,
+    alert_environment,
+    measures_as_json,
+    measures_of_metrics,
+    measures_of_step,
+)
 from rrfp.watch.figures import RankFigures, StepFigures, extra_work
-from rrfp.watch.follow import Follower, Update, RunState
+from rrfp.watch.follow import Follower, RunState, Update
 from rrfp.watch.slowness import WINDOW
 
 _MOST_STAGES = 12
@@ -28,7 +35,9 @@ _LEAST_EXTRA, _LEAST_TOLD = 0.1, 0.01
 _COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: "red"}
 
 
-def page(follower: Follower, stand: RunState, told: str, notes: Sequence[str] = ()) -> RenderableType:
+def page(
+    follower: Follower, stand: RunState, told: str, notes: Sequence[str] = ()
+) -> RenderableType:
     """The run as it stands now."""
     parts: list[RenderableType] = [_headline(follower, stand, told)]
     recent = list(follower.steps)[-WINDOW:]
@@ -322,7 +331,9 @@ class Lines:
     def _tell_metrics(self, line: dict[str, Any], *, is_alone: bool) -> None:
         measures = list(measures_of_metrics(line))
         if self._as_json:
-            self._print({"event": "metrics", "step": line.get("step"), **measures_as_json(measures)}, "")
+            self._print(
+                {"event": "metrics", "step": line.get("step"), **measures_as_json(measures)}, ""
+            )
         elif is_alone and isinstance(step := line.get("step"), int):
             told = "  ".join(f"{name} {value:.4g}" for name, _, value in measures)
             self._print({}, f"step {step}  {told}")

@@ -1,1 +1,0 @@
-"""Exporters of a run's figures, one file for each system."""
