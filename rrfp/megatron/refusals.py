@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rrfp.errors import UsageError
+from rrfp.megatron.adapters.global_state import tracker_of_generators
 from rrfp.megatron.adapters.models import attribute_of
-from rrfp.megatron.adapters.random_states import tracker_of_generators
 from rrfp.megatron.step.microbatch_data import is_iterator, shared
 from rrfp.megatron.step.stage import refuse_stateful
 from rrfp.megatron.step.weight_gradients import described_hook, lost_hook

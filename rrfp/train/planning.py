@@ -14,7 +14,7 @@ from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.megatron.batch_balancer import agreed_hands
 from rrfp.megatron.collectives import agreed_order
 from rrfp.megatron.item_costs import resolve_cost, resolve_features
-from rrfp.megatron.job.step_files import DealingFile
+from rrfp.megatron.job.run_files import DealingFile
 from rrfp.megatron.planning.planner import EntryPlanner, StepItems
 from rrfp.megatron.step_groups import step_groups
 from rrfp.megatron.step_policy import StepPolicy

@@ -20,9 +20,9 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.chosen_steps import choose
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
+from rrfp.megatron.job.recording import Meeting
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.job.run_directory import Meeting
-from rrfp.megatron.transport_log import TransportLog
+from rrfp.megatron.job.run_files import TransportLog
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.trace.check import check_contents

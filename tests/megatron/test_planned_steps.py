@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rrfp.errors import UsageError
 from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.collectives import packed, unpacked
-from rrfp.megatron.job.step_files import DealingFile
+from rrfp.megatron.job.run_files import DealingFile
 from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData

@@ -515,7 +515,7 @@ def learn(is_on_gpu: bool) -> list[Any]:
     prepare_cpu()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - its import makes it
 
-    from rrfp.megatron.adapters.fallbacks import reduce_one_by_one
+    from rrfp.megatron.cpu.patches import reduce_one_by_one
     from rrfp.megatron.step_groups import device_for
     from rrfp.runtime.pace import Delays
     from rrfp.train.launch import process_groups as parallel

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rrfp.megatron.adapters.random_states import (
+from rrfp.megatron.adapters.global_state import (
     named_states,
     set_named_states,
     shared_state_name,

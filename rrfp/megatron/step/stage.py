@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.loss_trackers import TRACKERS
+from rrfp.megatron.adapters.global_state import TRACKERS
 from rrfp.megatron.adapters.schedules import (
     free_output,
     is_first_of_weights,
