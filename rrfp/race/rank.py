@@ -69,11 +69,11 @@ def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) ->
     They are read from where Megatron's data parallelism accumulates them or, in chunks without it,
     from the parameters. A parameter that no task has used has zeros.
     """
-    from rrfp.megatron.adapters.models import unwrapped
+    from rrfp.megatron.adapters.models import unwrap_models
 
     return {
         whole_name(name, chunk, settings, layout): _gradient(parameter)
-        for chunk in unwrapped(chunks)
+        for chunk in unwrap_models(chunks)
         for name, parameter in chunk.named_parameters()
     }
 

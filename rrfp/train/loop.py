@@ -192,12 +192,12 @@ class Trainer:
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_of
+            from rrfp.megatron.adapters.groups import data_parallel_group
 
             loss = sum(item["loss"].item() for item in losses) / len(losses)
             own = torch.tensor([loss, tokens], dtype=torch.float64)
             replicas = [torch.empty_like(own) for _ in range(layout.dp)]
-            dist.all_gather(replicas, own, group=data_parallel_of(None))
+            dist.all_gather(replicas, own, group=data_parallel_group(None))
             shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
             shared[1] = sum(replica[1].item() for replica in replicas)
         dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
@@ -361,9 +361,9 @@ class Evaluation:
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_of
+            from rrfp.megatron.adapters.groups import data_parallel_group
 
-            dist.all_reduce(sums, group=data_parallel_of(None))
+            dist.all_reduce(sums, group=data_parallel_group(None))
         dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
         loss = (sums[0] / sums[1]).item()
         if not math.isfinite(loss):
@@ -511,7 +511,7 @@ def _train(
 def _tell_transport(transport: TransportLog, report: StepReport | None) -> None:
     """Log what carries the tensors; Megatron's own schedule has none of our links."""
     if report is not None and report.planes is not None:
-        transport.tell(report.planes)
+        transport.publish(report.planes)
 
 
 def _told(

@@ -24,18 +24,23 @@ from torch.distributed import Store
 
 from rrfp import requirements
 from rrfp.errors import RrfpError, UsageError, first_line
-from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.adapters.models import may_have_experts
 from rrfp.megatron.job.description import (
-    Steering,
+    DispatchDescription,
     by_stage,
     layout_of,
     model_of,
     num_parameters,
     program,
 )
-from rrfp.megatron.job.request import RecordingRequest, num_restarts, tell
-from rrfp.megatron.job.run_files import DealingFile, OrdersFile, TransportLog, join_orders
+from rrfp.megatron.job.request import RecordingRequest, num_restarts, print_to_stderr
+from rrfp.megatron.job.run_files import (
+    AdmissionFile,
+    AssignmentFile,
+    TransportLog,
+    join_admission_files,
+)
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
@@ -103,7 +108,7 @@ class _Found:
     """Of all of them together."""
 
 
-class Meeting:
+class RecordingRendezvous:
     """The meeting of a recording's ranks, as one of them sees it; all of them call it together.
 
     One deadline holds for all of it. As a context manager, it tells the other ranks of an exception
@@ -253,7 +258,7 @@ class Meeting:
         out, force = request.out, request.force
         if self._num_restarts and out is not None and out.exists():
             out, force = _free_beside(out), False
-            tell(
+            print_to_stderr(
                 f"{request.out} holds the run of an earlier start of this job, so this one is "
                 f"recorded in {out}"
             )
@@ -274,7 +279,7 @@ class JobRecording:
     other groups or chunks; its steps are left out.
     """
 
-    def __init__(self, request: RecordingRequest, steering: Steering) -> None:
+    def __init__(self, request: RecordingRequest, steering: DispatchDescription) -> None:
         self._request = request
         self._window = request.window
         self._steering = steering
@@ -286,8 +291,8 @@ class JobRecording:
         """Likewise, on every rank."""
         self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
-        self._orders: OrdersFile | None = None
-        self._dealings: DealingFile | None = None
+        self._orders: AdmissionFile | None = None
+        self._dealings: AssignmentFile | None = None
         self._transport: TransportLog | None = None
         self._is_off = False
         self._has_given_up = False
@@ -354,7 +359,7 @@ class JobRecording:
     def _take(self, step: int | None, report: StepReport) -> None:
         """Keep what a drop-in reports of a step, recorded as this one or not."""
         if report.planes is not None and self._transport is not None:
-            self._transport.tell(report.planes)
+            self._transport.publish(report.planes)
         if report.is_evaluation:
             return
         if report.policy is not None and step is not None and self._run is not None:
@@ -372,14 +377,14 @@ class JobRecording:
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
         if self._orders is None:
-            self._orders = OrdersFile(directory.admission, info.dp_rank)
+            self._orders = AdmissionFile(directory.admission, info.dp_rank)
         self._orders.write(order)
 
     def _write_dealing(self, hands: Hands) -> None:
         if self._run is None:
             return
         if self._dealings is None:
-            self._dealings = DealingFile(self._run.dealing, len(hands), len(hands[0]))
+            self._dealings = AssignmentFile(self._run.dealing, len(hands), len(hands[0]))
         self._dealings.write(hands)
 
     def safely(self, record: Callable[[], T]) -> T | None:
@@ -398,7 +403,7 @@ class JobRecording:
         if not self._has_given_up:
             self._has_given_up = True
             what = "the run is not recorded" if recorder is None else "recording is switched off"
-            tell(f"{what}, the training goes on: {error}")
+            print_to_stderr(f"{what}, the training goes on: {error}")
         if recorder is not None:
             # Whoever reads the run is told by the file that this rank writes no more.
             with suppress(Exception):
@@ -416,7 +421,7 @@ class JobRecording:
         try:
             self._conclude(run)
         except Exception as error:  # the process ends well all the same
-            tell(f"the trace is made when 'rrfp analyze' opens the run: {error}")
+            print_to_stderr(f"the trace is made when 'rrfp analyze' opens the run: {error}")
 
     def _begin(self, arguments: Mapping[str, Any]) -> int | None:
         now_ns = monotonic()
@@ -495,7 +500,7 @@ class JobRecording:
             pp_rank=place.pp_rank,
             tp_rank=groups.tp.rank(),
             # Ranks that share a sequence run the same tasks, like replicas.
-            dp_rank=replicas_of(groups).rank(),
+            dp_rank=replica_group(groups).rank(),
             stages=shape.stages_of(place.pp_rank),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -513,7 +518,7 @@ class JobRecording:
         """Meet the other ranks and open the records. Raises RrfpError if they do not come, and if
         the run's directory cannot be made; the others learn why this rank cannot record."""
         timeout_s = self._steering.connect_s or timeout_s_of(groups.pp)
-        with Meeting(default_store(), place.rank, timeout_s) as meeting:
+        with RecordingRendezvous(default_store(), place.rank, timeout_s) as meeting:
             device = device_of(chunks, groups)
             self.is_on_gpu = device.type == "cuda"
             own = self.info = self._identify(place, groups, arguments["num_microbatches"])
@@ -530,7 +535,7 @@ class JobRecording:
             except UsageError:
                 self._has_given_up = True  # without a word: the schedule refuses the step itself
                 raise
-            replicas = ranks_of(replicas_of(groups))
+            replicas = ranks_of(replica_group(groups))
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own, device)
@@ -581,17 +586,17 @@ class JobRecording:
                 run.path.rmdir()  # fails where its script has put something there
             elif not self._has_given_up:
                 why = self._window.without_steps(self._num_trained)
-                tell(f"{run.path} has no steps: {why}")
+                print_to_stderr(f"{run.path} has no steps: {why}")
             return
         deadline_s = time.monotonic() + _END_S
         while any(is_being_written(spill) for spill in run.records.glob("rank-*.jsonl")):
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
-        join_orders(run.admission)
+        join_admission_files(run.admission)
         told = f"{count_of(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
-            tell(
+            print_to_stderr(
                 f"{told}; this environment lacks {lacking}, so the first rrfp command that opens "
                 "the run in another one makes its trace"
             )
@@ -599,4 +604,4 @@ class JobRecording:
         # Where the window ended before the job, another command may have made the trace.
         if run.records.is_dir():
             encode_apart(run.path)
-        tell(f"{told}; open it with: rrfp trace view {run.path}")
+        print_to_stderr(f"{told}; open it with: rrfp trace view {run.path}")

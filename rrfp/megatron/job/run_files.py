@@ -21,7 +21,7 @@ from rrfp.trace.safe_files import ReportFile, open_own, open_whole
 _log = logging.getLogger(__name__)
 
 
-class DealingFile:
+class AssignmentFile:
     """The file, written by one rank of the run.
 
     A step without a line of its own, before the one that a run goes on from, has what the data
@@ -49,7 +49,7 @@ class DealingFile:
         self._file.close()
 
 
-class OrdersFile:
+class AdmissionFile:
     """What one replica's first rank writes."""
 
     def __init__(self, path: Path, replica: int) -> None:
@@ -65,7 +65,7 @@ class OrdersFile:
         self._file.close()
 
 
-def join_orders(path: Path) -> None:
+def join_admission_files(path: Path) -> None:
     """Join the files of all replicas, up to the last step that all of them have; without any, there
     is nothing to do."""
     parts: list[Path] = []
@@ -100,7 +100,7 @@ class TransportLog:
         self._ranks = ranks
         self._has_told = False
 
-    def tell(self, taken: AcceptedPlanes) -> None:
+    def publish(self, taken: AcceptedPlanes) -> None:
         """Call it after each step until the last rank has told; it waits for nobody."""
         if not self._has_told:
             self._has_told = True

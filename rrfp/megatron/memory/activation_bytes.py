@@ -175,7 +175,7 @@ Tensors = Iterable[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBytes:
+class ActivationBytes:
     """What one microbatch kept on one chunk."""
 
     until_b: int
@@ -198,7 +198,7 @@ class _Forward:
     allocated: int | None
 
 
-class Kept:
+class ActivationCounter:
     """Counts for the microbatches of one chunk in one step."""
 
     def __init__(self, model: torch.nn.Module, fixed: frozenset[int], device: torch.device) -> None:
@@ -263,10 +263,10 @@ class Kept:
         """What all microbatches keep now, with whatever outlives the step."""
         return sum(self._now.values())
 
-    def found(self) -> list[KeptBytes]:
+    def found(self) -> list[ActivationBytes]:
         """By microbatch, once the step's last task has run."""
         return [
-            KeptBytes(
+            ActivationBytes(
                 forward.message_bytes
                 + sum(each.size for each in forward.saved if not each.is_alive),
                 self._until_w.get(microbatch, 0),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.adapters.groups import data_parallel_of
+from rrfp.megatron.adapters.groups import data_parallel_group
 from rrfp.megatron.collectives import told_by_first
 from rrfp.megatron.planning.planner import Gathering
 from rrfp.megatron.step_policy import ChoiceFigures, StepPolicy, step_policy
@@ -102,7 +102,7 @@ class HintChooser:
             self._begin(choices)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         self._take_in()
-        replicas = data_parallel_of(groups)
+        replicas = data_parallel_group(groups)
         leads_all = replicas.rank() == 0 and all(
             group.rank() == 0 for group in (groups.tp, groups.cp, groups.pp)
         )

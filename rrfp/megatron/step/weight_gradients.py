@@ -30,7 +30,7 @@ from rrfp.megatron.adapters.layers import (
     is_parallel_linear,
 )
 from rrfp.megatron.memory.activation_bytes import tensors_in
-from rrfp.megatron.provenance import described
+from rrfp.megatron.provenance import describe_callable
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import Gradient, add_gradient, gradient_sum
 
@@ -193,11 +193,11 @@ def edges_to(node: Any, outputs: Iterable[torch.Tensor | None]) -> Iterator[tupl
         todo += following
 
 
-def described_hook(hook: Any) -> str:
+def describe_hook(hook: Any) -> str:
     """A hook, for a sentence."""
     if isinstance(hook, torch.nn.Module):
         return f"hooks of {type(hook).__module__}.{type(hook).__qualname__}"
-    return f"the hook {described(hook)}"
+    return f"the hook {describe_callable(hook)}"
 
 
 def _is_megatrons(hook: Any) -> bool:
@@ -215,13 +215,13 @@ NO_BACKWARD = -1
 """torch's number of the backward that runs, outside of one."""
 
 
-def is_tagged(parameter: torch.nn.Parameter) -> bool:
+def is_delayed(parameter: torch.nn.Parameter) -> bool:
     """Whether Transformer Engine's `backward_dw` computes its gradient."""
     return getattr(parameter, "skip_backward_post_hook", False)
 
 
-def tagged(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [each for each in module.parameters(recurse=False) if is_tagged(each)]
+def delayed_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [each for each in module.parameters(recurse=False) if is_delayed(each)]
 
 
 class Product(Protocol):
@@ -307,7 +307,7 @@ class QueuedProducts:
 
     @property
     def weights(self) -> list[torch.nn.Parameter]:
-        return tagged(self.module)
+        return delayed_weights(self.module)
 
     @property
     def adds_in_place(self) -> bool:
@@ -377,7 +377,7 @@ def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
     if _has_store(module):
-        return is_tagged(parameter)
+        return is_delayed(parameter)
     # An output layer that shares the embedding's weight on the same stage has no weight itself.
     return (
         is_parallel_linear(module)
@@ -391,12 +391,12 @@ def _has_store(module: Any) -> bool:
     return store is not None and store.delay_wgrad_compute()
 
 
-def lost_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
+def unreachable_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
     """A weight whose product Transformer Engine keeps, by name, and a hook on it, which would not
     see its gradient."""
     names = {weight: name for name, weight in chunk.named_parameters()}
     for module in chunk.modules():
-        for weight in tagged(module) if _has_store(module) else ():
+        for weight in delayed_weights(module) if _has_store(module) else ():
             hook = weight_hook(weight) if weight.requires_grad else None
             if hook is not None:
                 return names[weight], hook
@@ -418,7 +418,7 @@ class DeferredWeightGradients:
         self._queued: list[Any] = [
             module for module in reversed([*chunk.modules()]) if _has_store(module)
         ]
-        in_queues = {weight for module in self._queued for weight in tagged(module)}
+        in_queues = {weight for module in self._queued for weight in delayed_weights(module)}
         paths = paths_to_parameters(chunk)
         self._accumulators = {
             weight: Accumulator(weight, paths[weight], self._take)
@@ -556,7 +556,7 @@ class DeferredWeightGradients:
         hook = accumulator.hook() or accumulator.module_hook()
         if hook is None:
             return False
-        self._note(weight, described_hook(hook))
+        self._note(weight, describe_hook(hook))
         return True
 
     def _is_hooked(self, weight: torch.nn.Parameter) -> bool:
