@@ -22,7 +22,7 @@ from rrfp.megatron import (
     installation,
     trace_native,
 )
-from rrfp.megatron.installation import SCHEDULES, megatrons
+from rrfp.megatron.installation import SCHEDULES, original_function
 from rrfp.megatron.job import schedule_patches as stand_ins
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.schedule_patches import DropInPatch
@@ -129,7 +129,7 @@ def call_what_was_fetched_before(layout: Any, settings: dict[str, Any]) -> dict[
     ours = schedules.get_forward_backward_func()
     assert rig.run(ours) == expected
     ours.close()
-    assert _losses(TrainSettings(**settings), layout, megatrons(SCHEDULES[0])) == native
+    assert _losses(TrainSettings(**settings), layout, original_function(SCHEDULES[0])) == native
     return raised
 
 
@@ -446,7 +446,7 @@ def test_a_schedule_that_a_loop_imports_by_name_is_replaced(
         assert is_ours(getattr(module, by_name))
         assert getattr(module, by_name).__wrapped__ is own
     # What runs Megatron's own on purpose still finds it.
-    assert megatrons(by_name) is own
+    assert original_function(by_name) is own
 
 
 def test_a_model_that_each_rank_has_whole_is_left_to_megatron(

@@ -17,12 +17,11 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.chosen_steps import choose
-from rrfp.analyze.frames import frames_of
+from rrfp.analyze.frames import choose, frames_of
 from rrfp.errors import RrfpError
 from rrfp.megatron.job.recording import RecordingRendezvous
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.job.run_files import TransportLog
+from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.trace.check import check_contents

@@ -241,8 +241,8 @@ def _difference(module: str, entry: str, *, is_stood_for: bool) -> str | None:
     if foreign is not None and not is_ours(foreign) and (is_stood_for or look.differs):
         why = look.differs or "would not run under rrfp's schedule"
         raise UsageError(
-            f"{describe_callable(foreign)} has replaced {_CORE}.{look.path} and {why}; switch that patch "
-            "off"
+            f"{describe_callable(foreign)} has replaced {_CORE}.{look.path} and {why}; "
+            "switch that patch off"
         )
     return None if look.differs is None else f"{look.path} {look.differs}"
 

@@ -35,12 +35,7 @@ from rrfp.megatron.job.description import (
     program,
 )
 from rrfp.megatron.job.request import RecordingRequest, num_restarts, print_to_stderr
-from rrfp.megatron.job.run_files import (
-    AdmissionFile,
-    AssignmentFile,
-    TransportLog,
-    join_admission_files,
-)
+from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
@@ -50,6 +45,7 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_report import StepReport
+from rrfp.planning.step_files import AdmissionFile, AssignmentFile, join_admission_files
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.net.transport import device_at
 from rrfp.runtime.protocols import PeerLostError, monotonic
