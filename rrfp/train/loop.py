@@ -32,12 +32,11 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import PolicyLog
 from rrfp.trace.safe_files import ReportFile
 from rrfp.trace.spill import records_bytes
+from rrfp.train.checkpoints.run_start import write_description
 from rrfp.train.checkpoints.saving import Session, session_of
-from rrfp.train.data.batches import Batch, Batches
-from rrfp.train.data.open import open_data
-from rrfp.train.description import write_description
-from rrfp.train.launch.heartbeat import enter
+from rrfp.train.data.batches import Batch, Batches, open_data
 from rrfp.train.launch.process_groups import Layout
+from rrfp.train.launch.rank_status import enter
 from rrfp.train.launch.watchdog import C_CALL
 from rrfp.train.models.model import ModelChunks, build_model
 from rrfp.train.pacing import PaceTally, pace_of

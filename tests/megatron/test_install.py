@@ -74,7 +74,7 @@ def train_before_and_after_installing() -> tuple[list[str], list[float], list[fl
 
 
 def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
 

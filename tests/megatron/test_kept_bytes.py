@@ -302,7 +302,7 @@ def measured(settings: dict[str, Any], *, watches: bool = False) -> Measured:
     prepare_cpu()
     from rrfp.megatron import dropin
     from rrfp.megatron.step.stage import RankStep
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import parallel_groups
 
     chosen = TrainSettings(**settings)

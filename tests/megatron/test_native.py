@@ -219,7 +219,7 @@ def chunks_and_microbatches() -> list[tuple[int, int]]:
 
     prepare_cpu()
     from rrfp.megatron.native.schedule import NativeSchedule
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.loop import Trainer
     from rrfp.train.models.gpt import forward_step
