@@ -43,7 +43,7 @@ _MEMORY_CGROUPS = (
 
 
 def activation_headroom(device: torch.device) -> int:
-    """Return the bytes that a rank's activations may use on this device, measured between two steps.
+    """Return the bytes that activations may use on this device, measured between two steps.
     On a GPU, `register_gpu_rank` must run first. Raises RrfpError if no memory is left."""
     room = _room_on_gpu(device) if device.type == "cuda" else _room_on_host()
     if room <= 0:
