@@ -20,7 +20,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.groups import pipeline_of
+from rrfp.megatron.adapters.groups import pipeline_group
 from rrfp.megatron.adapters.parallel_state import context_parallel_size
 from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
@@ -386,7 +386,7 @@ class _TorchStage(pipelining.PipelineStage):
             message.device,
             input_args=() if stage == 0 else message,
             output_args=torch.empty((), requires_grad=True) if is_last else message,
-            group=pipeline_of(None),
+            group=pipeline_group(None),
             dw_builder=self._weight_gradient if shape.splits_backward else None,
         )
         self._shape = shape

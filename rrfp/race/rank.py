@@ -45,14 +45,13 @@ from rrfp.simulate.jitter import parse_jitter
 from rrfp.strict_json import integer, items, text
 from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.run_dir import RunDir
-from rrfp.train.data.batches import Batch, Data
-from rrfp.train.data.open import open_data
+from rrfp.train.data.batches import Batch, Data, open_data
 from rrfp.train.launch.collectives import broadcast_json, gather_tensors
-from rrfp.train.launch.failure import FailureReport
 from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
+from rrfp.train.launch.rank_status import FailureReport
 from rrfp.train.loop import introduce, run_schedule, schedule_of
+from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import ModelChunks, build_model
-from rrfp.train.models.parameters import whole_name
 from rrfp.train.pacing import StepPacer, make_pace
 from rrfp.train.planning import run_planner
 from rrfp.train.settings import TrainSettings
@@ -69,11 +68,11 @@ def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) ->
     They are read from where Megatron's data parallelism accumulates them or, in chunks without it,
     from the parameters. A parameter that no task has used has zeros.
     """
-    from rrfp.megatron.adapters.models import unwrapped
+    from rrfp.megatron.adapters.models import unwrap_models
 
     return {
         whole_name(name, chunk, settings, layout): _gradient(parameter)
-        for chunk in unwrapped(chunks)
+        for chunk in unwrap_models(chunks)
         for name, parameter in chunk.named_parameters()
     }
 

@@ -338,7 +338,7 @@ def _run_peer(
     from rrfp.replay.cost_sources import resolve_costs
     from rrfp.schedule.admission import Admit
     from rrfp.simulate.jitter import parse_jitter
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.loop import schedule_of
     from rrfp.train.models.model import build_model
     from rrfp.train.pacing import make_pace

@@ -221,8 +221,8 @@ ALLOWED = {
     ("doctor/cuda_ipc.py", "open"): "memory of a GPU",
     ("runtime/planes/cuda_ipc.py", "open"): "memory of a GPU",
     ("interchange/json_stream.py", "gzip.open"): "reads",
-    ("train/launch/failure.py", "mkfifo"): _PRIVATE,
-    ("train/launch/failure.py", "os.open"): _PRIVATE,
+    ("train/launch/rank_status.py", "mkfifo"): _PRIVATE,
+    ("train/launch/rank_status.py", "os.open"): _PRIVATE,
 }
 """Where else something is made, by file (or folder) and call, and why no planted link is followed
 there. `*` means every call of that file."""

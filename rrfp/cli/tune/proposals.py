@@ -279,7 +279,7 @@ class Trials:
         from rrfp.trace.outcome import noting_outcome
         from rrfp.trace.records import NS_PER_S
         from rrfp.trace.run_dir import own_files
-        from rrfp.train.checkpoints.resuming import beginning_of
+        from rrfp.train.checkpoints.run_start import beginning_of
         from rrfp.train.checks import check_settings
         from rrfp.train.launch.launcher import launch
         from rrfp.train.pacing import check_pace
