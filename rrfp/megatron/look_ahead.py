@@ -13,7 +13,7 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import CallersStates, StepData, is_iterator, shared
+from rrfp.megatron.step.microbatch_data import LoopRandomStates, StepData, is_iterator, shared
 from rrfp.schedule.balance import AdmitAcross
 from rrfp.schedule.knobs import described_hold
 
@@ -47,14 +47,14 @@ class AheadIterator:
         drawing them advances random states that the loop may use."""
         if self._failure is not None or self._is_random:
             return None
-        before = CallersStates()
+        before = LoopRandomStates()
         while len(self.waiting) < num:
             try:
                 self.waiting.append(next(self.source))
             except Exception as error:
                 self._failure = error
                 return None
-            if CallersStates() != before:
+            if LoopRandomStates() != before:
                 self._is_random = True
                 return None
         return [*self.waiting][:num]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rrfp.megatron.adapters.groups import data_parallel_of
+from rrfp.megatron.adapters.groups import data_parallel_group
 from rrfp.megatron.step_groups import step_groups
 from rrfp.planning.collectives import gather_orders
 from rrfp.planning.step_admission import StepAdmission
@@ -84,7 +84,7 @@ class OrderedBatches:
                 lambda: [self._batches.batch(step, first + index) for index in range(num)],
                 num,
                 groups,
-                data_parallel_of(None),
+                data_parallel_group(None),
                 _CPU,
             )
             own = assignment[self._layout.dp_rank]
@@ -93,7 +93,7 @@ class OrderedBatches:
         items = _StepBatches(self, step, given)
         if self._planner is None:
             self.order = self._admission.order(
-                step, items, num, groups, lambda: data_parallel_of(None), _CPU
+                step, items, num, groups, lambda: data_parallel_group(None), _CPU
             )
         else:
             self.order = self._planner.order(step, self._shape, self._policy, items, groups, _CPU)
@@ -133,7 +133,7 @@ class OrderedBatches:
         if self._planner is not None:
             orders = [self.order]
             if layout.dp > 1 and layout.pp_rank == layout.tp_rank == 0:
-                orders = gather_orders(self.order, data_parallel_of(None))
+                orders = gather_orders(self.order, data_parallel_group(None))
         if self._file is not None and orders is not None:
             self._file.write(orders)
 

@@ -234,7 +234,7 @@ ALLOWED = {
     ("rrfp/interchange/torch_flight_recorder.py", "pickle"),
     ("rrfp/interchange/torch_flight_recorder.py", "_Unpickler"),
     ("rrfp/interchange/torch_flight_recorder.py", "UnpicklingError"),
-    ("rrfp/megatron/memory/saved_tensors.py", "torch.multiprocessing.reductions.StorageWeakRef"),
+    ("rrfp/megatron/memory/activation_bytes.py", "torch.multiprocessing.reductions.StorageWeakRef"),
     ("rrfp/planning/planner_process.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "own_pickle"),
