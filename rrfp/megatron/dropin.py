@@ -9,9 +9,9 @@ Megatron's own schedule, bit for bit.
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from rrfp.megatron.adapters.groups import (
     replica_group,
     virtual_pipeline_size,
 )
+from rrfp.megatron.adapters.models import config_of, may_have_experts
 from rrfp.megatron.adapters.schedules import start_embedding_gradients
 from rrfp.megatron.installation import NO_PIPELINING, refuse_unknown_arguments
 from rrfp.megatron.look_ahead import StepDataItems, reason_to_look
@@ -37,14 +38,15 @@ from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
+    place_in,
     sharing_groups,
+    step_groups,
     timeout_s_of,
 )
-from rrfp.megatron.step_plan import StepCall, StepPlan
 from rrfp.megatron.step_report import StepObserver, StepReport
 from rrfp.planning.collectives import exchange_items
 from rrfp.planning.step_admission import StepAdmission
-from rrfp.planning.step_policy import StepPolicies
+from rrfp.planning.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
@@ -96,6 +98,56 @@ _schedules: dict[object, "ForwardBackward"] = {}
 """The functions of this process, by their arguments. Each closes its links as the process ends."""
 
 _names = itertools.count()
+
+
+# A step before it runs: the training loop's call, and the plan of the step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """The arguments of a training loop's call that say where and on which models to run."""
+
+    models: list[Any]
+    """The chunks of this rank, in model order."""
+    config: Any
+    """Megatron's configuration of the models."""
+    groups: Any
+    """The process groups of the step."""
+    place: Place
+    has_experts: bool
+    forward_only: bool
+
+    @classmethod
+    def of(
+        cls, models: list[Any], p2p_communicator: Any, pg_collection: Any, *, forward_only: bool
+    ) -> Self:
+        """Make the call of these chunks, in the groups of Megatron's two arguments. Raises
+        UsageError for groups without the ranks of the pipeline."""
+        config, has_experts = config_of(models[0]), may_have_experts(models[0])
+        groups = step_groups(p2p_communicator, pg_collection)
+        place = place_in(groups, has_experts=has_experts)
+        return cls(models, config, groups, place, has_experts, forward_only)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How a step is to run on this rank. It is made before the step and does not change."""
+
+    step: int
+    """The number of the step in records and on links."""
+    call: StepCall
+    policy: StepPolicy
+    data: StepData
+    streams: RandomStreams
+    memory: StepMemory
+    order: Sequence[int]
+    """By microbatch: the number of its item in the data's own order."""
+    admits_given: bool
+    """True if items enter in the data's own order."""
+    plans_order: bool
+    """True if a search plans the order in which items enter."""
+    measures_memory: bool
+    """True if the sizes of microbatches are predicted from measured ones."""
 
 
 class ForwardBackward:

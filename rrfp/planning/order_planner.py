@@ -11,7 +11,7 @@ as the step begins, and the first rank reads them at the beginning of the step a
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -52,23 +52,6 @@ class StepItems(Protocol):
 
     def next_items(self) -> Sequence[Any] | None:
         """The next step's items; None if they cannot be looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanFigures:
-    """How a step's order was chosen."""
-
-    num_candidates: int
-    predicted_s: float
-    pyramid_s: float
-
-    def described(self) -> dict[str, object]:
-        """The fields of a line of `metrics.jsonl`."""
-        return {
-            "candidates": self.num_candidates,
-            "predicted_s": self.predicted_s,
-            "pyramid_s": self.pyramid_s,
-        }
 
 
 class OrderPlanner:
@@ -115,8 +98,9 @@ class OrderPlanner:
         self._began_s: float | None = None
         self._step_s: float | None = None
         self._warnings: set[str] = set()
-        self.last: PlanFigures | None = None
-        """How the order of the step that began last was chosen; None if it was not planned."""
+        self.figures: dict[str, object] | None = None
+        """The search for the order of the step that began last, for `metrics.jsonl`; None if the
+        order was not planned."""
         at_end.call(self.close)
 
     @property
@@ -167,7 +151,13 @@ class OrderPlanner:
         ).tolist()
         order = [int(place) for place in decision[:-_NUM_FIGURES]]
         candidates, predicted_s, pyramid_s = decision[-_NUM_FIGURES:]
-        self.last = PlanFigures(int(candidates), predicted_s, pyramid_s) if candidates else None
+        self.figures = None
+        if candidates:
+            self.figures = {
+                "candidates": int(candidates),
+                "predicted_s": predicted_s,
+                "pyramid_s": pyramid_s,
+            }
         if self._modelled is not None:
             self._modelled.admit_as(step, order)
         elif groups.tp.rank() == groups.cp.rank() == 0:

@@ -137,27 +137,22 @@ class _RunPlanner:
     def _known_step(self, request: PlanRequest) -> KnownStep | None:
         """The requested step with its modelled or predicted costs; None before anything was
         learned."""
-        setting, modelled = self._setting, request.modelled
+        setting, step = self._setting, request.modelled
         assert setting is not None
-        if modelled is not None:
-            return KnownStep(
-                shape=setting.shape,
-                policy=setting.policy,
-                costs=modelled.costs,
-                noise=modelled.noise,
-                key=modelled.key,
-                num_members=setting.num_members,
-            )
-        if request.features is None or not self._model.is_fitted:
-            return None
-        forecast = self._model.predict(request.features)
+        if step is None:
+            if request.features is None or not self._model.is_fitted:
+                return None
+            forecast = self._model.predict(request.features)
+            costs = StepCosts(forecast.times, sizes=forecast.sizes)
+            step = ModelledStep(costs, max(_LEAST_NOISE, forecast.noise), (request.step,))
         return KnownStep(
             shape=setting.shape,
             policy=setting.policy,
-            costs=StepCosts(forecast.times, sizes=forecast.sizes),
-            noise=max(_LEAST_NOISE, forecast.noise),
-            key=(request.step,),
+            costs=step.costs,
+            noise=step.noise,
+            key=step.key,
             num_members=setting.num_members,
+            # Empty for modelled costs, from which nothing is learned.
             budgets=self._budgets,
         )
 

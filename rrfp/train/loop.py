@@ -16,6 +16,7 @@ from rrfp.errors import RrfpError
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
+from rrfp.megatron.pipeline import discard
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_report import StepReport
 from rrfp.planning.candidates import describe_choice
@@ -38,13 +39,12 @@ from rrfp.train.launch.process_groups import Layout
 from rrfp.train.launch.rank_status import enter
 from rrfp.train.launch.watchdog import C_CALL
 from rrfp.train.models.model import ModelChunks, build_model
-from rrfp.train.ordered_batches import OrderedBatches, discard
-from rrfp.train.pacing import PaceTally, pace_of
+from rrfp.train.ordered_batches import OrderedBatches
+from rrfp.train.pacing import PaceTally, StepPacer, pace_of
 from rrfp.train.settings import DeviceKind, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.train.checkpoints.saving import RunCheckpoints
-    from rrfp.train.pacing import StepPacer
 
 
 # One rank's training step, under any schedule function with Megatron's signature.
@@ -122,7 +122,7 @@ class Trainer:
         schedule: Schedule,
         record: Callable[[Record], None],
         clock: Clock = monotonic,
-        pace: "StepPacer | None" = None,
+        pace: StepPacer | None = None,
     ) -> None:
         """`record` receives the step's data and optimizer phases; the schedule records its own.
         `pace` is the schedule's; it is prepared before each step."""
@@ -471,7 +471,7 @@ class _StepReports:
         layout: Layout,
         batches: OrderedBatches,
         metrics: Metrics,
-        pace: "StepPacer | None",
+        pace: StepPacer | None,
     ) -> None:
         self._settings = settings
         self._batches = batches

@@ -6,11 +6,11 @@ which every rank can load in any order, and the modelled costs of a paced run.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from rrfp.megatron.adapters.groups import data_parallel_group
+from rrfp.megatron.pipeline import discard
 from rrfp.megatron.step_groups import step_groups
 from rrfp.planning.collectives import gather_orders
 from rrfp.planning.step_admission import StepAdmission
@@ -21,16 +21,10 @@ from rrfp.trace.records import Record
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.data.batches import Batch, Data
 from rrfp.train.launch.process_groups import Layout
+from rrfp.train.pacing import StepPacer
 from rrfp.train.settings import TrainSettings
 
-if TYPE_CHECKING:
-    from rrfp.train.pacing import StepPacer
-
 _CPU = torch.device("cpu")
-
-
-def discard(_: Record) -> None:
-    """Record nothing."""
 
 
 class OrderedBatches:
@@ -43,7 +37,7 @@ class OrderedBatches:
         layout: Layout,
         data: Data,
         record: Callable[[Record], None] = discard,
-        pace: "StepPacer | None" = None,
+        pace: StepPacer | None = None,
         num_simulations: int | None = None,
     ) -> None:
         """`record` receives this rank's records: the planner's own, and those of the schedule,
@@ -110,10 +104,9 @@ class OrderedBatches:
         self._policy, self._shape = policy.policy, policy.shape
 
     def plan_figures(self) -> dict[str, object] | None:
-        """How the order of the step that began last was planned, for `metrics.jsonl`; None if it
-        was not."""
-        last = None if self._planner is None else self._planner.last
-        return None if last is None else last.described()
+        """The search for the order of the step that began last, for `metrics.jsonl`; None if the
+        order was not planned."""
+        return None if self._planner is None else self._planner.figures
 
     def open_file(self, run: RunDir, first_step: int) -> None:
         """Open the run's file of orders or assignments on rank 0, if steps are planned or balanced.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rrfp.megatron.pipeline import discard
 from rrfp.runtime.pace import Delays
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new
@@ -17,7 +18,7 @@ from rrfp.train.launch.process_groups import Layout, seed_random_states
 from rrfp.train.loop import Trainer, schedule_of
 from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import build_model
-from rrfp.train.ordered_batches import OrderedBatches, discard
+from rrfp.train.ordered_batches import OrderedBatches
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.sameness import Learned, learned_file, variants_file
 
