@@ -145,7 +145,7 @@ def train_planned(layout: Any, settings: dict[str, Any]) -> bool:
 
 
 # The drop-in admits a step's items in another order than they come in: it learns what Megatron's
-# own schedule learns from items that come in that order, whoever has data.
+# own schedule learns from items that come in that order, no matter which ranks have data.
 
 
 class Unhashable:
@@ -188,7 +188,7 @@ def follow_and_fail(layout: Any, settings: dict[str, Any]) -> bool:
 
 
 def follow_a_file(rig: Rig, items: list[Batch], order: list[int], expected: Outcome) -> None:
-    """Its lines are those of the steps that train."""
+    """Lines of an admission file count for training steps only."""
     lines = [" ".join(map(str, each)) for each in (order, range(NUM))]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(lines))
@@ -268,7 +268,7 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
             raise ArithmeticError("too heavy")
         return float(item["tokens"].numel())
 
-    def owes(item: Batch) -> float:
+    def weighs_less(item: Batch) -> float:
         return -1.0
 
     cases: list[tuple[Any, list[Any], int, str, str]] = [
@@ -294,7 +294,7 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
             "rank 1 could not send the microbatches that are assigned to other replicas; its own",
         ),
         (
-            ours(admit_across="replicas", admit_cost=owes),
+            ours(admit_across="replicas", admit_cost=weighs_less),
             items,
             layout.dp_rank,
             "the cost of a microbatch is -1, and --admit-across adds costs up",
@@ -309,8 +309,8 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
         else:
             # A file that only the first replica reads may be another one elsewhere.
             Path(file.name).write_text("0; 1")
-            told = "the first rank of the first replica could not balance"
-            cases.append((ours(admit_across=file.name), items, 0, "", told))
+            complaint = "the first rank of the first replica could not balance"
+            cases.append((ours(admit_across=file.name), items, 0, "", complaint))
         for schedule, given, failing, own, others in cases:
             fails_here = failing == layout.dp_rank
             with pytest.raises(
@@ -407,8 +407,8 @@ def test_the_file_keeps_the_steps_that_a_run_goes_on_from(tmp_path: Path) -> Non
     path = tmp_path / "dealing.csv"
     given = [range(2), range(2, 4)]
     file = StepFile(path, given)
-    for hands in ([[3, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]):
-        file.write(hands)
+    for assignment in ([[3, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        file.write(assignment)
     file.close()
     with path.open("a") as torn:
         torn.write("0 1; 2")
@@ -424,18 +424,18 @@ def test_the_file_keeps_the_steps_that_a_run_goes_on_from(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_dealt_run_goes_on_and_is_repeated_from_its_file(tmp_path: Path) -> None:
+def test_a_balanced_run_goes_on_and_is_repeated_from_its_file(tmp_path: Path) -> None:
     """Under other hints, too."""
     lengths: dict[str, Any] = {"variable_lengths": True, "seq_length": 48, "pp": 4, "dp": 2}
-    dealt = {**lengths, "admit": "pyramid", "admit_across": "replicas"}
-    run = checkpointed.train(tmp_path / "whole", 4, **dealt)
+    balanced = {**lengths, "admit": "pyramid", "admit_across": "replicas"}
+    run = checkpointed.train(tmp_path / "whole", 4, **balanced)
     lines = run.dealing.read_text()
     assert len(lines.splitlines()) == 4
     expected = checkpointed.tensors_of(checkpointed.newest(tmp_path / "whole"))
 
     parted = tmp_path / "parted"
-    checkpointed.train(parted, 2, **dealt, hint="f-first")
-    resumed = checkpointed.train(parted, 4, **dealt, hint="bfw", resume=True)
+    checkpointed.train(parted, 2, **balanced, hint="f-first")
+    resumed = checkpointed.train(parted, 4, **balanced, hint="bfw", resume=True)
     assert resumed.dealing.read_text() == lines
     assert_same(parted, expected)
 
@@ -455,16 +455,16 @@ def assert_same(directory: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_recorded_job_writes_down_what_it_deals_and_repeats_it(tmp_path: Path) -> None:
-    first = job(tmp_path / "dealt", "--admit-across", "replicas", "--hint", "bfw")
-    lines = (tmp_path / "dealt" / "run" / "dealing.csv").read_text()
+    first = job(tmp_path / "balanced", "--admit-across", "replicas", "--hint", "bfw")
+    lines = (tmp_path / "balanced" / "run" / "dealing.csv").read_text()
     assert len(parse_dealings(lines, "file").steps) == SMALL["steps"]
-    listed = str(tmp_path / "dealt" / "run" / "dealing.csv")
+    listed = str(tmp_path / "balanced" / "run" / "dealing.csv")
     assert job(tmp_path / "listed", "--admit-across", listed) == first
     assert (tmp_path / "listed" / "run" / "dealing.csv").read_text() == lines
 
 
 def job(out: Path, *options: str) -> list[dict[str, Any]]:
-    """What the ranks of a job of two replicas saw under `rrfp run`."""
+    """Run a job of two replicas under `rrfp run`, and return the results of its ranks."""
     out.mkdir()
     settings = json.dumps(REPLICAS)
     options = (*options, "--out", str(out / "run"))
@@ -521,9 +521,9 @@ def test_hints_change_and_the_training_does_not(layout: dict[str, Any]) -> None:
         assert chosen.losses == plain.losses
         assert chosen.grad_norms == plain.grad_norms
         assert chosen.parameters_sha256 == plain.parameters_sha256
-    steered = [[replace(each, choice=None) for each in chosen.policies] for _, chosen in ranks]
-    assert all(each == steered[0] for each in steered)
-    names = [each.hint_name for each in steered[0]]
+    policies = [[replace(each, choice=None) for each in chosen.policies] for _, chosen in ranks]
+    assert all(each == policies[0] for each in policies)
+    names = [each.hint_name for each in policies[0]]
     # One step warms up, three are measured, and their tables come two steps later.
     assert names[:6] == ["gpipe"] * 6
     assert "gpipe" not in names[6:]

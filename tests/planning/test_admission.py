@@ -74,7 +74,7 @@ FIGURES = re.findall(
     (ROOT / "docs" / "reference" / "costs.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
-"""Of docs/reference/costs.md: the hint, what is held, and a figure for each of `COLUMNS`."""
+"""The rows of docs/reference/costs.md: the hint, the hold, and a figure for each of `COLUMNS`."""
 
 
 def test_the_table_of_the_presets_is_found() -> None:

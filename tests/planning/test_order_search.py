@@ -443,11 +443,11 @@ def test_a_recording_is_given_a_step_a_seed() -> None:
         ]
 
 
-def test_finished_is_told_of_every_trial() -> None:
-    told: list[None] = []
+def test_finished_is_called_after_every_trial() -> None:
+    calls: list[None] = []
     settings: Sequence[Setting] = [setting_of(DrawnCosts()) for _ in range(3)]
-    run_settings(settings, range(4), finished=lambda: told.append(None))
-    assert len(told) == 12
+    run_settings(settings, range(4), finished=lambda: calls.append(None))
+    assert len(calls) == 12
 
 
 def test_what_a_row_says() -> None:
