@@ -1,4 +1,5 @@
-"""Decides which items a replica's step has, and in which order they enter, before it begins.
+"""Decides which items a replica's step has, and in which order they enter, before it begins, and
+writes the decisions to the run's files.
 
 The first rank of a replica looks at its items and decides, and the other ranks take over its
 decision. Where costs are modelled, every rank computes the same order from them; only a plan is
@@ -6,6 +7,7 @@ still broadcast.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +23,16 @@ from rrfp.planning.collectives import (
 from rrfp.planning.item_costs import Features, features_of, resolve_cost, resolve_features
 from rrfp.planning.modelled_costs import ModelledSteps
 from rrfp.planning.order_planner import OrderPlanner, StepItems
-from rrfp.schedule.admission import Admit, ListedOrders, admission_order, check_replicas
+from rrfp.schedule.admission import (
+    Admit,
+    ListedOrders,
+    admission_order,
+    check_replicas,
+    format_admission,
+)
 from rrfp.schedule.balance import AdmitAcross, Hands, ListedDealings, deal, even_times
 from rrfp.trace.records import Record
+from rrfp.trace.safe_files import ReportFile, open_whole
 
 _MOST_FEATURES = 32
 
@@ -213,3 +222,55 @@ class StepAdmission:
         table = broadcast_decision(decide, like, groups, device, "measure the step's microbatches")
         rows = table[1:, : int(table[0, 0])].tolist()
         return [tuple(rows[number]) for number in order]
+
+
+# Files of a run with a line per step: `admission.csv` and `dealing.csv`. A line lists, for each
+# replica, the numbers of its microbatches in the order in which they enter. `--admit` or
+# `--admit-across` with such a file repeats the run.
+
+
+Orders = Sequence[Sequence[int]]
+"""By replica: the numbers of microbatches in the order in which they enter."""
+
+
+class StepFile:
+    """Writes such a file, on one rank."""
+
+    def __init__(self, path: Path, given: Orders, first_step: int = 0) -> None:
+        """Keep the lines of the steps before `first_step`. Those without a line get `given`, the
+        line of a step that enters as the data give it."""
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        # An interrupted write leaves half a line.
+        complete = [line for line in lines if line.endswith("\n")][:first_step]
+        complete += [format_admission(given)] * (first_step - len(complete))
+        with open_whole(path) as file:
+            file.write("".join(complete).encode())
+        self._file = ReportFile(path)
+
+    def write(self, orders: Orders) -> None:
+        """Write the line of the next step, which has ended."""
+        self._file.write(format_admission(orders))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def part_of(path: Path, replica: int) -> Path:
+    """The file of one replica, until `join_parts` joins all of them."""
+    return path.with_name(f"{path.stem}-{replica}{path.suffix}")
+
+
+def join_parts(path: Path) -> None:
+    """Join the files of all replicas, up to the last step that all of them have. Does nothing
+    without files."""
+    parts: list[Path] = []
+    while (part := part_of(path, len(parts))).exists():
+        parts.append(part)
+    if not parts:
+        return
+    lines = [part.read_text("utf-8").splitlines() for part in parts]
+    with open_whole(path) as file:
+        for orders in zip(*lines, strict=False):
+            file.write(f"{'; '.join(orders)}\n".encode())
+    for part in parts:
+        part.unlink()

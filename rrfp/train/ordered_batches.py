@@ -13,8 +13,7 @@ from rrfp.megatron.adapters.groups import data_parallel_group
 from rrfp.megatron.pipeline import discard
 from rrfp.megatron.step_groups import step_groups
 from rrfp.planning.collectives import gather_orders
-from rrfp.planning.step_admission import StepAdmission
-from rrfp.planning.step_files import StepFile
+from rrfp.planning.step_admission import StepAdmission, StepFile
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.trace.records import Record

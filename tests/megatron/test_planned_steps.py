@@ -22,8 +22,7 @@ from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData
 from rrfp.planning.collectives import decode_items, encode_items
-from rrfp.planning.step_admission import StepAdmission
-from rrfp.planning.step_files import StepFile
+from rrfp.planning.step_admission import StepAdmission, StepFile
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.admission import format_admission, parse_admission, pyramid
 from rrfp.schedule.balance import parse_dealings

@@ -45,7 +45,7 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_report import StepReport
-from rrfp.planning.step_files import StepFile, join_parts, part_of
+from rrfp.planning.step_admission import StepFile, join_parts, part_of
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.net.transport import device_at
 from rrfp.runtime.protocols import PeerLostError, monotonic
