@@ -234,7 +234,7 @@ Orders = Sequence[Sequence[int]]
 
 
 class StepFile:
-    """Writes such a file, on one rank."""
+    """Writes a file with a line per step, on one rank."""
 
     def __init__(self, path: Path, given: Orders, first_step: int = 0) -> None:
         """Keep the lines of the steps before `first_step`. Those without a line get `given`, the
