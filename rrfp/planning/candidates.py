@@ -99,7 +99,7 @@ def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-# Simulations of known steps under any candidate.
+# Simulations of measured steps under any candidate.
 
 
 MakeWorld = Callable[[Policy], World]
@@ -107,8 +107,8 @@ MakeWorld = Callable[[Policy], World]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownSteps:
-    """The known steps of a run, each with a world for every replica."""
+class MeasuredSteps:
+    """Steps of a run to compare candidates by, each with a world for every replica."""
 
     steps: Sequence[Sequence[MakeWorld]]
     budgets: Sequence[int] = ()
@@ -169,7 +169,7 @@ def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: Sizes) -> int:
     return most
 
 
-# The best candidate, by successive halving over known steps.
+# The best candidate, by successive halving over measured steps.
 #
 # All candidates run the same steps, so they differ by their own merit and not by their luck. Every
 # candidate runs one step; candidates far behind the best one are dropped, the others run as many
@@ -196,7 +196,7 @@ class Predicted:
 
     candidate: Candidate
     times_ns: tuple[int, ...]
-    """By known step."""
+    """By measured step."""
 
     @property
     def mean_ns(self) -> float:
@@ -221,7 +221,7 @@ def choose(
     current: Candidate | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Choice | None:
-    """Return the best candidate for steps like the `num_steps` known ones.
+    """Return the best candidate for steps like the `num_steps` measured ones.
 
     The first candidate is the starting one. With a `current` one, another is chosen only if it
     gains more than luck explains. Candidates under which a step does not fit into the memory are
@@ -258,6 +258,8 @@ def choose(
 
 
 class _Race:
+    """The simulated times of candidates, each step of each candidate once."""
+
     def __init__(self, play: Play) -> None:
         self._play = play
         self._times_ns: dict[tuple[object, ...], list[int]] = {}
@@ -291,6 +293,7 @@ class _Race:
 
 
 def _gains(best: Predicted, kept: Predicted) -> bool:
+    """True if the best candidate gains more over the present one than luck explains."""
     gains = [
         kept_ns - best_ns for kept_ns, best_ns in zip(kept.times_ns, best.times_ns, strict=False)
     ]

@@ -145,6 +145,7 @@ def gather_weights(
 
 
 def _check_weights(weights: Sequence[float]) -> None:
+    """Raise UsageError for a negative weight."""
     lightest = min(weights)
     if lightest < 0:
         raise UsageError(
@@ -268,6 +269,8 @@ def _tree_of(value: object, tensors: list[torch.Tensor]) -> object:
 
 
 def _value_of(tree: object, tensors: Iterator[torch.Tensor]) -> Any:
+    """Convert the JSON of `_tree_of` back; tensors are taken from the iterator. Raises ValueError
+    for any other JSON."""
     if not isinstance(tree, list):
         return tree
     match tree:
@@ -286,6 +289,7 @@ def _value_of(tree: object, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """The numbers of a tensor on any device, as bytes."""
     flat = tensor.cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
@@ -344,6 +348,7 @@ def exchange_items(given: Items, assignment: Hands, replicas: Any, device: torch
 
 
 def _put(found: Sequence[tuple[int, int, Any]], assigned: Items) -> None:
+    """Put items, with their chunk and their place in it, among the assigned ones."""
     for chunk, place, item in found:
         if chunk not in assigned:
             raise UsageError(_DIFFER)

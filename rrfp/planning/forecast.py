@@ -157,7 +157,7 @@ class _DecayingFit:
 
 
 @dataclass(frozen=True, slots=True)
-class StepForecast:
+class PredictedCosts:
     """The expected costs of a step's microbatches, in the order of the data."""
 
     times: TaskTimes
@@ -183,7 +183,7 @@ class StepModel:
 
     @property
     def noise(self) -> float:
-        """The recent error of the predictions, as `StepForecast.noise`."""
+        """The recent error of the predictions, as `PredictedCosts.noise`."""
         return 0.0 if self._noise is None else self._noise
 
     def learn(self, features: Numbers, measured: Numbers) -> None:
@@ -206,11 +206,11 @@ class StepModel:
         if self._noise is None:
             self._noise = self._error(features, measured)
 
-    def predict(self, features: Numbers) -> StepForecast:
+    def predict(self, features: Numbers) -> PredictedCosts:
         """Predict the costs of a step with these features. The model must be fitted, with as many
         features."""
         table = np.rint(self._table(features)).astype(np.int64)
-        return StepForecast(
+        return PredictedCosts(
             times_of(table), sizes_of(table) if self._has_sizes else None, self.noise
         )
 

@@ -138,6 +138,7 @@ class HintChooser:
         self._change_to(0)
 
     def _change_to(self, index: int) -> None:
+        """Put a candidate into effect."""
         chosen = self._candidates[index]
         self._current = index
         self._policy = step_policy(chosen.policy, chosen.shape, forward_only=False)
@@ -248,5 +249,6 @@ class HintChooser:
         return answers[0] if answers else None
 
     def _give_up(self, why: str) -> None:
+        """End the process and warn; the policy stays as it is."""
         self.close()
         _log.warning("--hint auto: %s; the hint stays as it is", why)

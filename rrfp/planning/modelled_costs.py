@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from rrfp.errors import UsageError
-from rrfp.planning.order_search import KnownStep
+from rrfp.planning.order_search import StepForecast
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.balance import Hands, ListedDealings, Times, deal
 from rrfp.schedule.bounds import Sizes
@@ -55,9 +55,9 @@ class ModelledSteps:
         """Use a planned order for the conditions of a step."""
         self._planned = step, tuple(order)
 
-    def known_step(self, step: int, policy: Policy, num_members: int) -> KnownStep:
-        """The step as a planner of this policy knows it before it begins."""
-        return known_step(
+    def forecast(self, step: int, policy: Policy, num_members: int) -> StepForecast:
+        """The forecast of a step for a planner of this policy."""
+        return forecast_step(
             self._costs,
             self._jitter,
             policy,
@@ -90,14 +90,14 @@ class ModelledSteps:
         return conditions(self._costs, self._jitter, admission, shape, seed, self._replica, step)
 
 
-# The step as a planner knows it: jitter is drawn when it is simulated or run.
+# Forecasts: jitter is drawn when a step is simulated or run.
 
 
 _NOISE_OF_DELAYS = 0.1
 """Noise that stands for delays and stops, which hit few tasks and cannot be foreseen."""
 
 
-def known_step(
+def forecast_step(
     costs: Costs,
     jitter: Jitter,
     policy: Policy,
@@ -107,14 +107,14 @@ def known_step(
     num_members: int = 1,
     *,
     blocking: bool = False,
-) -> KnownStep:
-    """Return the costs of a replica's step and the amount of its jitter, but not the jitter itself.
+) -> StepForecast:
+    """Forecast a replica's step: its costs and the amount of its jitter, but not the jitter itself.
 
     Raises UsageError for costs that are not known before the step.
     """
     step_costs = costs.step(shape, seed, replica)
     order_by_costs(step_costs, Admit.PLAN, 0)
-    return KnownStep(
+    return StepForecast(
         shape=shape,
         policy=policy,
         costs=replace(step_costs, links=jitter.links(step_costs.links)),

@@ -23,7 +23,7 @@ from rrfp.planning.collectives import TableGather, broadcast_decision, is_first_
 from rrfp.planning.forecast import MeasuredTasks, Numbers
 from rrfp.planning.item_costs import ItemCost, features_of, resolve_cost
 from rrfp.planning.modelled_costs import ModelledSteps
-from rrfp.planning.order_search import KnownStep
+from rrfp.planning.order_search import StepForecast
 from rrfp.planning.planner_process import PlannerProcess
 from rrfp.planning.process_tasks import MeasuredStep, ModelledStep, PlanRequest, PlanSetting
 from rrfp.runtime.exit_hooks import at_end
@@ -126,15 +126,15 @@ class OrderPlanner:
             # Its order, of thousands of tasks, decides nothing.
             policy = replace(policy, order=None)
         setting = PlanSetting(shape, policy, groups.tp.size() * groups.cp.size())
-        known = self._known_steps(setting)
+        forecasts = self._forecasts(setting)
         learned = self._learned()
 
         def decide() -> torch.Tensor:
             if self._num_simulations is not None and self._requested_step != step:
-                self._request(step, setting, items, None, known)
+                self._request(step, setting, items, None, forecasts)
             plan = self._plan_of(step)
             if plan is None:
-                order = self._pyramid(step, items, known)
+                order = self._pyramid(step, items, forecasts)
                 figures = [0.0] * _NUM_FIGURES
             else:
                 order = plan["order"]
@@ -166,7 +166,7 @@ class OrderPlanner:
             self._gathered_features = self._entered
             self._entered = None if features is None else features[order]
         if is_first_rank(groups):
-            self._request(step + 1, setting, items, learned, known)
+            self._request(step + 1, setting, items, learned, forecasts)
         return order
 
     def close(self) -> None:
@@ -175,14 +175,12 @@ class OrderPlanner:
             self._process.close()
             self._process = self._setting = None
 
-    def _known_steps(self, setting: PlanSetting) -> Callable[[int], KnownStep] | None:
-        """A function from a step's number to the modelled step; None if steps are not modelled."""
+    def _forecasts(self, setting: PlanSetting) -> Callable[[int], StepForecast] | None:
+        """A function from a step's number to its forecast; None if steps are not modelled."""
         modelled = self._modelled
         if modelled is None:
             return None
-        return cache(
-            lambda number: modelled.known_step(number, setting.policy, setting.num_members)
-        )
+        return cache(lambda number: modelled.forecast(number, setting.policy, setting.num_members))
 
     def _learned(self) -> MeasuredStep | None:
         """The step whose table was gathered while the last step ran, on the first rank."""
@@ -195,10 +193,12 @@ class OrderPlanner:
     # The methods below are called on the first rank.
 
     def _pyramid(
-        self, step: int, items: StepItems, known: Callable[[int], KnownStep] | None
+        self, step: int, items: StepItems, forecasts: Callable[[int], StepForecast] | None
     ) -> Sequence[int]:
-        if known is not None:
-            return known(step).pyramid
+        """The order of a step without a plan: the pyramid or, if items cannot be weighed, the order
+        of the data."""
+        if forecasts is not None:
+            return forecasts(step).pyramid
         found = items.items()
         try:
             return pyramid((self._cost or resolve_cost(None)).weigh(found))
@@ -223,6 +223,7 @@ class OrderPlanner:
         return plan
 
     def _answers_for(self, step: int, process: PlannerProcess) -> list[dict[str, Any]]:
+        """The answers for a step so far; with a number of simulations, all of them."""
         found = [fields for fields in process.answers() if fields["step"] == step]
         if self._num_simulations is not None and self._requested_step == step:
             while not any("last" in fields for fields in found):
@@ -235,15 +236,15 @@ class OrderPlanner:
         setting: PlanSetting,
         items: StepItems,
         learned: MeasuredStep | None,
-        known: Callable[[int], KnownStep] | None,
+        forecasts: Callable[[int], StepForecast] | None,
     ) -> None:
         """Send a request for a plan of the next step, with the measurements of an earlier one."""
         if self._is_off:
             return
         features = modelled = None
-        if known is not None:
-            costs = known(step)
-            modelled = ModelledStep(costs.costs, costs.noise, costs.key)
+        if forecasts is not None:
+            forecast = forecasts(step)
+            modelled = ModelledStep(forecast.costs, forecast.noise, forecast.key)
         elif (next_items := items.next_items()) is not None:
             features = self._features(next_items)
         else:
@@ -276,6 +277,7 @@ class OrderPlanner:
 
     @property
     def _seconds(self) -> float:
+        """The processor time of the next search."""
         if self._plan_ms is not None:
             return self._plan_ms / 1e3
         return _FIRST_S if self._step_s is None else self._step_s / _SHARE_OF_STEP
@@ -287,6 +289,7 @@ class OrderPlanner:
         return self._features(items.items())
 
     def _features(self, items: Sequence[Any]) -> Numbers | None:
+        """The features of these items; None, with a warning, if they have none."""
         try:
             return np.array([features_of(item, self._feature_function) for item in items])
         except (UsageError, ValueError) as error:
@@ -294,6 +297,7 @@ class OrderPlanner:
             return None
 
     def _give_up(self, why: str) -> None:
+        """Plan nothing from now on."""
         self._is_off = True
         self.close()
         self._warn_once(f"{why}; steps are admitted as a pyramid from now on")

@@ -6,7 +6,7 @@ no better on average: most neighbors cost one or two simulations. A neighbor tha
 becomes the best order. Each neighbor begins with another draw, so that no single draw decides.
 Fresh draws at the end show how far the search has fitted its own draws.
 
-A search can be stopped after any neighbor. Its result depends on the known step and the number of
+A search can be stopped after any neighbor. Its result depends on the forecast and the number of
 simulations only, not on the machine.
 """
 
@@ -35,8 +35,9 @@ from rrfp.system import num_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownStep:
-    """The costs of a step as far as they are known, its microbatches in the order of the data. It
+class StepForecast:
+    """The costs of a step as far as they are known before it begins, its microbatches in the order
+    of the data. It
     can be pickled, for a search in another process."""
 
     shape: Shape
@@ -62,15 +63,15 @@ class KnownStep:
 
 
 class NoisySteps:
-    """Simulates a known step in any order of entry, under numbered draws of its noise.
+    """Simulates a step in any order of entry, under numbered draws of the noise of its forecast.
 
     A draw has a factor for each task of the data, wherever its microbatch enters: so two orders
     differ by their own merit and not by their luck.
     """
 
-    def __init__(self, known: KnownStep) -> None:
-        self._known = known
-        times = known.costs.times
+    def __init__(self, forecast: StepForecast) -> None:
+        self._forecast = forecast
+        times = forecast.costs.times
         rows = (times.forward, times.input_gradient, times.weight_gradient)
         self._times = np.array(rows, dtype=np.float64)
         """By kind, stage and microbatch."""
@@ -80,34 +81,34 @@ class NoisySteps:
     @property
     def is_noisy(self) -> bool:
         """True if draws differ."""
-        return self._known.noise > 0
+        return self._forecast.noise > 0
 
     def makespan_ns(self, order: Sequence[int], draw: int) -> int:
         """Simulate the step in this order under a draw."""
-        known, costs = self._known, self._known.costs
+        forecast, costs = self._forecast, self._forecast.costs
         links, sizes = costs.links, costs.sizes
         forward, input_gradient, weight_gradient = self._noisy(draw)[:, :, order].tolist()
         if links.num_bytes:
             links = costs.permuted(order).links
         world = World(
             TaskTimes(forward, input_gradient, weight_gradient),
-            expected=costs.permuted(order).times if known.policy.waits else None,
+            expected=costs.permuted(order).times if forecast.policy.waits else None,
             transfer=None if links.is_free else links,
-            blocking=known.blocking,
-            num_members=known.num_members,
+            blocking=forecast.blocking,
+            num_members=forecast.num_members,
             sizes=None if sizes is None else sizes.permuted(order),
-            budgets=known.budgets,
+            budgets=forecast.budgets,
             # A binding order leaves nothing to agree on.
-            agreement_ns=0 if known.policy.dispatch is Dispatch.FIXED else costs.agreement_ns,
+            agreement_ns=0 if forecast.policy.dispatch is Dispatch.FIXED else costs.agreement_ns,
         )
         self.num_simulations += 1
-        return play(known.shape, known.policy, world).makespan_ns
+        return play(forecast.shape, forecast.policy, world).makespan_ns
 
     def _noisy(self, draw: int) -> Floats:
         """The times under a draw, in whole nanoseconds."""
         if draw not in self._drawn:
             factors = lognormals(
-                self._times.size, self._known.noise, *self._known.key, "plan", draw
+                self._times.size, self._forecast.noise, *self._forecast.key, "plan", draw
             )
             noisy = self._times * factors.reshape(self._times.shape)
             self._drawn[draw] = np.rint(noisy).astype(np.int64)
@@ -152,16 +153,16 @@ class Plan:
 class Search:
     """One search. Each call of `improve` tries another order."""
 
-    def __init__(self, known: KnownStep) -> None:
-        self._steps = NoisySteps(known)
+    def __init__(self, forecast: StepForecast) -> None:
+        self._steps = NoisySteps(forecast)
         self._num_draws = _DRAWS if self._steps.is_noisy else 1
-        self.pyramid = self.best = known.pyramid
+        self.pyramid = self.best = forecast.pyramid
         self._best_ns: dict[int, int] = {}
         """The times of the best order, by draw."""
         self._pyramid_ns: dict[int, int] = {}
         self._first = 0
         """The draw under which the next neighbor is tried first."""
-        self._random = random.Random(f"plan {known.key}")
+        self._random = random.Random(f"plan {forecast.key}")
         self.num_candidates = 1
 
     @property
@@ -253,7 +254,7 @@ class Search:
 
 
 def plan_order(
-    known: KnownStep,
+    forecast: StepForecast,
     num_simulations: int = NUM_SIMULATIONS,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
@@ -263,7 +264,7 @@ def plan_order(
     Raises UsageError for a hold with which the step could get stuck, and RrfpError for a binding
     order that does.
     """
-    search = Search(known)
+    search = Search(forecast)
     while (
         search.can_improve
         and search.num_simulations + 2 * search.num_checks < num_simulations
@@ -282,7 +283,7 @@ saves."""
 
 
 def plan_all(
-    steps: Sequence[KnownStep],
+    steps: Sequence[StepForecast],
     num_simulations: int,
     finished: Callable[[], None] = lambda: None,
     num_processes: int | None = None,
@@ -292,19 +293,19 @@ def plan_all(
     num_processes = min(num_processes or num_cores(), len(steps))
     if num_processes < 2 or num_simulations * len(steps) < _LEAST_SIMULATIONS:
         plans = []
-        for known in steps:
-            plans.append(plan_order(known, num_simulations))
+        for forecast in steps:
+            plans.append(plan_order(forecast, num_simulations))
             finished()
         return plans
-    processes = [PlannerProcess("plan_known_steps") for _ in range(num_processes)]
+    processes = [PlannerProcess("plan_simulated_steps") for _ in range(num_processes)]
     free: SimpleQueue[PlannerProcess] = SimpleQueue()
     for process in processes:
         free.put(process)
 
-    def plan(known: KnownStep) -> Plan:
+    def plan(forecast: StepForecast) -> Plan:
         process = free.get()
         try:
-            found = _plan_in(process, known, num_simulations)
+            found = _plan_in(process, forecast, num_simulations)
         finally:
             # A waiting thread must get a process, if only to see that it has failed.
             free.put(process)
@@ -313,7 +314,7 @@ def plan_all(
 
     try:
         with ThreadPoolExecutor(num_processes) as pool:
-            futures = [pool.submit(plan, known) for known in steps]
+            futures = [pool.submit(plan, forecast) for forecast in steps]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -328,8 +329,8 @@ def plan_all(
             process.close()
 
 
-def _plan_in(process: PlannerProcess, known: KnownStep, num_simulations: int) -> Plan:
-    process.send((known, num_simulations), waits=True)
+def _plan_in(process: PlannerProcess, forecast: StepForecast, num_simulations: int) -> Plan:
+    process.send((forecast, num_simulations), waits=True)
     fields, *_ = process.wait()
     if "error" in fields:
         error = UsageError if fields["kind"] == UsageError.__name__ else RrfpError

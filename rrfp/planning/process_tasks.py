@@ -14,14 +14,14 @@ import numpy as np
 from rrfp.errors import RrfpError
 from rrfp.planning.candidates import (
     Candidate,
-    KnownSteps,
     MakeWorld,
+    MeasuredSteps,
     candidates_of,
     choose,
     patient,
 )
 from rrfp.planning.forecast import Numbers, StepModel, sizes_of, times_of
-from rrfp.planning.order_search import KnownStep, Plan, Search, plan_order
+from rrfp.planning.order_search import Plan, Search, StepForecast, plan_order
 from rrfp.planning.planner_process import Requests, answer
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
@@ -58,7 +58,7 @@ class PlanSetting:
 
 @dataclass(frozen=True, slots=True)
 class ModelledStep:
-    """The modelled costs of a step, as in `KnownStep`."""
+    """The modelled costs of a step, as in `StepForecast`."""
 
     costs: StepCosts
     noise: float
@@ -95,6 +95,8 @@ def plan_run_steps() -> None:
 
 
 class _RunPlanner:
+    """Answers the requests of one run."""
+
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._model = StepModel()
@@ -111,11 +113,11 @@ class _RunPlanner:
         if self._requests.has_more:
             # The requested step has begun.
             return
-        known = self._known_step(request)
-        if known is None:
+        forecast = self._forecast(request)
+        if forecast is None:
             answer({"step": request.step, "last": True})
             return
-        search, start_s = Search(known), time.process_time()
+        search, start_s = Search(forecast), time.process_time()
         # A step that begins now takes the pyramid.
         answer(_plan_fields(request, start_ns, Plan(search.pyramid, 0, 0.0, 0.0)))
         while search.can_improve:
@@ -134,18 +136,18 @@ class _RunPlanner:
                 answer(_plan_fields(request, start_ns, search.estimate))
         answer(_plan_fields(request, start_ns, search.plan()) | {"last": True})
 
-    def _known_step(self, request: PlanRequest) -> KnownStep | None:
-        """The requested step with its modelled or predicted costs; None before anything was
-        learned."""
+    def _forecast(self, request: PlanRequest) -> StepForecast | None:
+        """The forecast of the requested step, by modelled or predicted costs; None before anything
+        was learned."""
         setting, step = self._setting, request.modelled
         assert setting is not None
         if step is None:
             if request.features is None or not self._model.is_fitted:
                 return None
-            forecast = self._model.predict(request.features)
-            costs = StepCosts(forecast.times, sizes=forecast.sizes)
-            step = ModelledStep(costs, max(_LEAST_NOISE, forecast.noise), (request.step,))
-        return KnownStep(
+            predicted = self._model.predict(request.features)
+            costs = StepCosts(predicted.times, sizes=predicted.sizes)
+            step = ModelledStep(costs, max(_LEAST_NOISE, predicted.noise), (request.step,))
+        return StepForecast(
             shape=setting.shape,
             policy=setting.policy,
             costs=step.costs,
@@ -158,6 +160,7 @@ class _RunPlanner:
 
 
 def _plan_fields(request: PlanRequest, start_ns: int, plan: Plan) -> dict[str, object]:
+    """An answer with a plan, and the time of its search until now."""
     return {
         "step": request.step,
         **plan.to_json(),
@@ -223,15 +226,16 @@ def choose_hints() -> None:
 
 
 def _chosen(request: ChoiceRequest, requests: Requests) -> dict[str, object]:
+    """Simulate the candidates of a request, and answer with the best one."""
     until_s = time.monotonic() + _MOST_S
     candidates = request.rules.all()
-    steps = [_table(request, number) for number in range(NUM_STEPS)]
-    known = KnownSteps([[_world_maker(table, request)] for table in steps], request.budgets)
+    tables = [_table(request, number) for number in range(NUM_STEPS)]
+    steps = MeasuredSteps([[_world_maker(table, request)] for table in tables], request.budgets)
     choice = choose(
         # `choose` adds the patient variants of those that are left after its first round.
         request.rules.as_asked(),
-        known.play,
-        len(known),
+        steps.play,
+        len(steps),
         candidates[request.current],
         lambda: requests.is_over() or time.monotonic() >= until_s,
     )
@@ -259,6 +263,7 @@ def _table(request: ChoiceRequest, number: int) -> Numbers:
 
 
 def _world_maker(table: Numbers, request: ChoiceRequest) -> MakeWorld:
+    """The world of a step with the times and sizes of this table."""
     rounded = np.rint(np.float64(table)).astype(np.int64)
     world = World(
         times_of(rounded),
@@ -273,11 +278,11 @@ def _world_maker(table: Numbers, request: ChoiceRequest) -> MakeWorld:
 # Orders of entry of simulated steps, for `rrfp.planning.order_search.plan_all`.
 
 
-def plan_known_steps() -> None:
-    """Answer each pair of a `KnownStep` and a number of simulations with a plan."""
+def plan_simulated_steps() -> None:
+    """Answer each pair of a `StepForecast` and a number of simulations with a plan."""
     requests = Requests()
-    for known, num_simulations in requests:
+    for forecast, num_simulations in requests:
         try:
-            answer(plan_order(known, num_simulations, requests.is_over).to_json())
+            answer(plan_order(forecast, num_simulations, requests.is_over).to_json())
         except RrfpError as error:
             answer({"error": str(error), "kind": type(error).__name__})

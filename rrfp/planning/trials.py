@@ -8,8 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.planning.candidates import KnownSteps, MakeWorld, candidates_of, choose, fits, unbound_of
-from rrfp.planning.modelled_costs import BalancedCosts, known_step
+from rrfp.planning.candidates import (
+    MakeWorld,
+    MeasuredSteps,
+    candidates_of,
+    choose,
+    fits,
+    unbound_of,
+)
+from rrfp.planning.modelled_costs import BalancedCosts, forecast_step
 from rrfp.planning.order_search import NUM_SIMULATIONS, plan_all
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.named_hints import BF, BFW, AutoHint
@@ -25,7 +32,7 @@ from rrfp.simulate.time_bounds import Floor, paper_bound_ns
 from rrfp.trace.records import NS_PER_S, Recording
 
 NUM_KNOWN = 8
-"""Known steps by which a hint is chosen."""
+"""Steps by which a hint is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +216,11 @@ def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool =
         )
 
     budget = asked.hold_bytes
-    known = KnownSteps(
+    steps = MeasuredSteps(
         [[maker(drawn) for drawn in replicas] for replicas in draws],
         () if budget is None else (budget,) * setting.shape.num_ranks,
     )
-    choice = choose(candidates, known.play, len(known))
+    choice = choose(candidates, steps.play, len(steps))
     assert choice is not None, "a policy that binds nothing always runs"
     chosen = choice.chosen.candidate
     policy, shape = fitted(chosen.policy, chosen.shape, counts_places=counts_places)
@@ -238,7 +245,7 @@ def _planned(
     for setting in settings:
         if setting.admit is Admit.PLAN:
             steps = [
-                known_step(
+                forecast_step(
                     setting.costs,
                     setting.jitter,
                     setting.policy,
@@ -272,6 +279,7 @@ class _Drawn:
 
 
 def _draw(setting: Setting, seed: int, replica: int, step: int) -> _Drawn:
+    """Draw a replica's conditions of a step."""
     drawn = conditions(
         setting.costs, setting.jitter, setting.admit, setting.shape, seed, replica, step
     )
@@ -285,6 +293,7 @@ def _run(
     recording: Recording | None,
     step: int,
 ) -> Trial:
+    """Simulate a step of a setting. Draws that settings share are made once, in `drawn`."""
     replicas = []
     for replica in range(setting.num_replicas):
         # Settings keep these two objects alive, so their ids stay unique.

@@ -16,7 +16,7 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.planning.candidates import (
     LEAST_GAIN,
     Candidate,
-    KnownSteps,
+    MeasuredSteps,
     candidates_of,
     choose,
     describe_choice,
@@ -144,7 +144,7 @@ def test_an_order_that_keeps_too_much_in_bytes_is_left_out() -> None:
     assert not fits(policy, shape, sizes, [10 * slots - 1] * 4)
     assert fits(replace(policy, dispatch=Dispatch.READY), shape, sizes, [1] * 4)
     ones = TaskTimes(*([[[1] * 8] * 8] * 3))
-    known = KnownSteps([[lambda _: World(ones, sizes=sizes)]], [10 * slots - 1] * 4)
+    known = MeasuredSteps([[lambda _: World(ones, sizes=sizes)]], [10 * slots - 1] * 4)
     assert known.play(Candidate(policy, shape), 0) is None
     ready = replace(policy, dispatch=Dispatch.READY, hold=Bytes(10 * slots - 1))
     assert known.play(Candidate(ready, shape), 0)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rrfp.errors import RrfpError, UsageError
 from rrfp.planning import order_search as many
 from rrfp.planning.forecast import MeasuredTasks, StepModel
-from rrfp.planning.modelled_costs import known_step, noise_of
-from rrfp.planning.order_search import KnownStep, NoisySteps, plan_order
+from rrfp.planning.modelled_costs import forecast_step, noise_of
+from rrfp.planning.order_search import NoisySteps, StepForecast, plan_order
 from rrfp.planning.planner_process import PlannerProcess
 from rrfp.planning.trials import Row, Setting, Trial, num_plans, run_settings
 from rrfp.schedule.admission import Admit
@@ -48,8 +48,8 @@ POLICY, SHAPE = fitted(
 )
 
 
-def known(seed: int, **changes: object) -> KnownStep:
-    found = known_step(COSTS, JITTER, POLICY, SHAPE, seed, 0)
+def known(seed: int, **changes: object) -> StepForecast:
+    found = forecast_step(COSTS, JITTER, POLICY, SHAPE, seed, 0)
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
@@ -90,14 +90,14 @@ def test_plans_gain_on_noise_that_they_never_saw() -> None:
 def test_without_noise_a_plan_predicts_what_is_played() -> None:
     quiet = replace(setting(), jitter=NO_JITTER)
     (row,) = run_settings([quiet], [7])
-    plan = plan_order(known_step(COSTS, NO_JITTER, POLICY, SHAPE, 7, 0), 60)
+    plan = plan_order(forecast_step(COSTS, NO_JITTER, POLICY, SHAPE, 7, 0), 60)
     assert row.trials[0].makespan_ns == plan.predicted_ns < plan.pyramid_ns
 
 
 def test_one_microbatch_has_one_order() -> None:
     asked = Policy(HINTS["zb-v"], hold=4)
     policy, shape = fitted(asked, Shape(4, 1, 2, Placement.V), counts_places=False)
-    plan = plan_order(known_step(COSTS, JITTER, policy, shape, 1, 0), 60)
+    plan = plan_order(forecast_step(COSTS, JITTER, policy, shape, 1, 0), 60)
     assert (plan.order, plan.num_candidates) == ((0,), 1)
 
 
@@ -139,7 +139,7 @@ def test_costs_that_are_not_known_are_not_planned() -> None:
 
 
 def test_a_process_that_is_stopped_is_named() -> None:
-    process = PlannerProcess("plan_known_steps")
+    process = PlannerProcess("plan_simulated_steps")
     try:
         os.kill(process.pid, signal.SIGSTOP)
         assert process.send((known(1), 10))
@@ -156,7 +156,7 @@ def test_a_process_ends_with_its_parent() -> None:
     program = (
         "import os, time\n"
         "from rrfp.planning.planner_process import PlannerProcess\n"
-        "process = PlannerProcess('plan_known_steps', niceness=5)\n"
+        "process = PlannerProcess('plan_simulated_steps', niceness=5)\n"
         # Another process that holds the pipe open.
         "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
         "print(process.pid, flush=True)\n"
