@@ -36,9 +36,8 @@ from rrfp.system import num_cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepForecast:
-    """The costs of a step as far as they are known before it begins, its microbatches in the order
-    of the data. It
-    can be pickled, for a search in another process."""
+    """The costs of a step as far as they are known before it begins, with its microbatches in the
+    order of the data. It can be pickled, for a search in another process."""
 
     shape: Shape
     """With the kinds of the policy's hint."""
