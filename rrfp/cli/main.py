@@ -23,7 +23,7 @@ def main() -> int:
     words = sys.argv[1:]
     take_interrupts()
     if words[:1] == ["run"]:
-        from rrfp.cli.run.command import parsed
+        from rrfp.cli.run import parsed
 
         done = errors.handled(partial(parsed, words[1:]))
     elif lacking := requirements.lacking(requirements.OF_COMMANDS):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.groups import data_parallel_of
-from rrfp.megatron.collectives import exchanged, told_by_first
 from rrfp.megatron.step.microbatch_data import StepData
+from rrfp.planning.collectives import exchanged, told_by_first
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.admission import Admission, admission_order
 from rrfp.schedule.balance import Dealing, Hands, ListedDealings, deal, even_times

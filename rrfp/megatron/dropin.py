@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.groups import (
+    data_parallel_of,
     expert_parallel_of,
     refuse_multi_module,
     virtual_pipeline_size,
@@ -39,8 +40,8 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_plan import StepCall, StepPlan
-from rrfp.megatron.step_policy import StepPolicies
 from rrfp.megatron.step_report import StepObserver, StepReport
+from rrfp.planning.step_policy import StepPolicies
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
@@ -252,7 +253,10 @@ class ForwardBackward:
         if chooser is None or forward_only:
             policy = self._step_policies.of(shape, forward_only=forward_only)
         else:
-            policy = chooser.steering(step, shape, config, call.groups, device, call.has_experts)
+            replicas = data_parallel_of(call.groups)
+            policy = chooser.steering(
+                step, shape, config, call.groups, replicas, device, call.has_experts
+            )
         if not forward_only and call.place.rank == 0:
             self._step_policies.warn_once(shape)
         # What the step's microbatches keep by the model that paces them.

@@ -17,14 +17,14 @@ from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.megatron.adapters.groups import replicas_of
 from rrfp.megatron.batch_balancer import Dealer
-from rrfp.megatron.collectives import agreed_order, told_by_first
-from rrfp.megatron.item_costs import resolve_cost, resolve_features
-from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import CallersStates, StepData, is_iterator, shared
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.collectives import agreed_order, told_by_first
 from rrfp.planning.forecast import MeasuredTasks
+from rrfp.planning.item_costs import resolve_cost, resolve_features
 from rrfp.planning.memory_model import Features, features_of
+from rrfp.planning.order_planner import EntryPlanner
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.schedule.admission import Admit, ListedOrders, admission_order, check_replicas
 from rrfp.schedule.balance import AdmitAcross, Hands
 from rrfp.schedule.knobs import described_hold

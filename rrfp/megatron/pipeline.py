@@ -12,12 +12,12 @@ from torch.distributed import Store
 from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.look_ahead import AheadIterators
 from rrfp.megatron.memory.bound import MemoryBound, StepMemory
-from rrfp.megatron.planning.chooser import HintChooser
-from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits
 from rrfp.megatron.step_groups import Place, coupled_pipelines
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.hint_chooser import HintChooser
+from rrfp.planning.order_planner import EntryPlanner
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.device_worker import make_worker
 from rrfp.runtime.net.transport import SocketTransport, TransportMaker, data_planes

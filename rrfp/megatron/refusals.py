@@ -9,7 +9,7 @@ from rrfp.megatron.adapters.random_states import tracker_of_generators
 from rrfp.megatron.step.microbatch_data import is_iterator, shared
 from rrfp.megatron.step.stage import refuse_stateful
 from rrfp.megatron.step.weight_gradients import described_hook, lost_hook
-from rrfp.megatron.step_policy import StepPolicy, hints_in_order
+from rrfp.planning.step_policy import StepPolicy, hints_in_order
 from rrfp.runtime.net.transport import check_device
 from rrfp.schedule.tasks import Kind
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rrfp.analyze.compare import Estimate
-from rrfp.analyze.number_format import Times
-from rrfp.analyze.table import TEXT, Column, Table
+from rrfp.analyze.table import TEXT, Column, Table, Times
 from rrfp.race.lineup import Case
 from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow

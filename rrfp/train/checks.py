@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import cache
 
 from rrfp.errors import UsageError
-from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import FLAGS, GradOrder, check_step
+from rrfp.planning.item_costs import CostName
 from rrfp.runtime.device.cuda_runtime import Gpu, cuda_presence, has_bindings
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import TransportName, is_installed

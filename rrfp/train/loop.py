@@ -16,10 +16,10 @@ from rrfp.errors import RrfpError
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step_policy import StepPolicy
 from rrfp.megatron.step_report import StepReport
 from rrfp.megatron.transport_log import TransportLog
 from rrfp.planning.candidates import in_words
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime import rendezvous as introduction
 from rrfp.runtime.net.transport import device_at
 from rrfp.runtime.pace import Delays, Pace

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.megatron.batch_balancer import agreed_hands
-from rrfp.megatron.collectives import agreed_order
-from rrfp.megatron.item_costs import resolve_cost, resolve_features
-from rrfp.megatron.job.step_files import DealingFile
-from rrfp.megatron.planning.planner import EntryPlanner, StepItems
 from rrfp.megatron.step_groups import step_groups
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.collectives import agreed_order
 from rrfp.planning.forecast import MeasuredTasks
+from rrfp.planning.item_costs import resolve_cost, resolve_features
+from rrfp.planning.order_planner import EntryPlanner, StepItems
 from rrfp.planning.order_search import Known
+from rrfp.planning.step_files import DealingFile
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.schedule.admission import Admit, admission_order, format_admission
 from rrfp.schedule.balance import AdmitAcross, Hands
 from rrfp.schedule.policy import Dispatch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rrfp.cli import main
-from rrfp.cli.run.command import parsed
+from rrfp.cli.run import parsed
 from rrfp.errors import UsageError
 from rrfp.megatron.installation import after_import
 from rrfp.megatron.job.request import RecordingRequest, StepWindow

@@ -17,8 +17,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.chosen_steps import choose
-from rrfp.analyze.frames import frames_of
+from rrfp.analyze.frames import choose, frames_of
 from rrfp.errors import RrfpError
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.run_directory import Meeting

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.item_costs import resolve_cost
 from rrfp.megatron.step.microbatch_data import CallersStates, DataHabits, StepData
+from rrfp.planning.item_costs import resolve_cost
 from rrfp.schedule.shape import Shape
 from tests.e2e.ranks import run_ranks
 from tests.megatron.training import (

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from rrfp.errors import UsageError
 from rrfp.megatron.batch_balancer import Dealer
-from rrfp.megatron.collectives import packed, unpacked
-from rrfp.megatron.job.step_files import DealingFile
 from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData
+from rrfp.planning.collectives import packed, unpacked
+from rrfp.planning.step_files import DealingFile
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.admission import Admit, format_admission, parse_admission, pyramid
 from rrfp.schedule.balance import AdmitAcross, parse_dealings

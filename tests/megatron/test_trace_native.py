@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles, structural_of
-from rrfp.analyze.chosen_steps import choose
-from rrfp.analyze.frames import frames_of
+from rrfp.analyze.frames import choose, frames_of
 from rrfp.errors import UsageError
 from rrfp.interchange.formats import import_run
 from rrfp.megatron.job import recording

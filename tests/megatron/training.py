@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Record, TaskRecord

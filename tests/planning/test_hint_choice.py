@@ -13,7 +13,6 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
 from rrfp.megatron.job.description import dispatched
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step_policy import StepPolicies
 from rrfp.planning.candidates import (
     LEAST_GAIN,
     Candidate,
@@ -23,6 +22,7 @@ from rrfp.planning.candidates import (
     fits,
     in_words,
 )
+from rrfp.planning.step_policy import StepPolicies
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.replay.recorded import read_run
 from rrfp.schedule.bounds import Sizes

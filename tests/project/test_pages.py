@@ -36,7 +36,7 @@ from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import Pipeline, discard
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_groups import Place
-from rrfp.megatron.step_policy import StepPolicies
+from rrfp.planning.step_policy import StepPolicies
 from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, cuda_problem
 from rrfp.runtime.isolated_call import NoAnswerError, probe
 from rrfp.schedule.named_hints import HINTS

@@ -28,7 +28,6 @@ from rrfp.megatron.job.description import (
 )
 from rrfp.megatron.job.request import RecordingRequest, tell
 from rrfp.megatron.job.run_directory import Meeting
-from rrfp.megatron.job.step_files import DealingFile, OrdersFile, join_orders
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
@@ -39,6 +38,7 @@ from rrfp.megatron.step_groups import (
 )
 from rrfp.megatron.step_report import StepReport
 from rrfp.megatron.transport_log import TransportLog
+from rrfp.planning.step_files import DealingFile, OrdersFile, join_orders
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
