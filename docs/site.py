@@ -59,7 +59,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({os.path.relpath(target, PurePosixPath(place).parent)}"
 
     if OPTIONS in markdown:
-        markdown = markdown.replace(OPTIONS, "\n".join(_options(typer.main.get_command(app), "rrfp")))
+        markdown = markdown.replace(
+            OPTIONS, "\n".join(_options(typer.main.get_command(app), "rrfp"))
+        )
     return _LINK.sub(in_site, markdown)
 
 
