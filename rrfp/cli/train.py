@@ -27,7 +27,7 @@ from rrfp.train.settings import DECLARED, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.trace.run_dir import RunDir
-    from rrfp.train.checkpoints.resuming import Beginning
+    from rrfp.train.checkpoints.run_start import Beginning
 
 
 _CONFIG = Declared(
@@ -168,7 +168,7 @@ def _check_pace(settings: TrainSettings) -> None:
 def _run(settings: TrainSettings) -> None:
     from rrfp.replay.cost_sources import settled
     from rrfp.trace.run_dir import RunDir
-    from rrfp.train.checkpoints.resuming import beginning_of, has_trained_all
+    from rrfp.train.checkpoints.run_start import beginning_of, has_trained_all
     from rrfp.train.launch.launcher import launch
     from rrfp.train.launch.processes import remove_abandoned
 

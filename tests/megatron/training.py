@@ -76,7 +76,7 @@ def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]
 
 def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
     """Train on this rank, from the start, in groups that it has joined."""
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import seed_random_states
     from rrfp.train.loop import Trainer, evaluation_of, schedule_of
     from rrfp.train.models.model import build_model
@@ -190,7 +190,7 @@ class Rig:
     """One rank's chunks of a small GPT, their data, and their place."""
 
     def __init__(self, settings: dict[str, Any], layout: Any) -> None:
-        from rrfp.train.data.open import open_data
+        from rrfp.train.data.batches import open_data
         from rrfp.train.models.model import build_model
 
         chosen = TrainSettings(**settings)

@@ -568,14 +568,14 @@ def test_a_knob_is_one_file(tmp_path: Path) -> None:
 import json
 from pathlib import Path
 from rrfp.errors import UsageError
-from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.job.description import describe_dispatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.train.settings import TrainSettings
 Path("run.toml").write_text("[policy]\\neagerness = 3\\n")
 settings = TrainSettings.from_toml(Path("run.toml"))
 ranks = TrainSettings.from_json(settings.to_json())
 found = [settings.policy, ranks.policy, DispatchSettings(eagerness=3).policy]
-stated = dispatched(DispatchSettings(eagerness=3)).settings([], 1)
+stated = describe_dispatch(DispatchSettings(eagerness=3)).settings([], 1)
 print(json.dumps([each.eagerness for each in found] + [stated["eagerness"]]))
 try:
     TrainSettings(eagerness="few")
