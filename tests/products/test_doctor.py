@@ -254,7 +254,7 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     assert (torch_check.state, torch_check.figure) == (State.SLOW, 25.0)
     assert megatron.advice == (
         "rrfp.train.loop cannot be imported (ModuleNotFoundError: No module named "
-        "'rrfp.no_such_module'); install rrfp anew, or raise the limit (ulimit -a) that keeps it "
+        "'rrfp.no_such_module'); install rrfp again, or raise the limit (ulimit -a) that keeps it "
         "from loading"
     )
     denied = "cannot be imported (PermissionError: [Errno 13] Permission denied: 'core.py')"

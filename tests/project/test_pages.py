@@ -44,7 +44,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.language_models import parse_flops
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.sameness import Learned
+from rrfp.verify.sameness import RankResult
 
 # The documentation holds: its commands parse, its links lead somewhere, its table is true.
 
@@ -282,7 +282,7 @@ def test_signs_and_errors() -> None:
 
 
 def test_the_page_has_the_prose_it_is_made_from() -> None:
-    prose = Path("benchmarks/paper/page.md").read_text(encoding="utf-8")
+    prose = Path("benchmarks/paper/page.template").read_text(encoding="utf-8")
     fixed = [line for line in prose.splitlines() if "$" not in line]
     assert len(fixed) > 40
     lines = set(PAPER.splitlines())
@@ -805,8 +805,8 @@ def test_layouts_learn_the_same_to_the_bit(model: str) -> None:
 
 
 def test_a_difference_between_layouts_is_seen() -> None:
-    def rank(loss: float, **gradients: str) -> Learned:
-        return Learned([loss], [1.0], "", gradients)
+    def rank(loss: float, **gradients: str) -> RankResult:
+        return RankResult([loss], [1.0], "", gradients)
 
     chain = [rank(2.0, first="a"), rank(2.0, last="b")]
     assert training._across(chain, [rank(2.0, first="a", last="b")], "one") == []

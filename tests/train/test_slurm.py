@@ -519,7 +519,7 @@ def learn(is_on_gpu: bool) -> list[Any]:
     from rrfp.megatron.step_groups import device_for
     from rrfp.runtime.pace import Delays
     from rrfp.train.launch import process_groups as parallel
-    from rrfp.verify.rank import _learn
+    from rrfp.verify.rank import _train
 
     settings = TrainSettings(**SMALL, pp=2, dp=2, device="cuda" if is_on_gpu else "cpu")
     if is_on_gpu:
@@ -534,7 +534,7 @@ def learn(is_on_gpu: bool) -> list[Any]:
         assert device_for(dist.group.WORLD) == torch.device("cpu")
         return [
             asdict(
-                _learn(
+                _train(
                     settings.changed(distributed_optimizer=is_divided),
                     layout,
                     Delays(0, layout.rank, 1e-4),
