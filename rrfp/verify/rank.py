@@ -38,6 +38,7 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResult:
+    """Train one variant with random delays."""
     seed_random_states(settings, layout)
     data = open_data(settings)
     model = build_model(settings, layout, data)
