@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
+from rrfp.megatron.adapters.groups import data_parallel_group
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
@@ -179,8 +180,6 @@ class Trainer:
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_group
-
             loss = sum(item["loss"].item() for item in losses) / len(losses)
             own = torch.tensor([loss, tokens], dtype=torch.float64)
             replicas = [torch.empty_like(own) for _ in range(layout.dp)]
@@ -348,8 +347,6 @@ class Evaluation:
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_group
-
             dist.all_reduce(sums, group=data_parallel_group(None))
         dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
         loss = (sums[0] / sums[1]).item()
