@@ -21,7 +21,7 @@ from typing import Any
 
 from rrfp.compiled import Core, core
 from rrfp.errors import UsageError, described
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.runtime.launchers import LOOPBACK
 from rrfp.runtime.net.source_filter import filter_refusal
 from rrfp.runtime.planes.registry import HOW_TO_INSTALL, is_installed, nixl_api
@@ -232,7 +232,7 @@ def imports() -> Iterator[Check]:
         try:
             # In a process of its own: if one crashes the other is not to blame.
             modules = [*dict.fromkeys(("torch", module))]
-            told = probe(seconds_to_import, modules, limit_s=_IMPORT_LIMIT_S)[module]
+            told = call_isolated(seconds_to_import, modules, limit_s=_IMPORT_LIMIT_S)[module]
         except NoAnswerError as error:
             told = f"cannot be imported ({error})"
         if isinstance(told, str):
@@ -421,7 +421,7 @@ def gloo() -> Check:
     """Two ranks of a process add up a number, again and again, in the network of a plain run."""
     try:
         with network_of(RunSettings()) as network:
-            taken_us = probe(sum_us, network, limit_s=_GLOO_LIMIT_S)
+            taken_us = call_isolated(sum_us, network, limit_s=_GLOO_LIMIT_S)
     except NoAnswerError as error:
         if not error.raised:
             advice = "see whether torch can be imported, and no firewall fences loopback"
@@ -489,7 +489,7 @@ def nixl() -> Check:
         told = f"it is not installed, and only messages between hosts gain by it; {HOW_TO_INSTALL}"
         return absent("nixl", told)
     try:
-        gb_s = probe(read_gb_s, limit_s=_NIXL_LIMIT_S)
+        gb_s = call_isolated(read_gb_s, limit_s=_NIXL_LIMIT_S)
     except NoAnswerError as error:
         is_broken = error.raised in ("", "ImportError", "ModuleNotFoundError")
         advice = f"{HOW_TO_INSTALL} anew" if is_broken else "UCX_LOG_LEVEL=info says more"

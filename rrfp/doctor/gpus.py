@@ -10,7 +10,7 @@ from typing import Any
 
 from rrfp.doctor.checks import CUDA_RUNS, Check, State, absent, fails
 from rrfp.runtime.device.cuda_runtime import CudaPresence
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 
 # Which processes can import each other's CUDA memory: those of one PID namespace.
 
@@ -59,7 +59,7 @@ def gpus(presence: CudaPresence) -> Iterator[Check]:
         yield absent("peer-access", "see gpu")
         return
     try:
-        told = probe(gpu_figures, limit_s=_LIMIT_S)
+        told = call_isolated(gpu_figures, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         yield fails("gpu", f"CUDA failed while it was measured ({error})", CUDA_RUNS)
         return

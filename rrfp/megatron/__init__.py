@@ -113,4 +113,4 @@ def _put(stand_in: StandIn, asker: str, *, at_import: bool, is_recorded: bool) -
             )
 
     if is_recorded:
-        at_end.call(warn_if_unused)
+        at_end.register(warn_if_unused)

@@ -117,7 +117,7 @@ class JobRecording:
         self.before_close: Callable[[], object] = lambda: None
         """Called before the records are closed, for those that come late."""
         # Registered before the links of a drop-in are, and so called after their end.
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def record(self, record: Record) -> None:
         """Take a record if its step is in the window. Any thread may call this."""
@@ -212,7 +212,7 @@ class JobRecording:
         run, self._run = self._run, None
         outcome, self._outcome = self._outcome, None
         if outcome is not None and self.info is not None:
-            outcome.close(at_end.ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
+            outcome.close(at_end.make_ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
         if run is None:
             return
         try:
@@ -378,7 +378,7 @@ class JobRecording:
     def _conclude(self, run: RunDir) -> None:
         """Have the trace made, once every rank has closed its records, and say where it is."""
         if not self._recorded:
-            if isinstance(at_end.end, UsageError):
+            if isinstance(at_end.program_error, UsageError):
                 empty(run)
                 run.path.rmdir()  # fails where its script has put something there
             elif not self._has_given_up:

@@ -19,9 +19,9 @@ from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.job.request import RecordingRequest, num_restarts, tell
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.runtime.rendezvous import Rendezvous, introduce, introduced
+from rrfp.runtime.rendezvous import Rendezvous, publish_rank_info, wait_for_rank_infos
 from rrfp.strict_json import instance
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_files
@@ -128,19 +128,19 @@ class Meeting:
     def introduce(self, own: RankInfo, device: torch.device) -> RankInfo:
         """Introduce this rank to the others; returns it with its clocks, that of its device too,
         compared to the leader's."""
-        placed = introduce(
+        placed = publish_rank_info(
             self._store,
             self._prefix,
             replace(own, rank=self._index),
             len(self.ranks),
-            device_at(device),
+            make_device(device),
             timeout_s=self._rendezvous.remaining_s,
         )
         return replace(placed, rank=self._rank)
 
     def introduced(self) -> list[RankInfo]:
         """All ranks, once they have introduced themselves."""
-        found = introduced(
+        found = wait_for_rank_infos(
             self._store,
             self._prefix,
             self._index,
