@@ -82,7 +82,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
                 raise told
             return told
 
-        monkeypatch.setattr(file, "probe", told_or_raised)
+        monkeypatch.setattr(file, "call_isolated", told_or_raised)
 
     return answer
 
@@ -273,7 +273,7 @@ def test_torch_is_not_blamed_for_what_crashes_after_it(monkeypatch: pytest.Monke
             raise NoAnswerError("it was killed: Aborted")
         return {"torch": 1.0}
 
-    monkeypatch.setattr(imports_file, "probe", crash_after_torch)
+    monkeypatch.setattr(imports_file, "call_isolated", crash_after_torch)
     torch_check, megatron = imports()
     assert torch_check.state is State.OK
     assert "rrfp.train.loop cannot be imported (it was killed: Aborted)" in megatron.advice

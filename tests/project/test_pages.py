@@ -740,7 +740,7 @@ def test_without_a_gpu_the_kit_says_so() -> None:
 def test_a_line_holds_up_to_its_goal(
     monkeypatch: pytest.MonkeyPatch, name: str, told: object, figure: str, holds: bool
 ) -> None:
-    monkeypatch.setattr(lines, "probe", lambda *_, **__: told)
+    monkeypatch.setattr(lines, "call_isolated", lambda *_, **__: told)
     monkeypatch.setattr(lines, "check_cuda", lambda: GPU)
     lines._own_time.cache_clear()
     *_, line = (line for line in LINES if name in line.name)

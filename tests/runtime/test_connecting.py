@@ -504,11 +504,11 @@ def test_sources(address: str, sources: Collection[str], let: set[str]) -> None:
 def test_where_no_filter_is_permitted_a_link_listens_all_the_same() -> None:
     """Those who connect still have to prove themselves."""
     code = (
-        "from rrfp.runtime.net.source_filter import filter_refusal, let_in_nobody\n"
+        "from rrfp.runtime.net.source_filter import filter_refusal, accept_nobody\n"
         "from rrfp.runtime.net.connecting import listen_tcp\n"
         "from tests.runtime.test_connecting import is_let_in\n"
         "with listen_tcp('127.0.0.1') as listening:\n"
-        "    let_in_nobody(listening)\n"
+        "    accept_nobody(listening)\n"
         "    assert is_let_in(listening)\n"
         "print(filter_refusal())"
     )

@@ -55,7 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(file, "_has_driver", lambda: True)
         monkeypatch.setattr(file, "installed_torch", lambda: torch)
-        monkeypatch.setattr(file, "probe", call_isolated)
+        monkeypatch.setattr(file, "call_isolated", call_isolated)
 
     return made_up
 

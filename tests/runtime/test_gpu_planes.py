@@ -517,7 +517,7 @@ class FullDevice(CpuDevice):
 def may_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers = threading.Event()
     answers.set()
-    monkeypatch.setattr(nixl_agent, "_made", lambda name: OwnReads(name, answers))
+    monkeypatch.setattr(nixl_agent, "_make_agent", lambda name: OwnReads(name, answers))
     yield answers
     answers.set()
 
