@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 from rrfp.errors import first_line
+from rrfp.requirements import install_hint
 from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 
 # A check of CUDA before it is used.
@@ -131,7 +132,7 @@ def find_working_gpus() -> list[dict[str, object]]:
     return found
 
 
-HOW_TO_INSTALL = "pip install 'rrfp[cuda]'"
+HOW_TO_INSTALL = install_hint("cuda")
 BLOCK_BYTES = 2 * 2**20
 """Granularity of device memory. Smaller allocations share a block, and whole blocks are
 exported."""
