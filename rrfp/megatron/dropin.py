@@ -49,9 +49,9 @@ from rrfp.planning.step_admission import StepAdmission
 from rrfp.planning.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
-from rrfp.runtime.rendezvous import default_store, tell_of_end
+from rrfp.runtime.rendezvous import default_store, publish_early_end
 from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
@@ -178,8 +178,8 @@ class ForwardBackward:
         self._recorded: LayoutLinks | None = None
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
-        at_end.call(self.close)
-        at_end.call(tell_of_end)
+        at_end.register(self.close)
+        at_end.register(publish_early_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.report: StepReport | None = None
@@ -224,7 +224,7 @@ class ForwardBackward:
         """
         refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
-        at_end.note(None)
+        at_end.note_step_error(None)
         observed = None
         if self._observer is not None:
             observed = self._observer.begin(
@@ -256,7 +256,7 @@ class ForwardBackward:
         try:
             data, self.report = self._run(links, plan, arguments)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             links.close(farewell=False)
             raise
         if self._observer is not None:
@@ -281,7 +281,7 @@ class ForwardBackward:
             links.timeout_s = timeout_s_of(call.groups.pp)
             self._connect(links, opening, plan)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             if opening is not None:
                 publish_failure(default_store(), opening, call.place.rank, error)
             # With a farewell: the neighbours may still be in the step before.

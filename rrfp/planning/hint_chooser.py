@@ -77,7 +77,7 @@ class HintChooser:
         """The share of a backward that is W, by stage, in the last steps that split it."""
         self._is_asking = False
         self._process: PlannerProcess | None = None
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def measured_record(self, record: Callable[[Record], None]) -> Callable[[Record], None]:
         """Return a function that takes a schedule's records, measures them and passes them on to

@@ -101,7 +101,7 @@ class OrderPlanner:
         self.figures: dict[str, object] | None = None
         """The search for the order of the step that began last, for `metrics.jsonl`; None if the
         order was not planned."""
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     @property
     def record(self) -> Callable[[Record], None]:

@@ -22,7 +22,7 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_report import StepReport
 from rrfp.planning.candidates import describe_choice
 from rrfp.runtime import rendezvous as introduction
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.runtime.recorder import Recorder
@@ -546,19 +546,19 @@ def introduce(layout: Layout) -> RankInfo:
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    return introduction.introduce(
+    return introduction.publish_rank_info(
         default_store(),
         _INTRODUCTIONS,
         own,
         layout.world_size,
-        device_at(layout.device),
+        make_device(layout.device),
         timeout_s=_INTRODUCTION_S,
     )
 
 
 def _introduced(layout: Layout) -> list[RankInfo]:
     """The published places and hosts of all ranks, by rank."""
-    return introduction.introduced(
+    return introduction.wait_for_rank_infos(
         default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_INTRODUCTION_S
     )
 

@@ -17,7 +17,7 @@ from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps
 from rrfp.replay.cost_sources import resolve_costs
-from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
+from rrfp.runtime.pace import Sleep, reduce_timer_slack, sleep_until
 from rrfp.schedule.admission import Admission
 from rrfp.schedule.balance import AdmitAcross, ListedDealings
 from rrfp.schedule.bounds import Sizes
@@ -228,7 +228,7 @@ def make_pace(
     """
     if costs is None and not jitter.factors and not jitter.delays_tasks:
         return None
-    sharpen_sleep()
+    reduce_timer_slack()
     return StepPacer(costs, jitter, admit, seed, shape, pp_rank, dp_rank)
 
 
