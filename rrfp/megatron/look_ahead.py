@@ -18,7 +18,12 @@ from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import LoopRandomStates, StepData, is_iterator, shared
+from rrfp.megatron.step.microbatch_data import (
+    LoopRandomStates,
+    StepData,
+    is_iterator,
+    shared_objects,
+)
 from rrfp.planning.collectives import agreed_order, told_by_first
 from rrfp.planning.forecast import MeasuredTasks
 from rrfp.planning.item_costs import resolve_cost, resolve_features
@@ -93,7 +98,7 @@ class AheadIterators:
         """A step's data objects, by chunk, with the first chunk's in a form that can be looked
         at. One that other chunks draw from too, or that is no iterator, stays as it is."""
         first = given[0]
-        if not is_iterator(first) or shared(given):
+        if not is_iterator(first) or shared_objects(given):
             return [*given]
         ahead = self._known.get(id(first))
         if ahead is None:

@@ -62,7 +62,7 @@ class Pipeline:
         Of `shape`, only ranks, chunks and placement are used. `name` distinguishes this opening
         from others of the same run. Messages carry tensors on `device`, and a link holds up to
         `num_credits` of them. `timeout_s`, the timeout of the pipeline's process group, is the
-        default for settings that are None. Raises PeerLostError naming a rank that did not come in
+        default of unset settings. Raises PeerLostError naming a rank that did not come in
         time.
         """
         self.place = place
@@ -125,8 +125,8 @@ class Pipeline:
         compute: Compute,
         pace: StepPace | None,
     ) -> StepSummary:
-        """Run every task of one step on this rank, delayed to `pace` if given. Raises UsageError for
-        a hold with which the rank could deadlock."""
+        """Run every task of one step on this rank, delayed to `pace` if given. Raises UsageError
+        for a hold with which the rank could deadlock."""
         dispatcher = Dispatcher(
             step_policy.shape,
             self.place.pp_rank,
@@ -202,7 +202,7 @@ class LayoutLinks:
     def memory_bound_of(
         self, models: Sequence[Any], hold: object, device: torch.device
     ) -> MemoryBound:
-        """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
+        """The memory bound of these models' steps. `hold` is a number of bytes or `auto`."""
         assert isinstance(hold, Bytes | Auto)
         key = tuple(map(id, models))
         if key not in self.bounds:
