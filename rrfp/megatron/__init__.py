@@ -119,4 +119,4 @@ def _install(patch: SchedulePatch, asker: str, *, at_import: bool, is_recorded: 
             )
 
     if is_recorded:
-        at_end.call(warn_if_unused)
+        at_end.register(warn_if_unused)

@@ -48,12 +48,17 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_report import StepReport
-from rrfp.planning.step_files import AdmissionFile, AssignmentFile, join_admission_files
+from rrfp.planning.step_admission import StepFile, join_parts, part_of
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.protocols import PeerLostError, monotonic
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import Rendezvous, default_store, introduce, introduced
+from rrfp.runtime.rendezvous import (
+    Rendezvous,
+    default_store,
+    publish_rank_info,
+    wait_for_rank_infos,
+)
 from rrfp.schedule.balance import Hands
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import instance, integers
@@ -177,19 +182,19 @@ class RecordingRendezvous:
     def publish_info(self, own: RankInfo, device: torch.device) -> RankInfo:
         """Publish this rank's info and compare its clocks, the device's included, with the
         leader's. Returns the info with the clock offsets."""
-        placed = introduce(
+        placed = publish_rank_info(
             self._store,
             self._prefix,
             replace(own, rank=self._index),
             len(self.ranks),
-            device_at(device),
+            make_device(device),
             timeout_s=self._rendezvous.remaining_s,
         )
         return replace(placed, rank=self._rank)
 
     def wait_infos(self) -> list[RankInfo]:
         """Wait until all ranks have published their infos and return them by rank."""
-        found = introduced(
+        found = wait_for_rank_infos(
             self._store,
             self._prefix,
             self._index,
@@ -288,8 +293,8 @@ class JobRecording:
         """The run's directory on every rank."""
         self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
-        self._order_file: AdmissionFile | None = None
-        self._assignments: AssignmentFile | None = None
+        self._order_file: StepFile | None = None
+        self._assignments: StepFile | None = None
         self._transport: TransportLog | None = None
         self._is_off = False
         self._has_failed = False
@@ -318,7 +323,7 @@ class JobRecording:
         self.before_close: Callable[[], object] = lambda: None
         """Called before the records are closed, to record late times."""
         # Registered before a drop-in's links, and so called after they are closed.
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def record(self, record: Record) -> None:
         """Write a record if its step is in the window. Thread-safe."""
@@ -376,16 +381,14 @@ class JobRecording:
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
         if self._order_file is None:
-            self._order_file = AdmissionFile(directory.admission, info.dp_rank)
-        self._order_file.write(order)
+            self._order_file = StepFile(part_of(directory.admission, info.dp_rank), ())
+        self._order_file.write([order])
 
     def _write_assignment(self, assignment: Hands) -> None:
         if self._run is None:
             return
         if self._assignments is None:
-            self._assignments = AssignmentFile(
-                self._run.dealing, len(assignment), len(assignment[0])
-            )
+            self._assignments = StepFile(self._run.dealing, ())
         self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
@@ -418,7 +421,7 @@ class JobRecording:
         run, self._run = self._run, None
         outcome, self._outcome = self._outcome, None
         if outcome is not None and self.info is not None:
-            outcome.close(at_end.ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
+            outcome.close(at_end.make_ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
         if run is None:
             return
         try:
@@ -568,13 +571,11 @@ class JobRecording:
             self._outcome = JobOutcome(run, leads=rendezvous.is_leader)
 
     def _close_records(self) -> None:
-        recorder, orders, assignments = self._recorder, self._order_file, self._assignments
-        if orders is not None:
-            self._order_file = None
-            orders.close()
-        if assignments is not None:
-            self._assignments = None
-            assignments.close()
+        recorder, files = self._recorder, (self._order_file, self._assignments)
+        self._order_file = self._assignments = None
+        for file in files:
+            if file is not None:
+                file.close()
         if recorder is not None:
             self.before_close()
             self._recorder = None
@@ -586,7 +587,7 @@ class JobRecording:
     def _make_trace(self, run: RunDir) -> None:
         """Wait until every rank has closed its records, make the trace and print its path."""
         if not self._recorded:
-            if isinstance(at_end.end, UsageError):
+            if isinstance(at_end.program_error, UsageError):
                 empty(run)
                 run.path.rmdir()  # fails if the script has written files there
             elif not self._has_failed:
@@ -598,7 +599,7 @@ class JobRecording:
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_POLL_S)
-        join_admission_files(run.admission)
+        join_parts(run.admission)
         summary = f"{count_of(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
             print_to_stderr(

@@ -82,15 +82,15 @@ def _install(patch: SchedulePatch, asker: str) -> None:
             )
 
     installation.replace_functions(patch.functions(), asker, on_bypass)
-    at_end.call(_publish_end)
+    at_end.register(_publish_end)
 
 
 def _publish_end() -> None:
     """Publish how this process ends to the other ranks, if it uses torch.distributed."""
     if "torch.distributed" in sys.modules:
-        from rrfp.runtime.rendezvous import tell_of_end
+        from rrfp.runtime.rendezvous import publish_early_end
 
-        tell_of_end()
+        publish_early_end()
 
 
 def patched_schedule(

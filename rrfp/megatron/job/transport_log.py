@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, reason_of
-from rrfp.runtime.planes.negotiation import AcceptedPlanes, PlaneChoice
+from rrfp.runtime.planes.selection import AcceptedPlanes, PlaneChoice
 from rrfp.strict_json import integer, member, parsed
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import describe_transport
@@ -35,7 +35,7 @@ class TransportLog:
         ranks have published, so call this after each step. Never waits."""
         if not self._is_published:
             self._is_published = True
-            links = {peer: choice.described() for peer, choice in sorted(planes.links.items())}
+            links = {peer: choice.to_json() for peer, choice in sorted(planes.links.items())}
             own = {"links": links, "outbox_bytes": planes.outbox_bytes}
             self._store.set(self._key(self._rank), json.dumps(own))
         if self._ranks and self._store.check([self._key(rank) for rank in self._ranks]):
@@ -58,12 +58,12 @@ class TransportLog:
             of_rank = member(published, "links")
             assert isinstance(of_rank, dict)
             links += [
-                {"from": rank, "to": int(peer), **PlaneChoice.decode(each).described()}
+                {"from": rank, "to": int(peer), **PlaneChoice.decode(each).to_json()}
                 for peer, each in of_rank.items()
             ]
             outbox_bytes[str(rank)] = integer(member(published, "outbox_bytes"))
         transport = {
-            "asked": str(own.asked),
+            "asked": str(own.requested),
             "outbox_mb": own.outbox_mb,
             "links": links,
             "outbox_bytes": outbox_bytes,

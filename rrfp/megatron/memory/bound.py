@@ -18,8 +18,9 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError
 from rrfp.megatron.memory.activation_bytes import ActivationBytes
 from rrfp.megatron.step_groups import device_for
-from rrfp.planning.memory_model import Bound, Features, SizeModel, with_group
-from rrfp.runtime.rendezvous import count_in, num_counted_in
+from rrfp.planning.forecast import Bound, SizeModel
+from rrfp.planning.item_costs import Features, with_group
+from rrfp.runtime.rendezvous import count_rank, num_ranks_counted
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.knobs import Auto, Bytes
 
@@ -59,7 +60,7 @@ def register_gpu_rank(device: torch.device) -> None:
     and gradient sums separate the two.
     """
     if device.type == "cuda":
-        count_in(_gpu_counter(device))
+        count_rank(_gpu_counter(device))
 
 
 def _gpu_counter(device: torch.device) -> str:
@@ -76,7 +77,7 @@ def _gpu_headroom(device: torch.device) -> int:
     register_gpu_rank(device)  # the process groups and their store may be new
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free - int(_MARGIN * total)) // num_counted_in(_gpu_counter(device)) + unused
+    return (free - int(_MARGIN * total)) // num_ranks_counted(_gpu_counter(device)) + unused
 
 
 def _host_headroom() -> int:
