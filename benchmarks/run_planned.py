@@ -16,9 +16,8 @@ from rrfp.planning.order_search import Known, NoisySteps, Plan, known_of, plan_e
 from rrfp.planning.process_pool import plan_all
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
-from rrfp.schedule.knobs import Bytes, Hold
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import Bytes, Hold, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.toml_files import preset

@@ -16,8 +16,15 @@ from rrfp.megatron.adapters.groups import data_parallel_of
 from rrfp.megatron.collectives import exchanged, told_by_first
 from rrfp.megatron.step.microbatch_data import StepData
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.admission import Admission, admission_order
-from rrfp.schedule.balance import Dealing, Hands, ListedDealings, deal, even_times
+from rrfp.schedule.admission import (
+    Admission,
+    Assignment,
+    Balancing,
+    ListedAssignments,
+    admission_order,
+    balance_batch,
+    equal_times,
+)
 
 _UNDECIDED = -1
 
@@ -25,7 +32,7 @@ Weigh = Callable[[], Sequence[float]]
 
 
 def agreed_hands(
-    dealing: Dealing,
+    dealing: Balancing,
     admission: Admission,
     step: int,
     weigh: Weigh,
@@ -44,7 +51,7 @@ def agreed_hands(
     """
 
     def decide() -> torch.Tensor:
-        is_listed = isinstance(dealing, ListedDealings)
+        is_listed = isinstance(dealing, ListedAssignments)
         own = (lambda: [0.0] * num_microbatches) if is_listed else weigh
         weights = _gathered(own, num_microbatches, replicas, device)
         return _told_by_first_replica(
@@ -61,10 +68,10 @@ def agreed_hands(
 
 
 def _dealt(
-    dealing: Dealing, admission: Admission, step: int, weights: torch.Tensor, num_ranks: int
-) -> Hands:
+    dealing: Balancing, admission: Admission, step: int, weights: torch.Tensor, num_ranks: int
+) -> Assignment:
     num_replicas, num_microbatches = weights.shape
-    if isinstance(dealing, ListedDealings):
+    if isinstance(dealing, ListedAssignments):
         return dealing.of_step(step, num_replicas, num_microbatches)
     of_items = weights.flatten().tolist()
 
@@ -72,7 +79,9 @@ def _dealt(
         own = [of_items[number] for number in hand]
         return [hand[index] for index in admission_order(admission, step, len(hand), lambda: own)]
 
-    return [entering(hand) for hand in deal(even_times(of_items, num_ranks), num_replicas)]
+    return [
+        entering(hand) for hand in balance_batch(equal_times(of_items, num_ranks), num_replicas)
+    ]
 
 
 def _gathered(
@@ -111,7 +120,7 @@ def _check_weights(weights: Sequence[float]) -> None:
 
 
 def _told_by_first_replica(
-    decide: Callable[[], Hands], weights: torch.Tensor, replicas: Any, device: torch.device
+    decide: Callable[[], Assignment], weights: torch.Tensor, replicas: Any, device: torch.device
 ) -> torch.Tensor:
     told = torch.full(weights.shape, _UNDECIDED)
     failure: Exception | None = None
@@ -138,10 +147,10 @@ def _told_by_first_replica(
 class Dealer:
     """Deals the steps of one run. All ranks of all replicas call `order` together."""
 
-    def __init__(self, dealing: Dealing, admission: Admission) -> None:
+    def __init__(self, dealing: Balancing, admission: Admission) -> None:
         self._dealing = dealing
         self._admission = admission
-        self.hands: Hands | None = None
+        self.hands: Assignment | None = None
         """What each replica was dealt in the step that began last, as it entered."""
 
     def order(

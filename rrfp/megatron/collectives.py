@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 from rrfp.strict_json import integers, items, parsed, text
 
 # What the first rank of a replica decides about a real step's data, on all of its ranks: the
@@ -160,7 +160,7 @@ def _numbers(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-# Hands the items of a step to the replicas that they are dealt to.
+# Assignment the items of a step to the replicas that they are dealt to.
 #
 # Only ranks that have data send anything, each to those with its own place in the other replicas.
 
@@ -171,7 +171,7 @@ Items = dict[int, list[Any]]
 """By chunk: an item for each microbatch."""
 
 
-def exchanged(given: Items, hands: Hands, replicas: Any, device: torch.device) -> Items:
+def exchanged(given: Items, hands: Assignment, replicas: Any, device: torch.device) -> Items:
     """The items that this replica is dealt, in the order of its hand; `given` are those that its
     data gave it. All ranks of `replicas` call this together.
 

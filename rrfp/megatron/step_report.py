@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class StepReport:
     policy: StepPolicy | None = None
     order: Sequence[int] | None = None
     """The order in which items entered, if it was planned."""
-    hands: Hands | None = None
+    hands: Assignment | None = None
     """The items that each replica was dealt, if they were dealt."""
     planes: AcceptedPlanes | None = None
     """What carries the tensors of the recorded links from this rank."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from rrfp.errors import UsageError
-from rrfp.schedule.balance import Hands, ListedDealings, Times, deal
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.admission import Assignment, ListedAssignments, Times, balance_batch
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.costs.model import Costs, StepCosts
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 
 _MOST_REMEMBERED = 2
 """Steps of which every replica asks for its own."""
@@ -21,7 +21,7 @@ class _Dealt:
 
     given: Sequence[StepCosts]
     joined: StepCosts
-    hands: Hands
+    hands: Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DealtCosts:
 
     given: Costs
     num_replicas: int
-    listed: ListedDealings | None = None
+    listed: ListedAssignments | None = None
     """The dealings of a file; None: by what the items take, ascending in each hand."""
     first_seed: int = 0
     """That of step 0, to find a step in a file."""
@@ -50,7 +50,7 @@ class DealtCosts:
             gradient_sync_ns=own.gradient_sync_ns,
         )
 
-    def hands(self, shape: Shape, seed: int) -> Hands:
+    def hands(self, shape: Shape, seed: int) -> Assignment:
         """The numbers of the items that each replica gets in the step of this seed."""
         return self._of(shape, seed).hands
 
@@ -73,7 +73,7 @@ class DealtCosts:
                 "--admit-across replicas deals by what is known before the step, and these costs "
                 "are drawn task by task; leave it out or choose other costs"
             )
-        hands = deal(times_by_rank(joined.times, shape), self.num_replicas)
+        hands = balance_batch(times_by_rank(joined.times, shape), self.num_replicas)
         return _Dealt(given, joined, hands)
 
 
@@ -107,9 +107,9 @@ def _joined(given: Sequence[StepCosts]) -> StepCosts:
             first.links, num_bytes=list(chain.from_iterable(each.links.num_bytes for each in given))
         ),
         is_known=all(each.is_known for each in given),
-        sizes=Sizes(
-            _rows([each.kept for each in sizes]),
-            _rows([each.owed for each in sizes if each.owed is not None]) or None,
+        sizes=ActivationSizes(
+            _rows([each.activations for each in sizes]),
+            _rows([each.pending_w for each in sizes if each.pending_w is not None]) or None,
         )
         if len(sizes) == len(given)
         else None,

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rrfp.planning.memory_model import nonnegative_least_squares
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, is_evaluation
 
 # What the tasks of a rank's last steps took and kept, taken from its records as they come.
@@ -117,7 +117,7 @@ class Predicted:
     """What a step's microbatches are expected to cost, in the order of the data."""
 
     times: TaskTimes
-    sizes: Sizes | None
+    sizes: ActivationSizes | None
     noise: float
     """The standard deviation of the logarithm of real times over predicted ones."""
 
@@ -168,7 +168,7 @@ class CostModel:
         forward, input_gradient, weight_gradient, kept, owed = table
         sizes = None
         if self._keeps:
-            sizes = Sizes(kept.tolist(), np.minimum(owed, kept).tolist())
+            sizes = ActivationSizes(kept.tolist(), np.minimum(owed, kept).tolist())
         times = TaskTimes(
             np.maximum(forward, 1).tolist(), input_gradient.tolist(), weight_gradient.tolist()
         )

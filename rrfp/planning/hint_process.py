@@ -22,10 +22,10 @@ from rrfp.planning.candidates import (
 )
 from rrfp.planning.forecast import Numbers
 from rrfp.planning.process_pool import Requests, answer
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import StepConditions, TaskTimes
 
 NUM_STEPS = 8
 """Steps that a choice is made by; where fewer were measured, others are mixed from them."""
@@ -123,7 +123,9 @@ def _maker(table: Numbers, request: ChoiceRequest) -> MakeWorld:
     times = TaskTimes(
         np.maximum(forward, 1).tolist(), input_gradient.tolist(), weight_gradient.tolist()
     )
-    sizes = Sizes(kept.tolist(), np.minimum(owed, kept).tolist()) if kept.any() else None
-    world = World(times, num_members=request.num_members, sizes=sizes, budgets=request.budgets)
+    sizes = ActivationSizes(kept.tolist(), np.minimum(owed, kept).tolist()) if kept.any() else None
+    world = StepConditions(
+        times, num_members=request.num_members, sizes=sizes, budgets=request.budgets
+    )
     # A world without jitter has no state.
     return lambda _: replace(world)

@@ -24,10 +24,10 @@ from rrfp.schedule.admission import Admit, pyramid
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.conditions import order_by_costs, weights_ns
-from rrfp.simulate.costs.model import Costs, StepCosts
-from rrfp.simulate.jitter import LARGEST_SIGMA, Floats, Jitter, lognormals
+from rrfp.simulate.costs.model import Costs, Floats, StepCosts
+from rrfp.simulate.engine import StepConditions, TaskTimes
+from rrfp.simulate.jitter import LARGEST_SIGMA, Jitter, lognormals
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import NS_PER_S
 
 # What a planner knows of a step before it begins, and the step simulated on that knowledge.
@@ -88,7 +88,7 @@ class NoisySteps:
         forward, input_gradient, weight_gradient = self._noisy(draw)[:, :, order].tolist()
         if links.num_bytes:
             links = costs.permuted(order).links
-        world = World(
+        world = StepConditions(
             TaskTimes(forward, input_gradient, weight_gradient),
             expected=costs.permuted(order).times if known.policy.waits else None,
             transfer=None if links.is_free else links,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.schedule.knobs import Bytes, told_bytes
+from rrfp.schedule.policy import Bytes, format_bytes
 from rrfp.schedule.tasks import Task
 
 _SHARE = 0.9
@@ -47,7 +47,7 @@ def _is_of_memory(error: MemoryError | RuntimeError) -> bool:
 
 
 def _held(held_bytes: int, held_microbatches: float) -> str:
-    size = "" if held_bytes == 0 else f"{told_bytes(held_bytes)} of "
+    size = "" if held_bytes == 0 else f"{format_bytes(held_bytes)} of "
     return f"{size}activations of {held_microbatches:g} microbatches held"
 
 

@@ -226,15 +226,15 @@ def stall_row(
 ) -> StallRow:
     """This rank's account of a wait."""
     pp_rank = dispatcher.rank
-    story = dispatcher.story()
-    best = story.best_waiting
+    status = dispatcher.status()
+    best = status.best_waiting
     lacks = []
     for needed in () if best is None else best.lacks:
         needed_rank = dispatcher.shape.rank_of(needed.stage)
         is_own = needed_rank == pp_rank
         lacks.append(f"{needed} here" if is_own else f"{needed} from rank {pp_ranks[needed_rank]}")
     debts: dict[int, str] = {}
-    for here in story.ready:
+    for here in status.ready:
         for peer, what in agreement.owed(here.missing_members).items():
             debts.setdefault(peer, f"for {here.task} {what} from rank {peer}")
     return StallRow(
@@ -242,7 +242,7 @@ def stall_row(
         pp_rank=pp_rank,
         waited_s=waited_s,
         cause=cause,
-        ready=listed([each.task for each in story.ready]),
+        ready=listed([each.task for each in status.ready]),
         best_waiting="-" if best is None else str(best.task),
         lacks="; ".join(listed(part) for part in (lacks, [*debts.values()]) if part) or "-",
     )

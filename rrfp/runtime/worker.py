@@ -43,7 +43,7 @@ from rrfp.runtime.protocols import (
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, owed, stall_row
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.punctuality import Durations, Punctuality, punctuality_of
+from rrfp.schedule.punctuality import Durations, Punctuality, new_punctuality
 from rrfp.schedule.tasks import (
     Cause,
     ComputeIdle,
@@ -87,9 +87,9 @@ def explained(
 ) -> BegunRecord:
     """The wait with the task whose output it is for, and the rank that owes it. Takes time linear
     in the tasks of the step."""
-    story = dispatcher.story()
-    best = () if story.best_waiting is None else (story.best_waiting,)
-    for waiting in (*best, *story.tasks):
+    status = dispatcher.status()
+    best = () if status.best_waiting is None else (status.best_waiting,)
+    for waiting in (*best, *status.tasks):
         for stage, kind, microbatch in waiting.lacks:
             pp_rank = dispatcher.shape.rank_of(stage)
             if pp_rank != dispatcher.rank:
@@ -226,7 +226,7 @@ class Worker:
         """Begin to announce tasks, and to take in what is announced, if the policy asks for it; in
         a group the leaders do, as they decide. What was learnt holds for later steps."""
         dispatcher, group = self._dispatcher, self._agreement.group
-        fresh = punctuality_of(dispatcher.policy, dispatcher.shape.num_chunks)
+        fresh = new_punctuality(dispatcher.policy, dispatcher.shape.num_chunks)
         if fresh is None or (group is not None and not group.leads):
             self._punctuality = None
         elif self._punctuality is None or self._punctuality.asked != fresh.asked:

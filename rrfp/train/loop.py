@@ -46,7 +46,7 @@ from rrfp.train.planning import (
     RunAdmission,
     RunDealing,
     RunPlanner,
-    dealing_file,
+    assignment_file,
     run_dealing,
     run_planner,
 )
@@ -445,7 +445,7 @@ def _train(
     )
     dealt = None
     if dealing is not None:
-        dealt = dealing_file(run, settings, layout, session.first_step)
+        dealt = assignment_file(run, settings, layout, session.first_step)
     orders = None
     if planner is not None:
         num_microbatches = settings.data.microbatches

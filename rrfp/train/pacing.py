@@ -14,24 +14,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.inputs import resolve_admission, resolve_balancing
 from rrfp.planning.balanced_costs import DealtCosts
 from rrfp.planning.order_search import Known, known_of
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
-from rrfp.schedule.admission import Admission, ListedOrders
-from rrfp.schedule.balance import AdmitAcross, Hands, ListedDealings
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.admission import (
+    Admission,
+    AdmitAcross,
+    Assignment,
+    ListedAssignments,
+    ListedOrders,
+)
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.knobs import Auto
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import Auto, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.conditions import Conditions, conditions, order_by_costs
-from rrfp.simulate.costs.language_models import check_divided
+from rrfp.simulate.costs.layer_costs import check_divided
 from rrfp.simulate.costs.model import Costs, Links
+from rrfp.simulate.engine import Stretch, TaskTimes
 from rrfp.simulate.jitter import Jitter, parse_jitter
-from rrfp.simulate.world import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
@@ -117,7 +121,7 @@ class StepPacer:
             *(self._seed + step, self._replica, num_members),
         )
 
-    def hands(self, step: int) -> Hands:
+    def hands(self, step: int) -> Assignment:
         """What each replica is dealt of a step's global batch, in the order in which it enters."""
         costs, shape, seed = self._costs, self._shape, self._seed + step
         assert isinstance(costs, DealtCosts)
@@ -136,7 +140,7 @@ class StepPacer:
         if self._costs is not None:
             self._prepared = step, self._conditions(self._costs, step, self._shape)
 
-    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+    def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
         """What the step's microbatches keep on this rank's chunks, by the costs; None if they do
         not say it."""
         if self._costs is None:
@@ -292,17 +296,17 @@ def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
 
 def _dealt(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
     """The costs of what the replicas are dealt, where they are."""
-    dealing = resolve_dealing(settings.step.admit_across)
+    dealing = resolve_balancing(settings.step.admit_across)
     if costs is None or dealing is AdmitAcross.NONE:
         return costs
-    listed = dealing if isinstance(dealing, ListedDealings) else None
+    listed = dealing if isinstance(dealing, ListedAssignments) else None
     return DealtCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:
     """The shape of a step, with the kinds of its hint."""
     shape = settings.shape
-    return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
+    return replace(shape, kinds=kinds_of(settings.hint.for_shape(shape)))
 
 
 def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:

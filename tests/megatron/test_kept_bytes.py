@@ -27,7 +27,7 @@ from rrfp.planning.memory_model import (
     nonnegative_least_squares,
     with_group,
 )
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.policy import Bytes
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks

@@ -8,8 +8,7 @@ from rrfp.analyze.table import BYTES, CHANGE, NAME, TEXT, Column, Table, Unit, s
 from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import Bytes, Hold, told_bytes
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Bytes, Dispatch, Hold, format_bytes
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import NS_PER_S
 from rrfp.tune.flags import flags_of
@@ -143,7 +142,7 @@ def _trials(found: "Found", trials: "Sequence[Tried]") -> Iterator[Column]:
 
 def _memory(memory: Hold) -> str:
     if isinstance(memory, Bytes):
-        return told_bytes(memory.num)
+        return format_bytes(memory.num)
     return f"{memory} microbatch{'' if memory == 1 else 'es'}"
 
 

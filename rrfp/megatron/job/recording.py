@@ -43,7 +43,7 @@ from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import integers
 from rrfp.trace.locate import encode_apart
@@ -177,7 +177,7 @@ class JobRecording:
             self._orders = OrdersFile(directory.admission, info.dp_rank)
         self._orders.write(order)
 
-    def _write_dealing(self, hands: Hands) -> None:
+    def _write_dealing(self, hands: Assignment) -> None:
         if self._run is None:
             return
         if self._dealings is None:

@@ -6,8 +6,7 @@ The first rank of each replica writes its own; at the end the leader of the reco
 from collections.abc import Sequence
 from pathlib import Path
 
-from rrfp.schedule.admission import format_admission
-from rrfp.schedule.balance import Hands, format_dealing
+from rrfp.schedule.admission import Assignment, format_step
 from rrfp.trace.safe_files import ReportFile, open_own, open_whole
 
 # What a run has dealt, as a file that `admit_across` takes: a line a step.
@@ -28,14 +27,14 @@ class DealingFile:
         # An interrupted write leaves half a line.
         whole = [line for line in kept if line.endswith("\n")][:first_step]
         firsts = range(0, num_replicas * num_microbatches, num_microbatches)
-        given = format_dealing([range(first, first + num_microbatches) for first in firsts])
+        given = format_step([range(first, first + num_microbatches) for first in firsts])
         with open_whole(path) as file:
             file.write(("".join(whole) + given * (first_step - len(whole))).encode())
         self._file = ReportFile(path)
 
-    def write(self, hands: Hands) -> None:
+    def write(self, hands: Assignment) -> None:
         """Write the next step, which has ended."""
-        self._file.write(format_dealing(hands))
+        self._file.write(format_step(hands))
 
     def close(self) -> None:
         self._file.close()
@@ -50,7 +49,7 @@ class OrdersFile:
 
     def write(self, order: Sequence[int]) -> None:
         """The order of the next step."""
-        self._file.write(format_admission([order]).encode())
+        self._file.write(format_step([order]).encode())
         self._file.flush()
 
     def close(self) -> None:

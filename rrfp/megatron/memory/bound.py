@@ -21,8 +21,8 @@ from rrfp.megatron.memory.activation_bytes import KeptBytes
 from rrfp.megatron.step_groups import device_for
 from rrfp.planning.memory_model import Bound, Features, SizeModel, with_group
 from rrfp.runtime.rendezvous import count_in, num_counted_in
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Auto, Bytes
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.policy import Auto, Bytes
 
 # What a device has left for activations, for `--hold auto`.
 #
@@ -109,7 +109,7 @@ def _meminfo() -> tuple[int, int]:
 class StepMemory:
     """What a dispatcher is told of a step's memory."""
 
-    sizes: Sizes | None = None
+    sizes: ActivationSizes | None = None
     """By chunk."""
     budget: int | None = None
     """In bytes, where it is not the policy's."""
@@ -223,11 +223,11 @@ def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
 
 def _agreed(
     kept: list[list[int]], owed: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
-) -> tuple[Sizes, tuple[int, int]]:
+) -> tuple[ActivationSizes, tuple[int, int]]:
     """The largest sizes and the smallest budgets in these process groups."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
-        return Sizes(kept, owed), budgets
+        return ActivationSizes(kept, owed), budgets
     num_microbatches = len(kept[0])
     table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *owed])
     for group in shared:
@@ -235,5 +235,5 @@ def _agreed(
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
         table = on_device.cpu()
     free, budget, *found = table.tolist()
-    sizes = Sizes(found[: len(kept)], found[len(kept) :])
+    sizes = ActivationSizes(found[: len(kept)], found[len(kept) :])
     return sizes, (-free[0], -budget[0])

@@ -29,9 +29,8 @@ from rrfp.planning.forecast import MeasuredTasks, Numbers
 from rrfp.planning.hint_process import NUM_STEPS, ChoiceRequest, Choices
 from rrfp.planning.process_pool import PlannerProcess
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.named_hints import HINTS, AutoHint
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import Policy, counts_microbatches
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import NS_PER_S, Record
 
