@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from rrfp.chaos.disk import Disk
-from rrfp.chaos.injection import Injected, Pace, await_moment, inject
+from rrfp.chaos.injection import Injected, Pace, inject, wait_for_moment
 from rrfp.chaos.plan import Fault, FaultKind, Stage
 from rrfp.chaos.session import TrainingSession, newest_step
 from rrfp.chaos.verdict import (
     GRACE_S,
-    Learned,
-    Seen,
+    Observation,
+    TrainingResult,
     Verdict,
     judge,
     judge_late_end,
     last_sentence,
-    learned,
+    read_result,
 )
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.run_dir import RunDir
@@ -61,7 +61,7 @@ class Campaign:
         self._tell = tell
         self._sessions: list[Path] = []
         """The directories of the sessions of the training under way."""
-        self._reference: Learned
+        self._reference: TrainingResult
         self._pace: Pace
 
     def train_undisturbed(self) -> None:
@@ -75,8 +75,8 @@ class Campaign:
             session.end()
         if session.exit_code != 0:
             error = UsageError if session.exit_code == UsageError.exit_code else RrfpError
-            raise error(last_sentence(session.said()).removeprefix("rrfp: "))
-        self._reference = learned(session.run, session.checkpoints)
+            raise error(last_sentence(session.output()).removeprefix("rrfp: "))
+        self._reference = read_result(session.run, session.checkpoints)
 
     def disturb(self, trainings: Sequence[Sequence[Fault]]) -> Iterator[list[Verdict]]:
         """Train under the faults of each training, and give what became of them. Faults that come
@@ -109,7 +109,7 @@ class Campaign:
         while not difference:
             session = self._session(settings)
             try:
-                borne = self._bear(session, pending)
+                borne = self._inject_all(session, pending)
                 exit_code = session.exit_code
             finally:
                 session.end()
@@ -118,12 +118,12 @@ class Campaign:
             if exit_code == 0 and newest_step(checkpoints) == settings.num_steps:
                 break
             if not borne:
-                told = last_sentence(session.said())
+                told = last_sentence(session.output())
                 difference = f"a session failed although nothing disturbed it: {told}"
                 if not verdicts:
                     raise RrfpError(difference)
         if not difference:
-            found = learned(RunDir(self._disk.path / "run"), checkpoints)
+            found = read_result(RunDir(self._disk.path / "run"), checkpoints)
             difference = found.difference(self._reference) or "; ".join(self._left_files())
         verdicts = [verdict.compared(difference) for verdict in verdicts]
         if self._keep is not None and not all(verdict.has_passed for verdict in verdicts):
@@ -136,27 +136,29 @@ class Campaign:
         for number, session in enumerate(self._sessions, start=1):
             shutil.copyfile(session / "output", path / f"session-{number}.txt")
 
-    def _bear(self, session: TrainingSession, pending: Sequence[Fault]) -> list[Verdict]:
+    def _inject_all(self, session: TrainingSession, pending: Sequence[Fault]) -> list[Verdict]:
         """The faults that a session bears, one after the other, until it ends."""
         verdicts: list[Verdict] = []
         for fault in pending:
-            if not await_moment(session, fault, self._pace, _UNDISTURBED_S):
+            if not wait_for_moment(session, fault, self._pace, _UNDISTURBED_S):
                 break
             newest = newest_step(session.checkpoints)
             injected = inject(session, fault, self._disk)
             if injected is None:
                 break
-            verdicts.append(judge(fault, self._see(session, fault, injected, newest)))
+            verdicts.append(judge(fault, self._observe(session, fault, injected, newest)))
             self._tell(verdicts[-1])
-            if not verdicts[-1].seen.went_on:
+            if not verdicts[-1].observation.went_on:
                 return verdicts
         if not _await_end(session, _UNDISTURBED_S):
             raise RrfpError(f"a training did not end within {_UNDISTURBED_S:.0f} s")
         if verdicts and session.exit_code != 0:
-            judge_late_end(verdicts, last_sentence(session.said()))
+            judge_late_end(verdicts, last_sentence(session.output()))
         return verdicts
 
-    def _see(self, session: TrainingSession, fault: Fault, injected: Injected, newest: int) -> Seen:
+    def _observe(
+        self, session: TrainingSession, fault: Fault, injected: Injected, newest: int
+    ) -> Observation:
         """Watch a session until it has ended, or gone on, or taken too long."""
         limit_s, went_on = self._limit_s(fault), False
         while not (has_ended := session.has_ended):
@@ -178,14 +180,14 @@ class Campaign:
         reached = newest_step(session.checkpoints)
         if reached < newest:
             left.append(f"the checkpoint of step {newest} is lost")
-        return Seen(
+        return Observation(
             injected,
             seconds,
             limit_s,
             exit_code,
             went_on,
             ending=None if went_on else session.ending,
-            output=session.said(),
+            output=session.output(),
             steps_lost=0 if went_on else max(0, session.num_finished - reached),
             left=tuple(left),
         )
@@ -219,9 +221,9 @@ class Campaign:
 
 def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
     """Watch a training that nothing disturbs to its end. The figures mean nothing if it fails."""
-    session.await_that(lambda: session.num_finished > 0, _UNDISTURBED_S)
+    session.wait_until(lambda: session.num_finished > 0, _UNDISTURBED_S)
     start_s = time.monotonic() - session.began_s
-    session.await_that(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
+    session.wait_until(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
     trained_s = time.monotonic()
     while session.exit_code is None and any(each.rank is not None for each in session.processes):
         time.sleep(_LOOK_S)

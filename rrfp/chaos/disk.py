@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rrfp import system as libc
-from rrfp.chaos.session import Marked, Process
+from rrfp.chaos.session import MarkedProcesses, Process
 
 _CLONE_NEWNS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32
@@ -28,10 +28,10 @@ class Disk(Protocol):
 
     path: Path
 
-    def fill(self, processes: Marked) -> None:
+    def fill(self, processes: MarkedProcesses) -> None:
         """Let nobody write there any more. May raise OSError."""
 
-    def empty(self, processes: Marked) -> None:
+    def empty(self, processes: MarkedProcesses) -> None:
         """Let everybody write there again. May raise OSError."""
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class PrivateDisk:
         libc.call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         self._mount(0, "mode=0700")
 
-    def fill(self, processes: Marked) -> None:
+    def fill(self, processes: MarkedProcesses) -> None:
         deadline_s = time.monotonic() + _FILL_S
         while True:
             told = os.statvfs(self.path)
@@ -64,7 +64,7 @@ class PrivateDisk:
                 return
             time.sleep(_PAUSE_S)
 
-    def empty(self, processes: Marked) -> None:
+    def empty(self, processes: MarkedProcesses) -> None:
         self._mount(_MS_REMOUNT, "size=50%")
 
     def close(self) -> None:
@@ -82,14 +82,14 @@ class LimitedFiles:
         self.path = path
         self._before: dict[Process, tuple[int, int]] = {}
 
-    def fill(self, processes: Marked) -> None:
+    def fill(self, processes: MarkedProcesses) -> None:
         for process in processes:
             with suppress(ProcessLookupError):
                 limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
                 self._before[process] = limits
 
-    def empty(self, processes: Marked) -> None:
+    def empty(self, processes: MarkedProcesses) -> None:
         for process in {*processes} & self._before.keys():
             with suppress(ProcessLookupError):
                 limits = self._before.pop(process)

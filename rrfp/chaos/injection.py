@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from rrfp.chaos.disk import Disk
-from rrfp.chaos.plan import OF_LINKS, Fault, FaultKind, Stage
+from rrfp.chaos.plan import LINK_FAULTS, Fault, FaultKind, Stage
 from rrfp.chaos.session import Process, TrainingSession
 from rrfp.runtime.net.faults import LinkFault, order, shown_links
 
@@ -57,7 +57,7 @@ class Injected:
         return "launcher" if self.rank is None else f"rank {self.rank}"
 
 
-def await_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
+def wait_for_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
     """Wait for the moment of a fault; tells whether it came before the session ended."""
     match fault.stage:
         case Stage.START if session.num_finished == session.first_step:
@@ -65,7 +65,7 @@ def await_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: 
             return session.sleep(max(0.0, fault.share * pace.start_s - passed_s))
         case Stage.SAVE:
             # Before its first step it may be one that the session before has left.
-            has_come = session.await_that(
+            has_come = session.wait_until(
                 lambda: (
                     session.num_finished > session.first_step
                     and session.checkpoints.is_saving(fault.after_step)
@@ -76,14 +76,14 @@ def await_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: 
         case _:
             # A step is under way as soon as the one before it is finished.
             num_finished = max(fault.after_step, session.first_step + 1)
-            has_come = session.await_that(lambda: session.num_finished >= num_finished, timeout_s)
+            has_come = session.wait_until(lambda: session.num_finished >= num_finished, timeout_s)
             length_s = pace.close_s if fault.stage is Stage.CLOSE else pace.step_s
     return has_come and session.sleep(fault.share * length_s)
 
 
 def inject(session: TrainingSession, fault: Fault, disk: Disk) -> Injected | None:
     """Inject a fault now, and end it if it passes; None if what it is for is not there any more."""
-    if fault.kind in OF_LINKS:
+    if fault.kind in LINK_FAULTS:
         return _harm_link(session, fault)
     if fault.kind is FaultKind.DISK:
         return _fill(session, fault, disk)
@@ -124,7 +124,7 @@ def _harm_link(session: TrainingSession, fault: Fault) -> Injected | None:
     kind = LinkFault(fault.kind)
     number = fault.draw if kind is LinkFault.CORRUPT else fault.hold_s
     pending = order(session.orders, link, kind, number)
-    if not session.await_that(lambda: not pending.exists(), _OBEY_S):
+    if not session.wait_until(lambda: not pending.exists(), _OBEY_S):
         pending.unlink(missing_ok=True)
         return None
     rank, peer = link.split("-")

@@ -33,13 +33,13 @@ class FaultKind(StrEnum):
     """The file system of the run and its checkpoints is full for some seconds."""
 
 
-OF_LINKS = frozenset({FaultKind.DROP, FaultKind.DELAY, FaultKind.CORRUPT})
+LINK_FAULTS = frozenset({FaultKind.DROP, FaultKind.DELAY, FaultKind.CORRUPT})
 """Faults of our links, which Megatron's own schedule does not use."""
-PASSING = OF_LINKS | {FaultKind.CONT}
+TEMPORARY_FAULTS = LINK_FAULTS | {FaultKind.CONT}
 """Faults that are over by themselves, and that a training must survive."""
-_FATAL = frozenset({FaultKind.KILL, FaultKind.STOP})
-_OF_PROCESSES = _FATAL | {FaultKind.CONT}
-_LASTING = frozenset({FaultKind.CONT, FaultKind.DELAY, FaultKind.DISK})
+_ENDING_FAULTS = frozenset({FaultKind.KILL, FaultKind.STOP})
+_PROCESS_FAULTS = _ENDING_FAULTS | {FaultKind.CONT}
+_FAULTS_WITH_DURATION = frozenset({FaultKind.CONT, FaultKind.DELAY, FaultKind.DISK})
 
 
 class Stage(StrEnum):
@@ -84,7 +84,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Disturbed:
+class DisturbedTraining:
     """What the trainings of a campaign look like."""
 
     num_ranks: int
@@ -96,10 +96,10 @@ class Disturbed:
     """How long what passes may last."""
 
 
-def plan_faults(seed: int, num_faults: int, training: Disturbed) -> list[list[Fault]]:
+def plan_faults(seed: int, num_faults: int, training: DisturbedTraining) -> list[list[Fault]]:
     """The faults of each training, in their order. All kinds are about equally frequent."""
     draw = Random(seed)
-    kinds = _dealt(training.kinds, num_faults, draw)
+    kinds = _shuffled_kinds(training.kinds, num_faults, draw)
     per_training = min(PER_TRAINING, training.num_steps)
     return [
         _faults_of(number, kinds[number : number + per_training], training, draw)
@@ -107,7 +107,7 @@ def plan_faults(seed: int, num_faults: int, training: Disturbed) -> list[list[Fa
     ]
 
 
-def _dealt(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -> list[FaultKind]:
+def _shuffled_kinds(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -> list[FaultKind]:
     """As from a deck that is shuffled anew each time that it is used up."""
     dealt: list[FaultKind] = []
     while len(dealt) < num_faults:
@@ -116,14 +116,14 @@ def _dealt(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -> list[Fa
 
 
 def _faults_of(
-    number: int, kinds: Sequence[FaultKind], training: Disturbed, draw: Random
+    number: int, kinds: Sequence[FaultKind], training: DisturbedTraining, draw: Random
 ) -> list[Fault]:
     """The faults of one training. Each has a part of the steps to itself, so that whatever ends a
     session does so before the next one's moment."""
     parts = _parts(training.num_steps, len(kinds))
     faults: list[Fault] = []
     for index, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
-        is_at_start = index == 0 or kinds[index - 1] in _FATAL
+        is_at_start = index == 0 or kinds[index - 1] in _ENDING_FAULTS
         stages = [*_stages(kind, part, training, is_at_start, index == len(kinds) - 1)]
         stage = draw.choice(stages)
         faults.append(_fault(number + index + 1, kind, stage, part, training, draw))
@@ -136,25 +136,30 @@ def _parts(num_steps: int, num_parts: int) -> list[range]:
 
 
 def _stages(
-    kind: FaultKind, part: range, training: Disturbed, is_at_start: bool, is_last: bool
+    kind: FaultKind, part: range, training: DisturbedTraining, is_at_start: bool, is_last: bool
 ) -> Iterator[Stage]:
     yield Stage.STEP
     if _saves(part, training):
         yield Stage.SAVE
-    if kind in _OF_PROCESSES:
+    if kind in _PROCESS_FAULTS:
         if is_at_start:
             yield Stage.START
         if is_last:
             yield Stage.CLOSE
 
 
-def _saves(part: range, training: Disturbed) -> list[int]:
+def _saves(part: range, training: DisturbedTraining) -> list[int]:
     """The steps after which a checkpoint is written; the one after the last step is `CLOSE`'s."""
     return [step for step in part if step and step % training.save_every == 0]
 
 
 def _fault(
-    number: int, kind: FaultKind, stage: Stage, part: range, training: Disturbed, draw: Random
+    number: int,
+    kind: FaultKind,
+    stage: Stage,
+    part: range,
+    training: DisturbedTraining,
+    draw: Random,
 ) -> Fault:
     match stage:
         case Stage.START:
@@ -175,9 +180,9 @@ def _fault(
         stage,
         after_step,
         share=draw.random(),
-        rank=rank if kind in _OF_PROCESSES else None,
+        rank=rank if kind in _PROCESS_FAULTS else None,
         signal=draw.choice(ENDING_SIGNALS) if kind is FaultKind.KILL else "",
-        link=draw.randrange(2**16) if kind in OF_LINKS else 0,
+        link=draw.randrange(2**16) if kind in LINK_FAULTS else 0,
         draw=draw.randrange(2**16) if kind is FaultKind.CORRUPT else 0,
-        hold_s=draw.uniform(0.5, training.most_hold_s) if kind in _LASTING else 0.0,
+        hold_s=draw.uniform(0.5, training.most_hold_s) if kind in _FAULTS_WITH_DURATION else 0.0,
     )

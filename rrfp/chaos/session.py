@@ -47,7 +47,7 @@ class Process:
         return f"process {self.pid}" if self.rank is None else f"rank {self.rank} (pid {self.pid})"
 
 
-class Marked:
+class MarkedProcesses:
     """The processes whose environment has `variable=value`: the training's own, and all that it
     has started."""
 
@@ -131,7 +131,7 @@ class TrainingSession:
         self.orders, self._output = own / "orders", own / "output"
         for directory in (own, self.orders):
             directory.mkdir(mode=0o700)
-        self.processes = Marked(variables.FAULTS, str(self.orders))
+        self.processes = MarkedProcesses(variables.FAULTS, str(self.orders))
         self.first_step = newest_step(self.checkpoints)
         # Until the session has made the metrics its own, they are those of the one before.
         self._metrics_before = _identity(self.run.metrics)
@@ -188,11 +188,11 @@ class TrainingSession:
                 return read_ending(self.run)
         return None
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Its output."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
-    def await_that(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until something holds; tells whether it does before the launcher has ended."""
         deadline_s = time.monotonic() + timeout_s
         while not holds():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rrfp.chaos.injection import Injected
-from rrfp.chaos.plan import PASSING, Fault
+from rrfp.chaos.plan import TEMPORARY_FAULTS, Fault
 from rrfp.chaos.session import metric_lines
 from rrfp.trace.outcome import Ending, Outcome
 from rrfp.trace.run_dir import RunDir
@@ -22,7 +22,7 @@ _FIGURES = ("step", "loss", "grad_norm", "heldout_loss", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class TrainingResult:
     """The figures of every step, the parameters and the optimizer's state after the last one."""
 
     figures: list[dict[str, Any]]
@@ -30,7 +30,7 @@ class Learned:
     unfinished: tuple[str, ...]
     """Files that a writer has left half-written."""
 
-    def difference(self, other: "Learned") -> str:
+    def difference(self, other: "TrainingResult") -> str:
         """Where this one differs from the other, to the last bit; empty if it does not."""
         if self.figures != other.figures:
             pairs = zip(self.figures, other.figures, strict=False)
@@ -42,7 +42,7 @@ class Learned:
         return f"it left {self.unfinished[0]} half-written" if self.unfinished else ""
 
 
-def learned(run: RunDir, checkpoints: CheckpointDir) -> Learned:
+def read_result(run: RunDir, checkpoints: CheckpointDir) -> TrainingResult:
     """What a training that has ended has learned."""
     found = checkpoints.newest()
     assert found is not None
@@ -53,7 +53,7 @@ def learned(run: RunDir, checkpoints: CheckpointDir) -> Learned:
         for entry in directory.iterdir()
         if entry.name.startswith(".") and entry.name != LOCK
     ]
-    return Learned(
+    return TrainingResult(
         [{name: line[name] for name in _FIGURES} for line in lines],
         read_tensors(found.path),
         tuple(unfinished),
@@ -67,7 +67,7 @@ _BUGS = ("Traceback (most recent call last)", "this is a bug")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """What was seen of a session after a fault."""
 
     injected: Injected
@@ -103,7 +103,7 @@ class Verdict:
     """What a training made of a fault."""
 
     fault: Fault
-    seen: Seen
+    observation: Observation
     has_survived: bool
     found_by: str
     """Empty if the run went on."""
@@ -124,7 +124,7 @@ class Verdict:
         return replace(self, is_same=not difference, complaints=complaints)
 
 
-def judge(fault: Fault, seen: Seen) -> Verdict:
+def judge(fault: Fault, seen: Observation) -> Verdict:
     """What a session made of a fault."""
     has_survived = seen.went_on or (seen.exit_code == 0 and seen.outcome is Outcome.FINISHED)
     named_right = None if has_survived else _is_named_right(fault, seen)
@@ -134,13 +134,13 @@ def judge(fault: Fault, seen: Seen) -> Verdict:
 
 
 def _complaints(
-    fault: Fault, seen: Seen, has_survived: bool, named_right: bool | None
+    fault: Fault, seen: Observation, has_survived: bool, named_right: bool | None
 ) -> Iterator[str]:
     if not has_survived and seen.exit_code is None:
         yield f"it neither ended nor went on in {seen.seconds:.0f} s"
     elif seen.seconds > seen.limit_s:
         yield f"it took {seen.seconds:.0f} s, above the limit of {seen.limit_s:.0f} s"
-    if not has_survived and fault.kind in PASSING:
+    if not has_survived and fault.kind in TEMPORARY_FAULTS:
         yield f"it should have survived: {seen.sentence}"
     if named_right is False:
         yield f"it did not name {seen.injected.victim}: {seen.sentence}"
@@ -151,27 +151,27 @@ def _complaints(
     yield from seen.left
 
 
-def _right_exit_codes(fault: Fault, seen: Seen) -> tuple[int | None, ...]:
+def _right_exit_codes(fault: Fault, seen: Observation) -> tuple[int | None, ...]:
     if _is_launcher_killed(fault, seen):
         return (seen.exit_code,)
-    return (0,) if _was_asked(fault, seen) else (1, None)
+    return (0,) if _ended_on_request(fault, seen) else (1, None)
 
 
-def _is_launcher_killed(fault: Fault, seen: Seen) -> bool:
+def _is_launcher_killed(fault: Fault, seen: Observation) -> bool:
     """Whether nobody was left to say anything."""
     of_launcher = seen.injected.rank is None and bool(fault.signal)
     return of_launcher and seen.exit_code is not None and seen.exit_code < 0
 
 
-def _was_asked(fault: Fault, seen: Seen) -> bool:
+def _ended_on_request(fault: Fault, seen: Observation) -> bool:
     """Whether the run ended well because a signal asked it to."""
     return fault.signal == "SIGTERM" and seen.exit_code == 0
 
 
-def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
+def _is_named_right(fault: Fault, seen: Observation) -> bool | None:
     injected = seen.injected
     culprit = None if seen.ending is None else seen.ending.culprit
-    if _was_asked(fault, seen) or _is_launcher_killed(fault, seen):
+    if _ended_on_request(fault, seen) or _is_launcher_killed(fault, seen):
         return None
     if injected.path is not None:
         return _names_disk(injected, seen.sentence)
@@ -184,7 +184,7 @@ def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
 def judge_late_end(verdicts: list[Verdict], sentence: str) -> None:
     """Add to the last verdict of a session that had gone on after its faults, and then failed."""
     # The last checkpoint may be due before a full disk has room again.
-    if not any(_names_disk(verdict.seen.injected, sentence) for verdict in verdicts):
+    if not any(_names_disk(verdict.observation.injected, sentence) for verdict in verdicts):
         late = f"it ended later: {sentence}"
         verdicts[-1] = replace(verdicts[-1], complaints=(*verdicts[-1].complaints, late))
 
@@ -195,8 +195,8 @@ def _names_disk(injected: Injected, sentence: str) -> bool:
     return path is not None and path in sentence.replace(f"{path}/run/logs", "")
 
 
-def _found_by(fault: Fault, seen: Seen) -> str:
-    if _was_asked(fault, seen):
+def _found_by(fault: Fault, seen: Observation) -> str:
+    if _ended_on_request(fault, seen):
         return "request"
     if _is_launcher_killed(fault, seen):
         return "its ranks"

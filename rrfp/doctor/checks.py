@@ -28,8 +28,8 @@ from rrfp.runtime.planes.registry import HOW_TO_INSTALL, is_installed, nixl_api
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
+from rrfp.simulate.world import TaskTimes, World
 from rrfp.system import check_open_files, most_open_files, num_cores, temporary_directory
 from rrfp.train.launch.private_network import (
     NotPermittedError,
@@ -72,7 +72,7 @@ class Check:
     needed_by: frozenset[DeviceKind] = NO_RUN
     """The devices on which a run fails without it."""
 
-    def ends_runs_on(self, device: DeviceKind) -> bool:
+    def prevents_runs_on(self, device: DeviceKind) -> bool:
         """Whether a run on this device would fail."""
         return device in self.needed_by and self.state in (State.ABSENT, State.FAILS)
 
@@ -136,18 +136,18 @@ def compiled_core(found: Core | None = None) -> Check:
     """What a task takes in a simulated step; how the core runs is found out unless it is given."""
     found = core() if found is None else found
     rows = [[1] * _SHAPE.num_microbatches] * _SHAPE.num_stages
-    policy = Policy(HINTS["bf"].for_shape(_SHAPE), limit=PAPER_LIMIT)
-    taken_s = []
+    policy = Policy(HINTS["bf"].on(_SHAPE), limit=PAPER_LIMIT)
+    times_s = []
     for _ in range(_NUM_ROUNDS):
         start_s = time.perf_counter()
-        play(_SHAPE, policy, StepConditions(TaskTimes(rows, rows, rows)))
-        taken_s.append(time.perf_counter() - start_s)
+        play(_SHAPE, policy, World(TaskTimes(rows, rows, rows)))
+        times_s.append(time.perf_counter() - start_s)
     num_tasks = _SHAPE.num_ranks * _SHAPE.num_tasks_of_a_rank
     is_compiled = found is Core.COMPILED
     return Check(
         "core",
         State.OK if is_compiled else State.SLOW,
-        round(min(taken_s) / num_tasks * 1e6, 1),
+        round(min(times_s) / num_tasks * 1e6, 1),
         "us",
         f"a simulated task; {found}" if is_compiled else f"a simulated task; {found}; {_COMPILE}",
     )
@@ -331,9 +331,9 @@ def port_filter() -> Check:
             "hosts of a run of several hosts reach each other: its ports accept anybody"
         )
         return absent("port-filter", advice)
-    taken_us = (time.perf_counter() - began_s) * 1e6
+    times_us = (time.perf_counter() - began_s) * 1e6
     advice = "to close a port of a run to all but its hosts"
-    return Check("port-filter", State.OK, round(taken_us), "us", advice)
+    return Check("port-filter", State.OK, round(times_us), "us", advice)
 
 
 # How much shared memory there is, and how fast it is.
@@ -348,11 +348,11 @@ _SLOW_GB_S = 1.0
 def shared_memory(where: Path = _WHERE) -> Iterator[Check]:
     """What is free for the libraries that share named files, and the speed of copies into a file
     without a name, as ranks share it."""
-    yield _room(where)
-    yield _speed()
+    yield _shared_memory_size(where)
+    yield _shared_memory_speed()
 
 
-def _room(where: Path) -> Check:
+def _shared_memory_size(where: Path) -> Check:
     try:
         found = os.statvfs(where)
     except OSError as error:
@@ -371,7 +371,7 @@ def _room(where: Path) -> Check:
     )
 
 
-def _speed() -> Check:
+def _shared_memory_speed() -> Check:
     if not hasattr(os, "memfd_create"):
         return absent("shm-speed", "this system has no memfd_create, so ranks take sockets instead")
     try:
@@ -399,12 +399,12 @@ def copied_gb_s(num_bytes: int) -> float:
         # A page that cannot be had would end the process where it is first written.
         os.posix_fallocate(file.fileno(), 0, len(data))
         with mmap.mmap(file.fileno(), len(data)) as mapped:
-            taken_s = []
+            times_s = []
             for _ in range(_NUM_ROUNDS):
                 start_s = time.perf_counter()
                 mapped[:] = data
-                taken_s.append(time.perf_counter() - start_s)
-    return len(data) / min(taken_s) / 1e9
+                times_s.append(time.perf_counter() - start_s)
+    return len(data) / min(times_s) / 1e9
 
 
 # Whether gloo, which carries the collectives of runs on CPUs, works where ranks meet.
@@ -421,7 +421,7 @@ def gloo() -> Check:
     """Two ranks of a process add up a number, again and again, in the network of a plain run."""
     try:
         with network_of(RunSettings()) as network:
-            taken_us = probe(sum_us, network, limit_s=_GLOO_LIMIT_S)
+            times_us = probe(sum_us, network, limit_s=_GLOO_LIMIT_S)
     except NoAnswerError as error:
         if not error.raised:
             advice = "see whether torch can be imported, and no firewall fences loopback"
@@ -430,12 +430,12 @@ def gloo() -> Check:
         else:
             advice = "see what refuses that to this user"
         return fails("gloo", f"gloo does not work on {LOOPBACK} ({error}); {advice}", EVERY_RUN)
-    is_slow = taken_us > _SLOW_US
+    is_slow = times_us > _SLOW_US
     advice = f"for a sum of two ranks on {LOOPBACK}"
     return Check(
         "gloo",
         State.SLOW if is_slow else State.OK,
-        round(taken_us),
+        round(times_us),
         "us",
         f"{advice}; see what else runs on this machine" if is_slow else advice,
         EVERY_RUN,
@@ -453,7 +453,7 @@ def sum_us(network: dict[str, str]) -> float:
     from rrfp.train.launch.process_groups import one_device_at
 
     store = dist.HashStore()
-    taken_us: list[float] = []
+    times_us: list[float] = []
 
     def rank(number: int) -> None:
         import torch
@@ -464,14 +464,14 @@ def sum_us(network: dict[str, str]) -> float:
             start_s = time.perf_counter()
             group.allreduce(total).wait()
             if number == 0:
-                taken_us.append((time.perf_counter() - start_s) * 1e6)
+                times_us.append((time.perf_counter() - start_s) * 1e6)
 
     with one_device_at(LOOPBACK):
         other = Thread(target=rank, args=(1,), daemon=True)
         other.start()
         rank(0)
         other.join(_TIMEOUT_S)
-    return statistics.median(taken_us)
+    return statistics.median(times_us)
 
 
 _NIXL_SOURCE, _READER = "rrfp-doctor-source", "rrfp-doctor-reader"
@@ -492,7 +492,7 @@ def nixl() -> Check:
         gb_s = probe(read_gb_s, limit_s=_NIXL_LIMIT_S)
     except NoAnswerError as error:
         is_broken = error.raised in ("", "ImportError", "ModuleNotFoundError")
-        advice = f"{HOW_TO_INSTALL} anew" if is_broken else "UCX_LOG_LEVEL=info says more"
+        advice = f"reinstall it: {HOW_TO_INSTALL}" if is_broken else "UCX_LOG_LEVEL=info says more"
         return fails("nixl", f"a READ on this host fails ({error}); {advice}")
     is_slow = gb_s < _SLOW_NIXL_GB_S
     return Check(
@@ -522,20 +522,20 @@ def read_gb_s() -> float:
         reader.get_xfer_descs([(ctypes.addressof(memory), _READ_BYTES, 0)], "DRAM")
         for memory in (ours, theirs)
     )
-    taken_s = []
+    times_s = []
     for _ in range(_NUM_READS):
         start_s = time.perf_counter()
         handle = reader.initialize_xfer("READ", local, remote, _NIXL_SOURCE)
         state = reader.transfer(handle)
         while state == "PROC" and time.perf_counter() - start_s < _TIMEOUT_S:
             state = reader.check_xfer_state(handle)
-        taken_s.append(time.perf_counter() - start_s)
+        times_s.append(time.perf_counter() - start_s)
         if state != "DONE":
-            raise RuntimeError(f"it is in state {state} after {taken_s[-1]:.1f} s")
+            raise RuntimeError(f"it is in state {state} after {times_s[-1]:.1f} s")
         reader.release_xfer_handle(handle)
     if ours.raw != theirs.raw:
         raise RuntimeError("what was read is corrupt")
-    return _READ_BYTES / min(taken_s) / 1e9
+    return _READ_BYTES / min(times_s) / 1e9
 
 
 def fabric(ports: Path = _PORTS, locked_bytes: int | None = None) -> Check:
@@ -545,7 +545,7 @@ def fabric(ports: Path = _PORTS, locked_bytes: int | None = None) -> Check:
     found = sorted(ports.glob("*/ports/*"))
     if not found:
         return absent("fabric", "no InfiniBand, RoCE or EFA device; other hosts are reached by TCP")
-    active = [port for port in found if "ACTIVE" in _told(port / "state").split()]
+    active = [port for port in found if "ACTIVE" in _read_text(port / "state").split()]
     if not active:
         down = f"none of {len(found)} ports is active; see ibstat"
         return fails("fabric", f"{down}; until then other hosts are reached by TCP")
@@ -563,7 +563,7 @@ def fabric(ports: Path = _PORTS, locked_bytes: int | None = None) -> Check:
     )
 
 
-def _told(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text()
     except OSError:
@@ -572,5 +572,5 @@ def _told(file: Path) -> str:
 
 def _rate_gbit_s(port: Path) -> float:
     """`400 Gb/sec (4X NDR)`; 0 if it does not tell."""
-    rate, *_ = [*_told(port / "rate").split(), "0"]
+    rate, *_ = [*_read_text(port / "rate").split(), "0"]
     return float(rate)

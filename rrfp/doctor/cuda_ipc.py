@@ -39,13 +39,13 @@ def cuda_ipc(presence: CudaPresence) -> Check:
         return absent("cuda-ipc", f"cuda-bindings is not installed; {HOW_TO_INSTALL}")
     onto = min(1, len(presence.gpus) - 1)
     try:
-        taken_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
+        times_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         return fails(
             "cuda-ipc",
             f"CUDA IPC does not work ({error}); in containers see pid-namespace, and --ipc=host",
         )
-    gb_s = _NUM_BYTES / taken_s / 1e9
+    gb_s = _NUM_BYTES / times_s / 1e9
     is_slow = gb_s < _SLOW_GB_S
     return Check(
         "cuda-ipc",
@@ -73,11 +73,11 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
         theirs.close()
         ours.settimeout(_TIMEOUT_S)
         try:
-            _tell(ours, [handle.hex(), num_bytes, num_rounds, onto])
-            _heard(ours)
+            _send_json(ours, [handle.hex(), num_bytes, num_rounds, onto])
+            _receive_json(ours)
             for number in range(num_rounds):
                 _send(cuda, ours, data, slab, num_bytes, number)
-            taken_s = float(_heard(ours))
+            times_s = float(_receive_json(ours))
             # Only now is the slab no longer mapped by the importer.
             cuda.free(slab)
         finally:
@@ -85,7 +85,7 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
             with suppress(subprocess.TimeoutExpired):
                 importer.wait(_TIMEOUT_S)
             importer.kill()
-    return taken_s
+    return times_s
 
 
 def _send(
@@ -97,25 +97,25 @@ def _send(
     cuda.copy(slab, data, num_bytes)
     cuda.synchronize()
     link.sendall(_NUMBER.pack(number))
-    _heard(link)
+    _receive_json(link)
 
 
 def _import(link: socket.socket) -> None:
     """The importer's part. Whatever fails is told to the exporter."""
-    octets, num_bytes, num_rounds, onto = _heard(link)
+    octets, num_bytes, num_rounds, onto = _receive_json(link)
     cuda = CopyingCuda(onto)
     slab = cuda.open(bytes.fromhex(octets))
     target = cuda.allocate(num_bytes)
-    _tell(link, "ready")
+    _send_json(link, "ready")
     for _ in range(num_rounds):
         (number,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
         cuda.copy(target, slab, num_bytes)
         cuda.synchronize()
         cuda.check_filled(target, _filling(number), num_bytes)
-        _tell(link, "as it was sent")
-    taken_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
+        _send_json(link, "as it was sent")
+    times_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
     cuda.close(slab)
-    _tell(link, taken_s)
+    _send_json(link, times_s)
 
 
 class CopyingCuda(CudaRuntime):
@@ -158,12 +158,12 @@ def _filling(number: int) -> int:
     return number % 255 + 1
 
 
-def _tell(link: socket.socket, words: object) -> None:
+def _send_json(link: socket.socket, words: object) -> None:
     octets = json.dumps(words).encode()
     link.sendall(_NUMBER.pack(len(octets)) + octets)
 
 
-def _heard(link: socket.socket) -> Any:
+def _receive_json(link: socket.socket) -> Any:
     (length,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
     words = json.loads(_exactly(link, length))
     if isinstance(words, dict) and "error" in words:
@@ -191,7 +191,7 @@ def _main(descriptor: str) -> None:
         try:
             _import(link)
         except Exception as error:
-            _tell(link, {"error": f"{type(error).__name__}: {first_line(str(error))}"})
+            _send_json(link, {"error": f"{type(error).__name__}: {first_line(str(error))}"})
 
 
 if __name__ == "__main__":

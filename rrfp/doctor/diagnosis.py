@@ -24,7 +24,7 @@ from rrfp.train.settings import DeviceKind
 def diagnose() -> list[Check]:
     """What this machine can do; GPUs come first. Takes some ten seconds."""
     scratch = temporary_files()
-    if scratch.ends_runs_on(DeviceKind.CPU):
+    if scratch.prevents_runs_on(DeviceKind.CPU):
         # Nor does any other check get there what it needs.
         return [scratch]
     presence = cuda_presence()

@@ -63,12 +63,12 @@ def gpus(presence: CudaPresence) -> Iterator[Check]:
     except NoAnswerError as error:
         yield fails("gpu", f"CUDA failed while it was measured ({error})", CUDA_RUNS)
         return
-    yield _copies(presence, told["copy_gb_s"])
-    yield _clocks(told["clock_mhz"], told["highest_mhz"])
-    yield _peers(told["peer_gb_s"])
+    yield _copy_check(presence, told["copy_gb_s"])
+    yield _clock_check(told["clock_mhz"], told["highest_mhz"])
+    yield _peer_check(told["peer_gb_s"])
 
 
-def _copies(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
+def _copy_check(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
     names = sorted({gpu.name for gpu in presence.gpus})
     least_bytes = min(gpu.memory_bytes for gpu in presence.gpus)
     found = f"{len(presence.gpus)} x {' and '.join(names)}, {least_bytes / 2**30:.0f} GiB"
@@ -86,7 +86,7 @@ def _copies(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
     )
 
 
-def _clocks(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
+def _clock_check(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
     # Some drivers tell no highest clock.
     of_mhz = [max(each, clock) for each, clock in zip(highest_mhz, clock_mhz, strict=True)]
     slowest = min(range(len(of_mhz)), key=lambda index: clock_mhz[index] / of_mhz[index])
@@ -101,7 +101,7 @@ def _clocks(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
     )
 
 
-def _peers(peer_gb_s: Sequence[tuple[int, int, bool, float]]) -> Check:
+def _peer_check(peer_gb_s: Sequence[tuple[int, int, bool, float]]) -> Check:
     if not peer_gb_s:
         return absent("peer-access", "there is one GPU, so none has a peer")
     one, other, _, slowest = min(peer_gb_s, key=lambda pair: pair[3])
@@ -145,10 +145,10 @@ def copy_gb_s(source: int, target: int, num_bytes: int = _COPY_BYTES) -> float:
 
     data = torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{source}")
     copied = torch.empty_like(data, device=f"cuda:{target}")
-    taken_s = _taken_s(source, lambda: copied.copy_(data, non_blocking=True), _NUM_COPIES)
+    times_s = _median_s(source, lambda: copied.copy_(data, non_blocking=True), _NUM_COPIES)
     if not bool((copied == 1).all()):
         raise RuntimeError(f"a copy from GPU {source} to GPU {target} is corrupt")
-    return num_bytes / taken_s / 1e9
+    return num_bytes / times_s / 1e9
 
 
 def _clock_mhz(index: int) -> float:
@@ -156,15 +156,15 @@ def _clock_mhz(index: int) -> float:
     import torch
 
     cuda: Any = torch.cuda  # declares no types here
-    return _SLEEP_CYCLES / _taken_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 1) / 1e6
+    return _SLEEP_CYCLES / _median_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 1) / 1e6
 
 
-def _taken_s(index: int, work: Callable[[], object], num_times: int) -> float:
+def _median_s(index: int, work: Callable[[], object], num_times: int) -> float:
     """The median time of work on the current stream of a GPU, done so many times in a row."""
     import torch
 
     cuda: Any = torch.cuda
-    taken_s: list[float] = []
+    times_s: list[float] = []
     with torch.cuda.device(index):
         for _ in range(_NUM_TIMINGS + 1):
             started, ended = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -173,9 +173,9 @@ def _taken_s(index: int, work: Callable[[], object], num_times: int) -> float:
                 work()
             ended.record()
             ended.synchronize()
-            taken_s.append(started.elapsed_time(ended) / 1e3 / num_times)
+            times_s.append(started.elapsed_time(ended) / 1e3 / num_times)
     # The first one may wait for code to be loaded, and for clocks to rise.
-    return statistics.median(taken_s[1:])
+    return statistics.median(times_s[1:])
 
 
 def _highest_mhz(index: int) -> float:

@@ -14,26 +14,20 @@ from typing import Any
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_admission, resolve_balancing
-from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.batch_balancer import Dealer
-from rrfp.megatron.collectives import agreed_order, told_by_first
-from rrfp.megatron.item_costs import resolve_cost, resolve_features
-from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import CallersStates, StepData, is_iterator, shared
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.megatron.step.microbatch_data import LoopRandomStates, StepData, is_iterator, shared
+from rrfp.planning.collectives import agreed_order, told_by_first
 from rrfp.planning.forecast import MeasuredTasks
+from rrfp.planning.item_costs import resolve_cost, resolve_features
 from rrfp.planning.memory_model import Features, features_of
-from rrfp.schedule.admission import (
-    Admit,
-    AdmitAcross,
-    Assignment,
-    ListedOrders,
-    admission_order,
-    check_replicas,
-)
-from rrfp.schedule.policy import hold_as_json
+from rrfp.planning.order_planner import EntryPlanner
+from rrfp.planning.step_policy import StepPolicy
+from rrfp.schedule.admission import Admit, ListedOrders, admission_order, check_replicas
+from rrfp.schedule.balance import AdmitAcross, Hands
+from rrfp.schedule.knobs import described_hold
 from rrfp.trace.records import Record
 
 # The items of the next step, drawn from a training loop's iterator before that step begins.
@@ -74,14 +68,14 @@ class AheadIterator:
         moves random states that the loop may use."""
         if self._failure is not None or self._is_random:
             return None
-        before = CallersStates()
+        before = LoopRandomStates()
         while len(self.waiting) < num:
             try:
                 self.waiting.append(next(self.source))
             except Exception as error:
                 self._failure = error
                 return None
-            if CallersStates() != before:
+            if LoopRandomStates() != before:
                 self._is_random = True
                 return None
         return [*self.waiting][:num]
@@ -130,7 +124,7 @@ class LookAhead:
         self._admission = resolve_admission(settings.admit)
         self._cost = resolve_cost(settings.admit_cost)
         self._features = resolve_features(settings.hold_features)
-        dealing = resolve_balancing(settings.admit_across)
+        dealing = resolve_dealing(settings.admit_across)
         self._dealer = None if dealing is AdmitAcross.NONE else Dealer(dealing, self._admission)
 
     @property
@@ -143,7 +137,7 @@ class LookAhead:
         return self._admission is Admit.GIVEN and self._dealer is None
 
     @property
-    def hands(self) -> Assignment | None:
+    def hands(self) -> Hands | None:
         """What each replica was dealt in the step that began last; None if nothing is dealt."""
         return None if self._dealer is None else self._dealer.hands
 
@@ -151,7 +145,7 @@ class LookAhead:
     def reason(self) -> str:
         """The setting for which items are drawn before they are used."""
         if self.admits_given:
-            return f"hold {hold_as_json(self._settings.policy.hold)}"
+            return f"hold {described_hold(self._settings.policy.hold)}"
         if self._dealer is not None:
             return f"admit_across '{self._settings.admit_across}'"
         return f"admit '{self._settings.admit}'"
@@ -183,7 +177,7 @@ class LookAhead:
             items()  # What is missing is said before all else.
             replica = 0
             if isinstance(self._admission, ListedOrders) and self._admission.num_replicas > 1:
-                replicas = replicas_of(groups)
+                replicas = replica_group(groups)
                 check_replicas(self._admission, replicas.size())
                 replica = replicas.rank()
             return admission_order(self._admission, step, num_microbatches, weigh, replica)

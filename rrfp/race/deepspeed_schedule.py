@@ -77,13 +77,13 @@ class DeepSpeedSchedule(PeerSchedule):
         (stage,) = self.layout.stages
         originals = type(self._engine)._INSTRUCTION_MAP
         wraps: dict[type, Wrap] = {
-            instructions.ForwardPass: _each(tally.task, _tasks(stage, Kind.F)),
-            instructions.BackwardPass: _each(tally.task, _tasks(stage, Kind.B)),
+            instructions.ForwardPass: _wrap_next(tally.task, _tasks(stage, Kind.F)),
+            instructions.BackwardPass: _wrap_next(tally.task, _tasks(stage, Kind.B)),
             # A message is named by the task that takes it.
-            instructions.RecvActivation: _each(tally.blocking, _tasks(stage, Kind.F)),
-            instructions.SendActivation: _each(tally.blocking, _tasks(stage + 1, Kind.F)),
-            instructions.RecvGrad: _each(tally.blocking, _tasks(stage, Kind.B)),
-            instructions.SendGrad: _each(tally.blocking, _tasks(stage - 1, Kind.B)),
+            instructions.RecvActivation: _wrap_next(tally.blocking, _tasks(stage, Kind.F)),
+            instructions.SendActivation: _wrap_next(tally.blocking, _tasks(stage + 1, Kind.F)),
+            instructions.RecvGrad: _wrap_next(tally.blocking, _tasks(stage, Kind.B)),
+            instructions.SendGrad: _wrap_next(tally.blocking, _tasks(stage - 1, Kind.B)),
         }
         left_out = dict.fromkeys(
             (instructions.ReduceGrads, instructions.ReduceTiedGrads, instructions.OptimizerStep),
@@ -98,7 +98,7 @@ def _tasks(stage: int, kind: Kind) -> Iterator[Task]:
     return (Task(stage, kind, microbatch) for microbatch in count())
 
 
-def _each(wrap: Callable[[Task], AbstractContextManager[None]], tasks: Iterator[Task]) -> Wrap:
+def _wrap_next(wrap: Callable[[Task], AbstractContextManager[None]], tasks: Iterator[Task]) -> Wrap:
     return lambda: wrap(next(tasks))
 
 

@@ -102,7 +102,7 @@ class RaceFiles:
         return self.path / "turns.jsonl"
 
     @property
-    def under_way(self) -> Path:
+    def current_turn_file(self) -> Path:
         """Holds the entry and the round of the turn that began last."""
         return self.path / "under_way.json"
 
@@ -136,13 +136,13 @@ class RaceFiles:
 
     def begin(self, entry: Entry, number: int) -> None:
         """Write down whose turn it is."""
-        write_whole(self.under_way, json.dumps([entry.name, number]).encode())
+        write_whole(self.current_turn_file, json.dumps([entry.name, number]).encode())
 
-    def read_under_way(self) -> tuple[str, int] | None:
+    def read_current_turn(self) -> tuple[str, int] | None:
         """The entry and the round of the turn that began last; None before the first one."""
-        if not self.under_way.exists():
+        if not self.current_turn_file.exists():
             return None
-        name, number = json.loads(self.under_way.read_text(encoding="utf-8"))
+        name, number = json.loads(self.current_turn_file.read_text(encoding="utf-8"))
         return name, number
 
 

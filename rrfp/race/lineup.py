@@ -15,8 +15,8 @@ from fractions import Fraction
 from rrfp.errors import UsageError
 from rrfp.inputs import sha256_of
 from rrfp.race.entries import Entry
-from rrfp.race.presets import PAPERS, Contest, Measure, Preset, Scale
-from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, why_not
+from rrfp.race.presets import PAPER_BOUND, Contest, Measure, Preset, Scale
+from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, peer_problem
 from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.named_hints import HINTS
@@ -102,7 +102,7 @@ class LineupRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RaceOptions:
     """What a user asks for besides presets and scale; None and empty leave it to the presets."""
 
     peers: tuple[Project, ...] = tuple(Project)
@@ -144,7 +144,7 @@ class Lineup:
         return json.dumps(lineup, indent=1)
 
 
-def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
+def line_up(presets: Sequence[Preset], scale: Scale, asked: RaceOptions) -> Lineup:
     """The lineup of these presets. Raises UsageError for what cannot be raced, and if nothing is
     left to race."""
     for bound in asked.holds:
@@ -172,15 +172,15 @@ def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
     return Lineup(tuple(presets), tuple(rows), entries)
 
 
-def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[LineupRow, Entry]]:
+def _rows_of(preset: Preset, scale: Scale, asked: RaceOptions) -> Iterator[tuple[LineupRow, Entry]]:
     for contest in preset.contests:
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
         for case in _cases(contest, scale, asked):
-            varies = _vary(case)
+            varies = _microbatches_differ(case)
             pace, file = settled(case.costs), costs_file(case.costs)
             sha256 = None if file is None else sha256_of(file)
             for system, limit, hold, admit in _combinations(contest, case, asked, varies):
-                most = None if hold is None else _in_numbers(hold, case, system, int(steps))
+                most = None if hold is None else _absolute_hold(hold, case, system, int(steps))
                 settings = _settings(case, system, limit, most, admit, int(steps), pace)
                 name = _name(case, system, limit, hold, admit)
                 entry = Entry(name, settings, system.peer, case.time_factor, sha256)
@@ -194,13 +194,13 @@ def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[Lineu
                         admit,
                         name,
                         _name(case, MEGATRON, None, None, Admit.GIVEN),
-                        _against(preset, case, system, limit, hold, admit),
+                        _slowdown_baseline(preset, case, system, limit, hold, admit),
                     ),
                     entry,
                 )
 
 
-def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
+def _task_ms(case: Case, scale: Scale, asked: RaceOptions) -> float | None:
     if case.costs in COST_PRESETS:
         return asked.task_ms or scale.task_ms
     if asked.task_ms is not None:
@@ -211,7 +211,7 @@ def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
     return None
 
 
-def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
+def _cases(contest: Contest, scale: Scale, asked: RaceOptions) -> Iterator[Case]:
     if asked.seed is not None:
         seeds: tuple[int, ...] = (asked.seed,)
     else:
@@ -226,14 +226,14 @@ def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
 
 
 def _combinations(
-    contest: Contest, case: Case, asked: Asked, varies: bool
+    contest: Contest, case: Case, asked: RaceOptions, varies: bool
 ) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
     for system in contest.systems:
         # Everything is compared with Megatron's 1F1B, so it always runs.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
         if not is_asked or not _fits(system, case):
             continue
-        if system.peer is not None and not _races(system, case, asked):
+        if system.peer is not None and not _peer_races(system, case, asked):
             continue
         if not system.is_ours:
             yield system, None, None, Admit.GIVEN
@@ -253,18 +253,18 @@ def _fits(system: System, case: Case) -> bool:
     return system.dispatch is not None or case.tp == 1
 
 
-def _races(system: System, case: Case, asked: Asked) -> bool:
+def _peer_races(system: System, case: Case, asked: RaceOptions) -> bool:
     """Whether a peer races. One that is asked for by name does, and is refused with the reason if
     it cannot run."""
     assert system.peer is not None
     project = PEERS[system.peer].project
     if project not in asked.peers:
         return False
-    can_run = project.is_installed and why_not(system.peer, case.pp, case.microbatches) is None
+    can_run = project.is_installed and peer_problem(system.peer, case.pp, case.microbatches) is None
     return can_run or system in asked.systems
 
 
-def _vary(case: Case) -> bool:
+def _microbatches_differ(case: Case) -> bool:
     """Whether the known costs of microbatches differ: only then does admission order matter.
 
     Raises UsageError for costs that do not fit the case.
@@ -288,7 +288,7 @@ def read_bound(text: str) -> tuple[int | None, Hold | None]:
     """Parse `paper`, `limit 4`, `hold 8`, `hold 40GiB`, or `hold 1.5x` (of the largest peak, in
     bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for
     any other text."""
-    if text == PAPERS:
+    if text == PAPER_BOUND:
         return PAPER_LIMIT, None
     kind, _, value = text.partition(" ")
     if kind == "limit" and re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
@@ -296,10 +296,10 @@ def read_bound(text: str) -> tuple[int | None, Hold | None]:
     try:
         return None, parse_hold(value, "--hold", auto=False)
     except UsageError as error:
-        raise UsageError(f"{error}, or {PAPERS} for its limit") from None
+        raise UsageError(f"{error}, or {PAPER_BOUND} for its limit") from None
 
 
-def _in_numbers(hold: Hold, case: Case, system: System, steps: int) -> Hold:
+def _absolute_hold(hold: Hold, case: Case, system: System, steps: int) -> Hold:
     """A hold that is a share of 1F1B's peak in bytes, as a number: the same for all systems of a
     case."""
     shape = Shape(case.pp, case.microbatches, system.chunks, system.placement)
@@ -314,7 +314,7 @@ def _in_numbers(hold: Hold, case: Case, system: System, steps: int) -> Hold:
     return max(1, int(most)) if isinstance(most, Fraction) else most
 
 
-def _against(
+def _slowdown_baseline(
     preset: Preset, case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit
 ) -> str | None:
     """What a slowdown is relative to. For jitter, the same system at the first level; for hints,

@@ -20,7 +20,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.groups import pipeline_of
+from rrfp.megatron.adapters.groups import pipeline_group
 from rrfp.megatron.adapters.parallel_state import context_parallel_size
 from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
@@ -304,26 +304,28 @@ class TorchSchedule(PeerSchedule):
         """As `PeerSchedule`."""
         super().__init__(*args, **kwargs)
         self._delayed_sends = DelayedSends()
-        self._built: _Built | None = None
+        self._pipeline: _TorchPipeline | None = None
 
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
-        if self._built is None or not self._built.fits(num_microbatches, batch_shape):
-            self._built = _Built(self.name, self.model, self.layout, num_microbatches, batch_shape)
+        if self._pipeline is None or not self._pipeline.fits(num_microbatches, batch_shape):
+            self._pipeline = _TorchPipeline(
+                self.name, self.model, self.layout, num_microbatches, batch_shape
+            )
 
     def run_tasks(self, batches: Sequence[Batch], tally: Tally) -> list[Any]:
-        assert self._built is not None
-        for stage in self._built.stages:
+        assert self._pipeline is not None
+        for stage in self._pipeline.stages:
             stage.begin(batches, tally, self._delayed_sends)
         indices = torch.arange(len(batches))
         with _transfers(tally, self._delayed_sends):
-            self._built.schedule.step(microbatch=indices, target=indices, return_outputs=False)
-        return self._built.stages[-1].losses()
+            self._pipeline.schedule.step(microbatch=indices, target=indices, return_outputs=False)
+        return self._pipeline.stages[-1].losses()
 
     def close(self) -> None:
         self._delayed_sends.close()
 
 
-class _Built:
+class _TorchPipeline:
     """torch's schedule for a number and shape of microbatches, with this rank's stages."""
 
     def __init__(
@@ -384,7 +386,7 @@ class _TorchStage(pipelining.PipelineStage):
             message.device,
             input_args=() if stage == 0 else message,
             output_args=torch.empty((), requires_grad=True) if is_last else message,
-            group=pipeline_of(None),
+            group=pipeline_group(None),
             dw_builder=self._weight_gradient if shape.splits_backward else None,
         )
         self._shape = shape
@@ -409,7 +411,7 @@ class _TorchStage(pipelining.PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         task = Task(self.stage_index, Kind.F, fwd_chunk_id)
-        with self._tally.task(task), self._deferring(fwd_chunk_id):
+        with self._tally.task(task), self._defer_weights(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
@@ -421,7 +423,7 @@ class _TorchStage(pipelining.PipelineStage):
     ) -> None:
         task = Task(self.stage_index, Kind.B, bwd_chunk_id)
         runs_weights_too = full_backward and self.dw_builder is not None
-        with self._tally.task(task), self._deferring(bwd_chunk_id):
+        with self._tally.task(task), self._defer_weights(bwd_chunk_id):
             super().backward_one_chunk(
                 bwd_chunk_id, loss, full_backward and not runs_weights_too, last_backward
             )
@@ -441,7 +443,7 @@ class _TorchStage(pipelining.PipelineStage):
         return self._hold_back(sends, Task(self.stage_index, Kind.B, bwd_chunk_id))
 
     @contextmanager
-    def _deferring(self, microbatch: int) -> Iterator[None]:
+    def _defer_weights(self, microbatch: int) -> Iterator[None]:
         """Wrap a task; defers its weight gradients if the schedule splits them off."""
         self._deferring_microbatch = microbatch
         with nullcontext() if self._deferred is None else self._deferred.task(microbatch):

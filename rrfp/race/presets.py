@@ -34,7 +34,7 @@ from rrfp.race.systems import (
 )
 from rrfp.schedule.admission import Admit
 
-PAPERS = "paper"
+PAPER_BOUND = "paper"
 """The bound that stands for the paper's limit on D."""
 
 
@@ -84,7 +84,7 @@ class Contest:
     profiles: tuple[str, ...]
     levels: tuple[str, ...] = ("",)
     """Jitter added to each profile."""
-    bounds: tuple[str, ...] = (PAPERS,)
+    bounds: tuple[str, ...] = (PAPER_BOUND,)
     """Bounds of readiness-first systems: `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (of the
     largest peak that 1F1B has in bytes)."""
     admits: tuple[Admit, ...] = (Admit.GIVEN,)
@@ -139,7 +139,7 @@ def preset_named(name: str, scale: Scale) -> Preset:
                     Contest(
                         systems=(*_MEGATRONS, *_PEERS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
                         profiles=(_EVEN, _VARYING, _IMAGES),
-                        bounds=(PAPERS, *_HOLDS),
+                        bounds=(PAPER_BOUND, *_HOLDS),
                         admits=(Admit.GIVEN, Admit.PYRAMID),
                         sizes=(size,),
                     ),

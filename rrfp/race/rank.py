@@ -45,14 +45,13 @@ from rrfp.simulate.jitter import parse_jitter
 from rrfp.strict_json import integer, items, text
 from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.run_dir import RunDir
-from rrfp.train.data.batches import Batch, Data
-from rrfp.train.data.open import open_data
+from rrfp.train.data.batches import Batch, Data, open_data
 from rrfp.train.launch.collectives import broadcast_json, gather_tensors
-from rrfp.train.launch.failure import FailureReport
 from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
+from rrfp.train.launch.rank_status import FailureReport
 from rrfp.train.loop import introduce, run_schedule, schedule_of
+from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import ModelChunks, build_model
-from rrfp.train.models.parameters import whole_name
 from rrfp.train.pacing import StepPacer, make_pace
 from rrfp.train.planning import run_planner
 from rrfp.train.settings import TrainSettings
@@ -69,11 +68,11 @@ def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) ->
     They are read from where Megatron's data parallelism accumulates them or, in chunks without it,
     from the parameters. A parameter that no task has used has zeros.
     """
-    from rrfp.megatron.adapters.models import unwrapped
+    from rrfp.megatron.adapters.models import unwrap_models
 
     return {
         whole_name(name, chunk, settings, layout): _gradient(parameter)
-        for chunk in unwrapped(chunks)
+        for chunk in unwrap_models(chunks)
         for name, parameter in chunk.named_parameters()
     }
 
@@ -119,7 +118,7 @@ _LEAST_TIMEOUT_S = 120.0
 _TIMEOUT_FACTOR = 4
 
 
-class _AtOnce:
+class _Unpaced:
     """The pace of a step that is not paced: it adds no time."""
 
     def task(self, task: Task) -> AbstractContextManager[None]:
@@ -150,7 +149,7 @@ class _RoundPace:
         return self.pacer.sizes(self.round or 0, shape)
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
-        return _AtOnce() if self.round is None else self.pacer.start_step(self.round, shape)
+        return _Unpaced() if self.round is None else self.pacer.start_step(self.round, shape)
 
 
 class _NoItems:
@@ -247,7 +246,7 @@ class RacedSystem:
         )
         self._schedule: NativeSchedule | ForwardBackward | PeerSchedule
         if entry.peer is not None:
-            self._schedule = kind_of(entry.peer)(
+            self._schedule = schedule_class_of(entry.peer)(
                 entry.peer, model, layout, self._records.record, pace=self._pace
             )
         else:
@@ -293,13 +292,13 @@ class RacedSystem:
         """Run a step, paced for round `number` if given; its gradients are added to those
         present."""
         self._pace.round = number
-        with chunks_of(self.settings):
+        with virtual_pipeline_of(self.settings):
             if isinstance(self._schedule, PeerSchedule):
                 self._schedule.run(number or 0, batches)
                 return
             run_schedule(self._schedule, self.settings, self._model, batches)
 
-    def most_s(self, number: int) -> float:
+    def timeout_s(self, number: int) -> float:
         """More than a round's turn takes unless it is stuck: a multiple of all its work and
         messages one after another, because jitter adds to them."""
         settings = self.settings
@@ -379,7 +378,7 @@ def _check_costs(pace: str, sha256: str | None) -> None:
         )
 
 
-def kind_of(peer: str) -> type[PeerSchedule]:
+def schedule_class_of(peer: str) -> type[PeerSchedule]:
     """What runs a peer. Imports its project, which only its own races need."""
     if PEERS[peer].project is Project.DEEPSPEED:
         from rrfp.race.deepspeed_schedule import DeepSpeedSchedule
@@ -399,7 +398,7 @@ def _shape_of(entry: Entry) -> Shape:
     return replace(shape, kinds=kinds_of(settings.hint.for_shape(shape)))
 
 
-def chunks_of(settings: TrainSettings) -> AbstractContextManager[None]:
+def virtual_pipeline_of(settings: TrainSettings) -> AbstractContextManager[None]:
     """Set, for the block, the number of chunks per rank, which Megatron keeps globally."""
     from rrfp.megatron.adapters.parallel_state import virtual_pipeline
 
@@ -464,11 +463,11 @@ class _Race:
     def turn(self, entry: Entry, number: int) -> Turn:
         """Run an entry's step of a round; every rank calls this, and rank 0 gets all figures."""
         system = self._system(entry)
-        with _bounded(entry, number, system.most_s(number)):
+        with _time_limit(entry, number, system.timeout_s(number)):
             system.warm_up(number)
             batches = system.batches(number)
             system.prepare(number)
-            with _stillness():
+            with _garbage_collection_paused():
                 dist.barrier()
                 system.step(batches, number)
             figures = system.figures(self._offset_ns)
@@ -494,7 +493,7 @@ class _Race:
             data = self._data[data_key]
             model_key = (settings.run.seed, settings.layout.chunks, str(settings.layout.placement))
             if model_key not in self._models:
-                with chunks_of(settings):
+                with virtual_pipeline_of(settings):
                     self._models[model_key] = build_model(settings, layout, data)
             self._systems[entry.name] = RacedSystem(entry, layout, self._models[model_key], data)
         return self._systems[entry.name]
@@ -516,7 +515,7 @@ class _Race:
     def refer_to(self, reference: Entry) -> None:
         """Compute the reference's gradients of the first round; every rank calls this."""
         system = self._system(reference)
-        with _bounded(reference, 0, system.most_s(0)):
+        with _time_limit(reference, 0, system.timeout_s(0)):
             system.warm_up(0)
             system.step(system.batches(0))
             gathered = gather_tensors(system.gradients())
@@ -571,7 +570,7 @@ def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
 
 
 @contextmanager
-def _stillness() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Pause garbage collection."""
     gc.collect()
     gc.disable()
@@ -582,9 +581,9 @@ def _stillness() -> Iterator[None]:
 
 
 @contextmanager
-def _bounded(entry: Entry, number: int, most_s: float) -> Iterator[None]:
+def _time_limit(entry: Entry, number: int, timeout_s: float) -> Iterator[None]:
     """End this process if a turn takes longer: a wait inside a library cannot be interrupted."""
-    timer = threading.Timer(most_s, partial(_give_up, entry, number, most_s))
+    timer = threading.Timer(timeout_s, partial(_give_up, entry, number, timeout_s))
     timer.daemon = True
     timer.start()
     try:
@@ -593,7 +592,7 @@ def _bounded(entry: Entry, number: int, most_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _give_up(entry: Entry, number: int, most_s: float) -> None:
-    sentence = f"round {number} of {entry.name} was not over after {most_s:.0f} s"
+def _give_up(entry: Entry, number: int, timeout_s: float) -> None:
+    sentence = f"round {number} of {entry.name} was not over after {timeout_s:.0f} s"
     FailureReport(sentence, RrfpError.exit_code, False, False).write()
     os._exit(RrfpError.exit_code)

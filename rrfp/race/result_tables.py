@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rrfp.analyze.compare import Estimate
-from rrfp.analyze.number_format import Times
-from rrfp.analyze.table import TEXT, Column, Table
+from rrfp.analyze.table import TEXT, Column, Table, Times
 from rrfp.race.lineup import Case
 from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow
@@ -83,7 +82,12 @@ def _case_table(case: Case, rows: Sequence[ResultRow], measure: Measure) -> Tabl
             return ""
         return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
 
-    columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
+    columns = {
+        "time": time,
+        "95 of\n100": interval,
+        "x mega-\ntron": _speed,
+        **_MEASURE_COLUMNS[measure],
+    }
     # Nothing is known of memory where costs say no sizes, and of intervals after one round.
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     if any(cells.get("peak\nGB", ())):
@@ -133,7 +137,7 @@ def _slowdown_interval(row: ResultRow) -> str:
     return "" if found is None else f"{100 * found.low:+.1f} {100 * found.high:+.1f}"
 
 
-_OF: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
+_MEASURE_COLUMNS: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
     Measure.SPEED: {
         "over\nfloor": lambda row: _ratio(row.ratio_to_floor),
         "over\nload": lambda row: _ratio(row.ratio_to_load),

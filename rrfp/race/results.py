@@ -15,7 +15,7 @@ import numpy as np
 from rrfp.analyze.compare import Estimate, estimate, resampled_medians
 from rrfp.race.entries import Failure, Turn
 from rrfp.race.lineup import Lineup, LineupRow
-from rrfp.race.runner import Modelled
+from rrfp.race.runner import ModelledTimes
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.policy import hold_as_json
 
@@ -86,7 +86,7 @@ class ResultRow:
             "preset": lineup_row.preset,
             "system": system.name,
             "hint": None if system.peer else system.policy.hint.name,
-            "dispatch": system.told_dispatch,
+            "dispatch": system.dispatch_label,
             "profile": case.profile,
             "pp": case.pp,
             "tp": case.tp,
@@ -121,7 +121,7 @@ class ResultRow:
 
 
 def results(
-    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, Modelled]
+    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, ModelledTimes]
 ) -> list[ResultRow]:
     """One row for each row of the lineup."""
     turns: dict[str, dict[int, Turn]] = {name: {} for name in lineup.entries}
@@ -135,14 +135,14 @@ def results(
             # A turn that failed once and then ended has not failed.
             failures.pop(each.entry, None)
             turns[each.entry][each.round] = each
-    valid = {name for name, of_entry in turns.items() if _agree(of_entry)}
+    valid = {name for name, of_entry in turns.items() if _gradients_agree(of_entry)}
     return [
         _row(lineup_row, turns, valid, models[lineup_row.entry], failures.get(lineup_row.entry))
         for lineup_row in lineup.rows
     ]
 
 
-def _agree(of_entry: Mapping[int, Turn]) -> bool | None:
+def _gradients_agree(of_entry: Mapping[int, Turn]) -> bool | None:
     difference = of_entry[0].gradient_difference if 0 in of_entry else None
     return None if difference is None else difference <= MOST_DIFFERENCE
 
@@ -151,7 +151,7 @@ def _row(
     lineup_row: LineupRow,
     turns: Mapping[str, Mapping[int, Turn]],
     valid: set[str],
-    model: Modelled,
+    model: ModelledTimes,
     failure: Failure | None,
 ) -> ResultRow:
     own = turns[lineup_row.entry]
@@ -198,7 +198,7 @@ def _row(
             default=None,
         ),
         over_pace=sum(turn.num_over for turn in own.values()) / num_tasks if num_tasks else None,
-        gradients_agree=_agree(own),
+        gradients_agree=_gradients_agree(own),
         gradients_same=first.gradients_same
         if first is not None and lineup_row.admit is Admit.GIVEN
         else None,

@@ -35,7 +35,7 @@ from rrfp.train.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Modelled:
+class ModelledTimes:
     """An entry's modelled times by round, in seconds."""
 
     floor_s: tuple[float, ...]
@@ -53,7 +53,7 @@ class Modelled:
 
 def model_entries(
     entries: Iterable[Entry], kept_in: Path, finished: Callable[[], None] = lambda: None
-) -> dict[str, Modelled]:
+) -> dict[str, ModelledTimes]:
     """The models of all entries, by name; `kept_in` caches them.
 
     `finished` is called once per entry.
@@ -82,16 +82,16 @@ def model_entries(
     return found
 
 
-def _read(path: Path) -> dict[str, Modelled]:
-    names = {"entry", *(field.name for field in fields(Modelled))}
+def _read(path: Path) -> dict[str, ModelledTimes]:
+    names = {"entry", *(field.name for field in fields(ModelledTimes))}
     return {
-        values.pop("entry"): Modelled(**values)
+        values.pop("entry"): ModelledTimes(**values)
         for values in read_objects(path)
         if values.keys() == names
     }
 
 
-def _model(entries: Sequence[Entry]) -> list[Modelled]:
+def _model(entries: Sequence[Entry]) -> list[ModelledTimes]:
     """The models of entries that have the same conditions in every round."""
     costs = _costs(entries[0])
     jitter = parse_jitter(entries[0].settings.run.jitter)
@@ -100,7 +100,7 @@ def _model(entries: Sequence[Entry]) -> list[Modelled]:
         [_setting(entry, costs, jitter) for entry in entries], range(seed, seed + steps)
     )
     return [
-        Modelled(
+        ModelledTimes(
             _seconds(trial.floor_ns for trial in row.trials),
             _seconds(trial.load_ns for trial in row.trials),
             None if entry.peer is not None else _seconds(trial.makespan_ns for trial in row.trials),
@@ -324,8 +324,8 @@ def race(
     """
     for size, entries in lineup.races.items():
         files = bench.race(*size)
-        live = _live(entries, files, retry=retry)
-        while any(_left(live, files)):
+        live = _entries_to_run(entries, files, retry=retry)
+        while any(_remaining_turns(live, files)):
             failure = _launch(live, files, hosts, launch)
             if failure is None:
                 break
@@ -339,11 +339,11 @@ def turns_left(
     """The turns that `race` would run, by round and entry."""
     for size, entries in lineup.races.items():
         files = bench.race(*size)
-        yield from _left(_live(entries, files, retry=retry), files)
+        yield from _remaining_turns(_entries_to_run(entries, files, retry=retry), files)
 
 
 def time_left_s(
-    lineup: Lineup, bench: BenchDir, models: Mapping[str, Modelled], *, retry: bool = False
+    lineup: Lineup, bench: BenchDir, models: Mapping[str, ModelledTimes], *, retry: bool = False
 ) -> float:
     """Roughly how long the turns of `turns_left` take."""
     turns = list(turns_left(lineup, bench, retry=retry))
@@ -353,13 +353,13 @@ def time_left_s(
     )
 
 
-def _live(entries: Sequence[Entry], files: RaceFiles, *, retry: bool) -> list[Entry]:
+def _entries_to_run(entries: Sequence[Entry], files: RaceFiles, *, retry: bool) -> list[Entry]:
     """The entries that have not failed, or all."""
     failed = set() if retry else files.failed()
     return [entry for entry in entries if entry.name not in failed]
 
 
-def _left(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tuple[int, Entry]]:
+def _remaining_turns(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tuple[int, Entry]]:
     """The turns to take."""
     return rounds(entries, files.ended())
 
@@ -372,8 +372,8 @@ def _launch(
     if hosts.leads:
         make_directory(files.path)
         files.write_entries(entries)
-        files.under_way.unlink(missing_ok=True)
-    settings = hosts.applied(_of_race(entries[0].settings), run.path)
+        files.current_turn_file.unlink(missing_ok=True)
+    settings = hosts.applied(_grouping_settings(entries[0].settings), run.path)
     try:
         launch(settings, run)
     except (UsageError, StoppedError):
@@ -388,13 +388,13 @@ def _launch(
         if hosts.nnodes > 1:
             files.append(failure)
             raise
-        failure = replace(failure, error=_with_logs_kept(failure.error, run))
+        failure = replace(failure, error=_move_logs_aside(failure.error, run))
         files.append(failure)
         return failure
     return None
 
 
-def _of_race(settings: TrainSettings) -> TrainSettings:
+def _grouping_settings(settings: TrainSettings) -> TrainSettings:
     """The settings that all entries of a race share: the grouping of ranks."""
     return TrainSettings(
         pp=settings.layout.pp, tp=settings.layout.tp, layers=settings.model.layers, no_trace=True
@@ -403,16 +403,16 @@ def _of_race(settings: TrainSettings) -> TrainSettings:
 
 def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
     """The failure of the entry whose turn it was; None between turns."""
-    under_way = files.read_under_way()
-    if under_way is None:
+    current_turn = files.read_current_turn()
+    if current_turn is None:
         return None
-    name, number = under_way
-    if under_way in files.ended():
+    name, number = current_turn
+    if current_turn in files.ended():
         return None
     return Failure(name, number, str(error).partition("\n")[0])
 
 
-def _with_logs_kept(sentence: str, run: RunDir) -> str:
+def _move_logs_aside(sentence: str, run: RunDir) -> str:
     """Move the logs of a failure aside, because the next launch writes its own; returns the
     sentence with their new place."""
     if not run.logs.exists():

@@ -99,7 +99,7 @@ def check_peer(name: str, settings: TrainSettings) -> None:
         f"{name} runs here on pipeline ranks alone, in fp32; leave --tp, --cp, --dp and --dtype "
         "out",
     )
-    problem = why_not(name, settings.layout.pp, settings.data.microbatches)
+    problem = peer_problem(name, settings.layout.pp, settings.data.microbatches)
     _require(problem is None, f"{name} {problem}")
 
 
@@ -111,7 +111,7 @@ def check_installed(project: Project, what: str) -> None:
     )
 
 
-def why_not(name: str, num_ranks: int, number: int) -> str | None:
+def peer_problem(name: str, num_ranks: int, number: int) -> str | None:
     """Why a peer cannot run that number of microbatches on that many ranks; None if it can."""
     if name == "torch-1f1b" and number < num_ranks:
         return (
@@ -163,7 +163,7 @@ class System:
         return self.dispatch is Dispatch.READY
 
     @property
-    def told_dispatch(self) -> str:
+    def dispatch_label(self) -> str:
         """The dispatch as rows show it."""
         return self.dispatch or PEERS[self.name].project
 

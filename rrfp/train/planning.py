@@ -10,23 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rrfp.inputs import resolve_admission, resolve_balancing
+from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.megatron.batch_balancer import agreed_hands
-from rrfp.megatron.collectives import agreed_order
-from rrfp.megatron.item_costs import resolve_cost, resolve_features
-from rrfp.megatron.job.step_files import DealingFile
-from rrfp.megatron.planning.planner import EntryPlanner, StepItems
 from rrfp.megatron.step_groups import step_groups
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.collectives import agreed_order
 from rrfp.planning.forecast import MeasuredTasks
+from rrfp.planning.item_costs import resolve_cost, resolve_features
+from rrfp.planning.order_planner import EntryPlanner, StepItems
 from rrfp.planning.order_search import Known
-from rrfp.schedule.admission import (
-    Admit,
-    AdmitAcross,
-    Assignment,
-    admission_order,
-    format_step,
-)
+from rrfp.planning.step_files import AssignmentFile
+from rrfp.planning.step_policy import StepPolicy
+from rrfp.schedule.admission import Admit, admission_order, format_admission
+from rrfp.schedule.balance import AdmitAcross, Hands
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.rehearsal import fitted
 from rrfp.trace.records import Record
@@ -217,23 +212,23 @@ class AdmissionFile:
             kept = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
             # An interrupted write leaves half a line.
             whole = [line for line in kept if line.endswith("\n")][:first_step]
-            given = format_step([range(num_microbatches)] * layout.dp)
+            given = format_admission([range(num_microbatches)] * layout.dp)
             with open_whole(path) as file:
                 file.write(("".join(whole) + given * (first_step - len(whole))).encode())
             self._file = ReportFile(path)
 
     def write(self, order: Sequence[int]) -> None:
         """Write the order of a step that has ended; all ranks call this together."""
-        from rrfp.megatron.adapters.groups import data_parallel_of
+        from rrfp.megatron.adapters.groups import data_parallel_group
 
         orders = [torch.tensor(order)]
         layout = self._layout
         if layout.dp > 1 and layout.pp_rank == layout.tp_rank == 0:
             orders = [torch.empty_like(orders[0]) for _ in range(layout.dp)]
-            replicas = data_parallel_of(None)
+            replicas = data_parallel_group(None)
             dist.all_gather(orders, torch.tensor(order), group=replicas)
         if self._file is not None:
-            self._file.write(format_step([each.tolist() for each in orders]))
+            self._file.write(format_admission([each.tolist() for each in orders]))
 
     def close(self) -> None:
         if self._file is not None:
@@ -261,10 +256,10 @@ class RunDealing:
         self._num_microbatches = settings.data.microbatches
         self._batches = batches
         self._pace = pace if pace is not None and pace.has_costs else None
-        self._dealing = resolve_balancing(settings.step.admit_across)
+        self._dealing = resolve_dealing(settings.step.admit_across)
         self._admission = resolve_admission(settings.step.admit, settings.data.microbatches)
         self._cost = resolve_cost(settings.step.admit_cost)
-        self.hands: Assignment = ()
+        self.hands: Hands = ()
         """What each replica was dealt in the step that began last, as it entered."""
 
     def batches(self, step: int) -> list[Batch]:
@@ -272,8 +267,8 @@ class RunDealing:
         self.hands = self._agreed(step) if self._pace is None else self._pace.hands(step)
         return [self._batches.batch(step, number) for number in self.hands[self._layout.dp_rank]]
 
-    def _agreed(self, step: int) -> Assignment:
-        from rrfp.megatron.adapters.groups import data_parallel_of
+    def _agreed(self, step: int) -> Hands:
+        from rrfp.megatron.adapters.groups import data_parallel_group
 
         return agreed_hands(
             self._dealing,
@@ -282,7 +277,7 @@ class RunDealing:
             lambda: self._weigh(step),
             self._num_microbatches,
             step_groups(None, None),
-            data_parallel_of(None),
+            data_parallel_group(None),
             _CPU,
         )
 
@@ -304,10 +299,10 @@ def run_dealing(
     return RunDealing(settings, layout, data.batches(0), pace)
 
 
-def assignment_file(
+def dealing_file(
     run: RunDir, settings: TrainSettings, layout: Layout, first_step: int
-) -> DealingFile | None:
+) -> AssignmentFile | None:
     """The file of what a run deals, on rank 0."""
     if layout.rank > 0:
         return None
-    return DealingFile(run.dealing, layout.dp, settings.data.microbatches, first_step)
+    return AssignmentFile(run.dealing, layout.dp, settings.data.microbatches, first_step)

@@ -37,7 +37,7 @@ CHUNK_LAYOUTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CostOptions:
     """What a user says about costs."""
 
     pp: int
@@ -56,7 +56,7 @@ class Asked:
     """The runtime's own time for a message."""
 
 
-def source_of_costs(text: str, asked: Asked, jitter: Jitter) -> Source:
+def source_of_costs(text: str, asked: CostOptions, jitter: Jitter) -> Source:
     """The source that `--costs`-like text names. Raises UsageError for what is not costs, and for
     settings that do not go with them."""
     costs = resolve_costs(text)
@@ -131,7 +131,7 @@ def by_stage(layers: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     return even_cut(layers[0], num_stages)
 
 
-def _own_shape(costs: Costs, asked: Asked) -> Shape:
+def _own_shape(costs: Costs, asked: CostOptions) -> Shape:
     """The shape that the costs are given for: the fewest chunks that they fit."""
     whole: UsageError | None = None
     for chunks in range(1, _MOST_CHUNKS + 1):
@@ -147,7 +147,7 @@ def _own_shape(costs: Costs, asked: Asked) -> Shape:
 
 
 def _layers(
-    costs: Costs, shape: Shape, asked: Asked
+    costs: Costs, shape: Shape, asked: CostOptions
 ) -> tuple[Layered | None, tuple[int, ...] | None, list[str]]:
     """The costs by layer, their own split, and what cannot be searched."""
     if isinstance(costs, FlopCosts):
@@ -188,7 +188,7 @@ def _layouts(
     return found
 
 
-def _sizes(layered: Layered | None, asked: Asked) -> list[tuple[int, int]]:
+def _sizes(layered: Layered | None, asked: CostOptions) -> list[tuple[int, int]]:
     sizes = [(1, 1)]
     if layered is not None and layered.fixed_ns is not None:
         sizes += [(num, 1) for num in _JOINED if asked.microbatches % num == 0]

@@ -92,7 +92,7 @@ def source_of_run(
         seeds=seeds[::2],
         fresh_seeds=fresh,
         numbers=[each.step for each in run.steps[: len(measured)]],
-        own=_own(run, split),
+        own=_baseline(run, split),
         measured_s=fmean(measured[seed].window_ns for seed in fresh) / NS_PER_S,
         unsearched=unsearched,
     )
@@ -166,7 +166,7 @@ def _admitted(settings: Mapping[str, object]) -> str | None:
     return admit if isinstance(admit, str) and admit != Admit.GIVEN else None
 
 
-def _own(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
+def _baseline(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
     """What the run was; None for an order of the user's own."""
     policy = run.policy
     hint = run.hint_name

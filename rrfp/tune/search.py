@@ -32,7 +32,7 @@ _AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """A candidate's step under one seed."""
 
     makespan_ns: int
@@ -60,14 +60,14 @@ class Evaluator:
     source: Source
     memory: Hold
     budget: Budget
-    told: Callable[[], None] = lambda: None
+    on_simulation: Callable[[], None] = lambda: None
     """Called after each simulation."""
-    _outcomes: dict[tuple[Candidate, int], Outcome | None] = field(default_factory=dict)
+    _outcomes: dict[tuple[Candidate, int], StepOutcome | None] = field(default_factory=dict)
     _costs: dict[object, Costs] = field(default_factory=dict)
     _least: dict[object, int] = field(default_factory=dict)
     _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
 
-    def run(self, candidates: Iterable[Candidate], seed: int) -> list[Outcome | None]:
+    def run(self, candidates: Iterable[Candidate], seed: int) -> list[StepOutcome | None]:
         """The outcome of each under a seed; None for one that cannot run, or not in the memory."""
         asked = list(candidates)
         new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
@@ -116,7 +116,7 @@ class Evaluator:
 
     def _count(self) -> None:
         self.budget.simulations -= 1
-        self.told()
+        self.on_simulation()
 
     def _setting(self, candidate: Candidate, seed: int) -> Setting | None:
         """None for a candidate that cannot run."""
@@ -163,7 +163,7 @@ class Evaluator:
             self._costs[key] = self.source.costs_of(candidate)
         return self._costs[key]
 
-    def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> Outcome | None:
+    def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> StepOutcome | None:
         peaks = trial.peak_held_bytes
         peak_bytes = None if peaks is None else max(peaks)
         if isinstance(self.memory, Bytes):
@@ -174,7 +174,7 @@ class Evaluator:
             held = Fraction(max(trial.peak_held), setting.shape.num_chunks)
             if held * candidate.joined > self.memory * candidate.divided:
                 return None
-        return Outcome(trial.makespan_ns + self.source.tail_ns, peak_bytes)
+        return StepOutcome(trial.makespan_ns + self.source.tail_ns, peak_bytes)
 
 
 # The space that is searched: where it begins, and what is next to a candidate.
@@ -183,13 +183,13 @@ class Evaluator:
 _READY, _FIXED = Dispatch.READY, Dispatch.FIXED
 _IDLE, _RANKED = WeightGradients.IDLE, WeightGradients.RANKED
 
-Way = tuple[str, Dispatch, WeightGradients]
+HintUse = tuple[str, Dispatch, WeightGradients]
 """A hint, and what is made of it."""
 
-_PATIENT = (("zb-h1", _READY, _RANKED), ("zb-v", _READY, _RANKED), ("v-half", _READY, _RANKED))
+_ALSO_PATIENT = (("zb-h1", _READY, _RANKED), ("zb-v", _READY, _RANKED), ("v-half", _READY, _RANKED))
 """What patience may make the best of all."""
 
-_ONE_CHUNK: tuple[Way, ...] = (
+_ONE_CHUNK: tuple[HintUse, ...] = (
     ("bf", _READY, _IDLE),
     ("bfw", _READY, _IDLE),
     ("b-first", _READY, _IDLE),
@@ -200,7 +200,7 @@ _ONE_CHUNK: tuple[Way, ...] = (
     ("1f1b", _FIXED, _IDLE),
     ("zb-h1", _FIXED, _IDLE),
 )
-_LOOP: tuple[Way, ...] = (
+_LOOP: tuple[HintUse, ...] = (
     ("bf", _READY, _IDLE),
     ("bfw", _READY, _IDLE),
     ("bf-deep", _READY, _IDLE),
@@ -208,7 +208,7 @@ _LOOP: tuple[Way, ...] = (
     ("interleaved", _READY, _IDLE),
     ("interleaved", _FIXED, _IDLE),
 )
-_V: tuple[Way, ...] = (
+_V: tuple[HintUse, ...] = (
     ("bf-deep", _READY, _IDLE),
     ("bfw", _READY, _IDLE),
     ("bfw-deep", _READY, _IDLE),
@@ -246,14 +246,14 @@ class Space:
             seeds = list(source.seeds[:4]) or range(4)
             self.work = work_of(source.layered, source.shape.num_ranks, num, seeds)
 
-    def ways(self, chunks: int, placement: Placement) -> tuple[Way, ...]:
+    def ways(self, chunks: int, placement: Placement) -> tuple[HintUse, ...]:
         """The hints that go with a layout."""
         found = _ONE_CHUNK if chunks == 1 else _V if placement is Placement.V else _LOOP
         if self.source.splits_backward:
             return found
         return tuple(way for way in found if not HINTS[way[0]].splits_backward)
 
-    def begin(self) -> list[Candidate]:
+    def initial_candidates(self) -> list[Candidate]:
         """Every layout with every hint, order of entry and size, the layers divided evenly, and so
         that the ranks' loads are."""
         source = self.source
@@ -272,7 +272,7 @@ class Space:
                             divided=divided,
                         )
                         found += [replace(plain, admit=admit) for admit in source.admissions]
-                        if (hint, dispatch, w) in _PATIENT and (joined, divided) == (1, 1):
+                        if (hint, dispatch, w) in _ALSO_PATIENT and (joined, divided) == (1, 1):
                             patient = replace(plain, policy=plain.policy.waiting())
                             found += [replace(patient, admit=each) for each in source.admissions]
         if source.own is not None:
@@ -309,7 +309,7 @@ class Space:
             if hold <= most and (isinstance(whole, Bytes) or hold < whole):  # type: ignore[operator]
                 yield hold
 
-    def near(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
+    def neighbors(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
         """Candidates that differ in one thing, in random order."""
         source, found = self.source, []
         policy = candidate.policy
@@ -330,12 +330,16 @@ class Space:
                 sized = replace(candidate, joined=joined, divided=divided)
                 found.append(sized.with_policy(hold=of_size, limit=None))
         if candidate.split is not None and source.moves_layers:
-            found += [candidate.with_split(split) for split in self._moved(candidate, draw)]
+            found += [
+                candidate.with_split(split) for split in self._neighboring_splits(candidate, draw)
+            ]
         found = [each for each in dict.fromkeys(found) if each != candidate]
         draw.shuffle(found)
         return found
 
-    def _moved(self, candidate: Candidate, draw: random.Random) -> list[tuple[int, ...]]:
+    def _neighboring_splits(
+        self, candidate: Candidate, draw: random.Random
+    ) -> list[tuple[int, ...]]:
         """Splits with one layer moved: those that even out the ranks' loads best, and a few
         others."""
         source = self.source
@@ -356,7 +360,7 @@ NUM_SEARCHED = 6
 """Steps that candidates are compared on, at most."""
 NUM_PREDICTED = 20
 """Steps that proposals are predicted for."""
-_KEPT = (0.35, 0.35)
+_SURVIVING_SHARES = (0.35, 0.35)
 """The share of candidates that go on after one step, and after two."""
 _AT_FIRST = 0.5
 """The share of the simulations that candidates get on the first step, at most."""
@@ -369,7 +373,7 @@ _QUANTILES = (0.05, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class Prediction:
     """A candidate, and what it would take on steps that the search has not seen."""
 
     candidate: Candidate
@@ -395,12 +399,12 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
-    proposals: tuple[Predicted, ...]
+    proposals: tuple[Prediction, ...]
     """Best first."""
-    own: Predicted | None
+    own: Prediction | None
     """What the run was itself, or where none ran, 1F1B over the layers as given."""
     memory: Hold
     """The bound on memory, as a number."""
@@ -426,13 +430,14 @@ def tune(
     budget_s: float | None = None,
     num_best: int = 5,
     num_predicted: int = NUM_PREDICTED,
-    told: Callable[[], None] = lambda: None,
-) -> Found:
+    on_simulation: Callable[[], None] = lambda: None,
+) -> SearchResult:
     """Search for the best candidates that stay within the memory.
 
-    `simulations` bounds the steps that are simulated, and `budget_s` the time; what was found by
-    then counts. Equal arguments without `budget_s` give equal results. `told` is called after each
-    simulation. Raises UsageError for a memory in which nothing runs, with the least that suffices.
+    `simulations` bounds the number of simulated steps and `budget_s` the time in seconds; the best
+    candidates found by then are returned. Equal arguments without `budget_s` give equal results.
+    `on_simulation` is called after each simulation. Raises UsageError, with the least memory that
+    suffices, if no candidate fits into the memory.
     """
     searched, fresh = seeds_of(source, seed, num_predicted)
     bound = source.memory(memory, [*searched, *fresh])
@@ -441,20 +446,22 @@ def tune(
     reserved = (num_best + 1) * len(fresh)
     until = None if budget_s is None else monotonic() + budget_s
     budget = Budget(max(1, simulations - reserved), until)
-    evaluator = Evaluator(source, bound, budget, told)
+    evaluator = Evaluator(source, bound, budget, on_simulation)
     search = _Search(space, evaluator, searched, fresh, random.Random(seed))
     ranked = search.run()
     if not ranked:
-        raise _refused(space, evaluator, [*searched, *fresh])
+        raise _memory_refusal(space, evaluator, [*searched, *fresh])
     proposals = _predicted(ranked, evaluator, fresh, num_best)
     if not proposals:
-        raise _refused(space, evaluator, [*searched, *fresh])
-    unbound = Evaluator(source, _NO_BOUND[isinstance(bound, Bytes)], Budget(len(fresh)), told)
-    own = _own(source, space, unbound, fresh)
+        raise _memory_refusal(space, evaluator, [*searched, *fresh])
+    unbound = Evaluator(
+        source, _NO_BOUND[isinstance(bound, Bytes)], Budget(len(fresh)), on_simulation
+    )
+    own = _baseline(source, space, unbound, fresh)
     proposals.sort(key=lambda each: each.mean_s)
     spent = simulations - reserved - budget.simulations
-    told_imbalance = imbalance(source, space.work, proposals[0].candidate, searched)
-    return Found(tuple(proposals), own, bound, spent, told_imbalance)
+    imbalance_sentence = imbalance(source, space.work, proposals[0].candidate, searched)
+    return SearchResult(tuple(proposals), own, bound, spent, imbalance_sentence)
 
 
 class _Search:
@@ -474,24 +481,24 @@ class _Search:
 
     def run(self) -> list[Candidate]:
         """The candidates that came through, best first."""
-        possible = [each for each in self._space.begin() if self._fits(each)]
+        possible = [each for each in self._space.initial_candidates() if self._fits(each)]
         # Of those that are fastest on one step, none may stay within the memory on the others.
         certain = [each for each in possible if each.policy.hold == self._space.memory]
         most = max(2 * _NUM_IMPROVED, round(_AT_FIRST * self._evaluator.budget.simulations))
         if len(possible) > most:
             possible = self._draw.sample(possible, most)
-        begun = self._halved(possible) or self._ranked(certain, self._seeds)
+        begun = self._halve(possible) or self._rank(certain, self._seeds)
         if not begun:
             return []
         found = list(begun)
         for candidate in self._diverse(begun)[:_NUM_IMPROVED]:
             if self._evaluator.budget.is_spent():
                 break
-            found.append(self._improved(candidate))
-        best = self._ranked(list(dict.fromkeys(found)), self._seeds)
+            found.append(self._improve(candidate))
+        best = self._rank(list(dict.fromkeys(found)), self._seeds)
         # From the best one on once more, with all that is left.
         if not self._evaluator.budget.is_spent():
-            best = self._ranked(list(dict.fromkeys([self._improved(best[0]), *best])), self._seeds)
+            best = self._rank(list(dict.fromkeys([self._improve(best[0]), *best])), self._seeds)
         return best
 
     def _fits(self, candidate: Candidate) -> bool:
@@ -501,17 +508,17 @@ class _Search:
             self._evaluator.least_bytes(candidate, self._all_seeds) <= hold.num
         )
 
-    def _halved(self, candidates: list[Candidate]) -> list[Candidate]:
+    def _halve(self, candidates: list[Candidate]) -> list[Candidate]:
         """Those that are best on one step, of these on two, and the rest on all, best first."""
-        for number, share in enumerate(_KEPT, start=1):
+        for number, share in enumerate(_SURVIVING_SHARES, start=1):
             seeds = self._seeds[:number]
-            ranked = self._ranked(candidates, seeds)
+            ranked = self._rank(candidates, seeds)
             candidates = ranked[: max(2 * _NUM_IMPROVED, round(share * len(ranked)))]
             if self._evaluator.budget.is_spent():
                 return candidates
-        return self._ranked(candidates, self._seeds)
+        return self._rank(candidates, self._seeds)
 
-    def _ranked(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Candidate]:
+    def _rank(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Candidate]:
         for seed in seeds:
             self._evaluator.run(candidates, seed)
         means = {each: self._evaluator.mean_ns(each, seeds) for each in candidates}
@@ -526,10 +533,10 @@ class _Search:
         first = list(seen.values())
         return [*first, *(each for each in ranked if each not in first)]
 
-    def _improved(self, candidate: Candidate) -> Candidate:
+    def _improve(self, candidate: Candidate) -> Candidate:
         """The candidate after all small changes, one after the other, that make it faster."""
         while not self._evaluator.budget.is_spent():
-            for changed in self._space.near(candidate, self._draw):
+            for changed in self._space.neighbors(candidate, self._draw):
                 if self._is_faster(changed, candidate):
                     candidate = changed
                     break
@@ -553,14 +560,14 @@ class _Search:
 
 def _predicted(
     ranked: Sequence[Candidate], evaluator: Evaluator, fresh: Sequence[int], num_best: int
-) -> list[Predicted]:
+) -> list[Prediction]:
     """The best one of each family on fresh steps; where there are fewer families, others, too."""
     of_families: dict[object, Candidate] = {}
     for each in ranked:
         of_families.setdefault((each.family, each.admit), each)
     in_turn = [*of_families.values()]
     in_turn += [each for each in ranked if each not in in_turn]
-    found: list[Predicted] = []
+    found: list[Prediction] = []
     for candidate in in_turn:
         if len(found) == num_best:
             break
@@ -570,9 +577,9 @@ def _predicted(
     return found
 
 
-def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) -> Predicted | None:
+def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) -> Prediction | None:
     """What a candidate takes on these steps; None if one of them cannot be run."""
-    outcomes: list[Outcome] = []
+    outcomes: list[StepOutcome] = []
     for seed in seeds:
         (outcome,) = evaluator.run([candidate], seed)
         if outcome is None:
@@ -580,7 +587,7 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
         outcomes.append(outcome)
     peaks = [each.peak_bytes for each in outcomes]
     known = [peak for peak in peaks if peak is not None]
-    return Predicted(
+    return Prediction(
         candidate,
         tuple(each.makespan_ns / NS_PER_S for each in outcomes),
         seeds[0],
@@ -588,21 +595,23 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
     )
 
 
-def predict_unbound(candidate: Candidate, source: Source, seeds: Sequence[int]) -> Predicted | None:
+def predict_unbound(
+    candidate: Candidate, source: Source, seeds: Sequence[int]
+) -> Prediction | None:
     """What a candidate takes on these steps, whatever it keeps."""
-    bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.tells_sizes]
+    bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.knows_sizes]
     return predict(candidate, Evaluator(source, bound, Budget(len(seeds))), seeds)
 
 
-def _own(
+def _baseline(
     source: Source, space: Space, unbound: Evaluator, fresh: Sequence[int]
-) -> Predicted | None:
+) -> Prediction | None:
     """What the run was itself, whatever it held, or 1F1B as Megatron would run it."""
     own = source.own
     if own is None:
         plain = [
             each
-            for each in space.begin()
+            for each in space.initial_candidates()
             if each.policy.hint.name == "1f1b"
             and each.policy.hold is None
             and each.joined == each.divided == 1
@@ -617,7 +626,7 @@ _NO_BOUND: dict[bool, Hold] = {True: Bytes(2**60), False: 10**6}
 """By whether the memory is in bytes."""
 
 
-def _refused(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageError:
+def _memory_refusal(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageError:
     memory = space.memory
     if not isinstance(memory, Bytes):
         return UsageError(
@@ -626,7 +635,7 @@ def _refused(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageE
         )
     distinct = {
         (each.split, each.chunks, each.placement, each.joined, each.divided): each
-        for each in space.begin()
+        for each in space.initial_candidates()
     }
     least = min(evaluator.least_bytes(each, seeds) for each in distinct.values())
     return UsageError(

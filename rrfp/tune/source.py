@@ -37,12 +37,12 @@ class WithOverheads:
     message_ns: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._longer))
+        object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._step_with_overheads))
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         return self._step(shape, seed, replica)  # type: ignore[attr-defined,no-any-return]
 
-    def _longer(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+    def _step_with_overheads(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         found = self.costs.step(shape, seed, replica)
         times, links, more = found.times, found.links, self.task_ns
         # A backward that is not split is one task.
@@ -241,7 +241,7 @@ class Source:
         return even_cut(self.layered.num_layers, num_stages)
 
     @property
-    def tells_sizes(self) -> bool:
+    def knows_sizes(self) -> bool:
         """Whether the costs say what microbatches keep."""
         seed = self.seeds[0] if self.seeds else 0
         return self.costs.step(self.shape, seed, 0).sizes is not None
@@ -265,7 +265,7 @@ class Source:
     def memory(self, asked: Hold, seeds: Sequence[int]) -> Hold:
         """The memory as a number: of bytes, or where the costs say nothing of memory, of
         microbatches. Raises UsageError for bytes that the costs do not tell."""
-        if isinstance(asked, Bytes) and not self.tells_sizes:
+        if isinstance(asked, Bytes) and not self.knows_sizes:
             raise UsageError(
                 f"a memory of {asked} needs to know what microbatches keep, and the costs do not "
                 "say it; give the costs bytes, or the memory in microbatches, as in --memory "

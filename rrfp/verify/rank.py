@@ -13,11 +13,11 @@ from rrfp.runtime.pace import Delays
 from rrfp.trace.records import Record
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new
-from rrfp.train.data.open import open_data
+from rrfp.train.data.batches import open_data
 from rrfp.train.launch.process_groups import Layout, seed_random_states
 from rrfp.train.loop import Trainer, schedule_of
+from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import build_model
-from rrfp.train.models.parameters import whole_name
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.sameness import Learned, learned_file, variants_file
 

@@ -25,8 +25,7 @@ from rrfp.schedule.admission import balance_batch, equal_times, format_step, pyr
 from rrfp.schedule.hints import Order, format_order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.train.data.batches import Batch
-from rrfp.train.data.open import open_data
+from rrfp.train.data.batches import Batch, open_data
 from rrfp.train.settings import TrainSettings
 from tests.doubles.simulated_device import SimulatedDevice
 from tests.megatron import multimodal

@@ -21,7 +21,7 @@ from rrfp.analyze.charts.style import (
 from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
 from rrfp.analyze.frames import Frames, label_of, run_limit
 from rrfp.analyze.memory import budgets, kept_changes, memory
-from rrfp.analyze.number_format import TimeUnit, format_time
+from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.policy import byte_unit, format_bytes
 from rrfp.trace.records import NS_PER_S, count_of, step_name
