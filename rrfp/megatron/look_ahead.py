@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.inputs import resolve_admission, resolve_balancing
 from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.settings import DispatchSettings
@@ -25,9 +25,15 @@ from rrfp.planning.item_costs import resolve_cost, resolve_features
 from rrfp.planning.memory_model import Features, features_of
 from rrfp.planning.order_planner import EntryPlanner
 from rrfp.planning.step_policy import StepPolicy
-from rrfp.schedule.admission import Admit, ListedOrders, admission_order, check_replicas
-from rrfp.schedule.balance import AdmitAcross, Hands
-from rrfp.schedule.knobs import described_hold
+from rrfp.schedule.admission import (
+    Admit,
+    AdmitAcross,
+    Assignment,
+    ListedOrders,
+    admission_order,
+    check_replicas,
+)
+from rrfp.schedule.policy import hold_as_json
 from rrfp.trace.records import Record
 
 # The items of the next step, drawn from a training loop's iterator before that step begins.
@@ -124,7 +130,7 @@ class LookAhead:
         self._admission = resolve_admission(settings.admit)
         self._cost = resolve_cost(settings.admit_cost)
         self._features = resolve_features(settings.hold_features)
-        dealing = resolve_dealing(settings.admit_across)
+        dealing = resolve_balancing(settings.admit_across)
         self._dealer = None if dealing is AdmitAcross.NONE else Dealer(dealing, self._admission)
 
     @property
@@ -137,7 +143,7 @@ class LookAhead:
         return self._admission is Admit.GIVEN and self._dealer is None
 
     @property
-    def hands(self) -> Hands | None:
+    def hands(self) -> Assignment | None:
         """What each replica was dealt in the step that began last; None if nothing is dealt."""
         return None if self._dealer is None else self._dealer.hands
 
@@ -145,7 +151,7 @@ class LookAhead:
     def reason(self) -> str:
         """The setting for which items are drawn before they are used."""
         if self.admits_given:
-            return f"hold {described_hold(self._settings.policy.hold)}"
+            return f"hold {hold_as_json(self._settings.policy.hold)}"
         if self._dealer is not None:
             return f"admit_across '{self._settings.admit_across}'"
         return f"admit '{self._settings.admit}'"

@@ -160,7 +160,7 @@ def _numbers(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-# Assignment the items of a step to the replicas that they are dealt to.
+# Sends the items of a step to the replicas that they are dealt to.
 #
 # Only ranks that have data send anything, each to those with its own place in the other replicas.
 

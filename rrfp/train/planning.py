@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.inputs import resolve_admission, resolve_balancing
 from rrfp.megatron.batch_balancer import agreed_hands
 from rrfp.megatron.step_groups import step_groups
 from rrfp.planning.collectives import agreed_order
@@ -20,8 +20,7 @@ from rrfp.planning.order_planner import EntryPlanner, StepItems
 from rrfp.planning.order_search import Known
 from rrfp.planning.step_files import AssignmentFile
 from rrfp.planning.step_policy import StepPolicy
-from rrfp.schedule.admission import Admit, admission_order, format_admission
-from rrfp.schedule.balance import AdmitAcross, Hands
+from rrfp.schedule.admission import Admit, AdmitAcross, Assignment, admission_order, format_step
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.rehearsal import fitted
 from rrfp.trace.records import Record
@@ -212,7 +211,7 @@ class AdmissionFile:
             kept = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
             # An interrupted write leaves half a line.
             whole = [line for line in kept if line.endswith("\n")][:first_step]
-            given = format_admission([range(num_microbatches)] * layout.dp)
+            given = format_step([range(num_microbatches)] * layout.dp)
             with open_whole(path) as file:
                 file.write(("".join(whole) + given * (first_step - len(whole))).encode())
             self._file = ReportFile(path)
@@ -228,7 +227,7 @@ class AdmissionFile:
             replicas = data_parallel_group(None)
             dist.all_gather(orders, torch.tensor(order), group=replicas)
         if self._file is not None:
-            self._file.write(format_admission([each.tolist() for each in orders]))
+            self._file.write(format_step([each.tolist() for each in orders]))
 
     def close(self) -> None:
         if self._file is not None:
@@ -256,10 +255,10 @@ class RunDealing:
         self._num_microbatches = settings.data.microbatches
         self._batches = batches
         self._pace = pace if pace is not None and pace.has_costs else None
-        self._dealing = resolve_dealing(settings.step.admit_across)
+        self._dealing = resolve_balancing(settings.step.admit_across)
         self._admission = resolve_admission(settings.step.admit, settings.data.microbatches)
         self._cost = resolve_cost(settings.step.admit_cost)
-        self.hands: Hands = ()
+        self.hands: Assignment = ()
         """What each replica was dealt in the step that began last, as it entered."""
 
     def batches(self, step: int) -> list[Batch]:
@@ -267,7 +266,7 @@ class RunDealing:
         self.hands = self._agreed(step) if self._pace is None else self._pace.hands(step)
         return [self._batches.batch(step, number) for number in self.hands[self._layout.dp_rank]]
 
-    def _agreed(self, step: int) -> Hands:
+    def _agreed(self, step: int) -> Assignment:
         from rrfp.megatron.adapters.groups import data_parallel_group
 
         return agreed_hands(
@@ -299,7 +298,7 @@ def run_dealing(
     return RunDealing(settings, layout, data.batches(0), pace)
 
 
-def dealing_file(
+def assignment_file(
     run: RunDir, settings: TrainSettings, layout: Layout, first_step: int
 ) -> AssignmentFile | None:
     """The file of what a run deals, on rank 0."""

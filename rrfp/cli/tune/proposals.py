@@ -382,7 +382,7 @@ class Trials:
         """Costs of the proposal's own stages and microbatches, as a file where they are cut
         anew."""
         from rrfp.replay.cost_sources import costs_file, settled
-        from rrfp.simulate.costs.cut_files import CUT, cut_in, written_cut
+        from rrfp.simulate.costs.layer_costs import CUT, cut_in, written_cut
         from rrfp.trace.run_dir import RUNS
         from rrfp.trace.safe_files import make_directory, write_whole
         from rrfp.tune.from_costs import cut_of

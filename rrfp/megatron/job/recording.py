@@ -51,7 +51,7 @@ from rrfp.runtime.net.transport import device_at
 from rrfp.runtime.protocols import PeerLostError, monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import Rendezvous, default_store, introduce, introduced
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import instance, integers
 from rrfp.trace.locate import encode_apart
@@ -376,7 +376,7 @@ class JobRecording:
             self._orders = AdmissionFile(directory.admission, info.dp_rank)
         self._orders.write(order)
 
-    def _write_dealing(self, hands: Hands) -> None:
+    def _write_dealing(self, hands: Assignment) -> None:
         if self._run is None:
             return
         if self._dealings is None:
