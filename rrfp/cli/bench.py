@@ -179,7 +179,7 @@ def bench(options: BenchOptions) -> None:
     Example: rrfp bench rq1 --scale laptop --profile multimodal --steps 10
     """
     from rrfp.race.lineup import RaceOptions, line_up
-    from rrfp.race.presets import PRESETS, SCALES, preset_named
+    from rrfp.race.presets import PRESETS, SCALES
     from rrfp.race.results import results
     from rrfp.race.runner import BenchDir, Hosts, check, model_entries
     from rrfp.race.systems import Project, check_installed, system_named
@@ -205,7 +205,7 @@ def bench(options: BenchOptions) -> None:
         seed=options.seed,
     )
     scale = SCALES[options.scale]
-    lineup = line_up([preset_named(name, scale) for name in names], scale, asked)
+    lineup = line_up([PRESETS[name] for name in names], scale, asked)
     if options.nnodes > 1 and options.out is None:
         raise UsageError("several hosts need --out DIR on a file system that all of them share")
     directory = options.out or Path("runs") / f"bench-{'-'.join(names)}-{options.scale}"

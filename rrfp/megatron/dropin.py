@@ -44,9 +44,9 @@ from rrfp.megatron.step_report import StepObserver, StepReport
 from rrfp.planning.step_policy import StepPolicies
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
-from rrfp.runtime.rendezvous import default_store, tell_of_end
+from rrfp.runtime.rendezvous import default_store, publish_early_end
 from rrfp.schedule.policy import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
@@ -122,8 +122,8 @@ class ForwardBackward:
         self._recorded: LayoutLinks | None = None
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
-        at_end.call(self.close)
-        at_end.call(tell_of_end)
+        at_end.register(self.close)
+        at_end.register(publish_early_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.report: StepReport | None = None
@@ -168,7 +168,7 @@ class ForwardBackward:
         """
         refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
-        at_end.note(None)
+        at_end.note_step_error(None)
         observed = None
         if self._observer is not None:
             observed = self._observer.begin(
@@ -200,7 +200,7 @@ class ForwardBackward:
         try:
             data, self.report = self._run(links, plan, arguments)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             links.close(farewell=False)
             raise
         if self._observer is not None:
@@ -225,7 +225,7 @@ class ForwardBackward:
             links.timeout_s = timeout_s_of(call.groups.pp)
             self._connect(links, opening, plan)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             if opening is not None:
                 publish_failure(default_store(), opening, call.place.rank, error)
             # With a farewell: the neighbours may still be in the step before.

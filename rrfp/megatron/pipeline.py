@@ -18,14 +18,14 @@ from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.planning.hint_chooser import HintChooser
 from rrfp.planning.order_planner import EntryPlanner
 from rrfp.planning.step_policy import StepPolicy
-from rrfp.runtime.agreement import StarAgreement
-from rrfp.runtime.device_worker import make_worker
-from rrfp.runtime.net.transport import SocketTransport, TransportMaker, data_planes
+from rrfp.runtime.agreement import GroupAgreement
+from rrfp.runtime.net.transport import SocketTransport, TransportFactory, make_planes
 from rrfp.runtime.pace import Delays, StepPace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
-from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.stall import StallBoard
+from rrfp.runtime.worker import make_worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.named_hints import AutoHint
 from rrfp.schedule.policy import Auto, Bytes, Dispatch, Policy
@@ -39,7 +39,7 @@ _LEAST_STALL_S = 600.0
 class Pipeline:
     """This rank's links, from their opening to their close."""
 
-    transport: ClassVar[TransportMaker] = SocketTransport
+    transport: ClassVar[TransportFactory] = SocketTransport
     """Constructor of the transport."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Pipeline:
         neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
         neighbours |= _star(place.rank, members)
         inbox = Inbox()
-        self._planes = data_planes(device, settings.transport, settings.outbox_mb)
+        self._planes = make_planes(device, settings.transport, settings.outbox_mb)
         self._transport = type(self).transport(
             place.rank,
             store,
@@ -93,14 +93,14 @@ class Pipeline:
             tls=settings.tls,
         )
         self._transport.open()
-        self._agreement = StarAgreement(place.rank, members, self._transport, record)
+        self._agreement = GroupAgreement(place.rank, members, self._transport, record)
         self._worker = make_worker(
             place.pipeline,
             inbox,
             self._transport,
             self._agreement,
             record,
-            StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
+            StallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
             stall_s=settings.stall_s or max(timeout_s, _LEAST_STALL_S),
             device=self._planes.device,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rrfp.planning.step_policy import StepPolicy
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.admission import Assignment
 

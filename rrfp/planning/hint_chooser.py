@@ -73,7 +73,7 @@ class HintChooser:
         """The part of a backward, by stage, that is W, as it last was where it was split."""
         self._is_asking = False
         self._process: PlannerProcess | None = None
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def watched(self, record: Callable[[Record], None]) -> Callable[[Record], None]:
         """What a schedule's records go to from now on, on their way to `record`."""

@@ -112,7 +112,7 @@ class EntryPlanner:
         self._told: set[str] = set()
         self.last: PlanFigures | None = None
         """How the order of the step that began last was chosen; None if it was not planned."""
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def order(
         self,

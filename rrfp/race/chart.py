@@ -19,7 +19,7 @@ _COLORS = {
     "fixed": "#0072B2",
     "ready": "#009E73",
 }
-"""Colors by dispatch, from Okabe and Ito, as in all charts."""
+"""Colors by dispatch, from the palette of Okabe and Ito."""
 _PARTS = {
     "compute": "#C4C4C4",
     "blocking": CAUSE_COLORS[Cause.TRANSFER],
@@ -34,7 +34,7 @@ _TITLES = {
 
 
 def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
-    """The chart that answers a preset's question; None if no row does."""
+    """Draw the chart that answers a preset's question; None if no row has its figure."""
     chart = (
         _time_parts_chart(rows)
         if preset.measure is Measure.TIME

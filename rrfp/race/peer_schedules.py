@@ -1,11 +1,10 @@
-"""The schedules of torch.distributed.pipelining.
+"""Pipeline schedules of other projects on Megatron's model chunks; torch.distributed.pipelining.
 
-If a schedule splits the backward, weight gradients are deferred as under our own hints, through the
-hook that torch's stages have for this. torch's own split, by traversing the autograd graph, would
-compute every weight gradient twice and give Megatron's layers a second whole backward in W. Where
-a schedule of this kind runs a backward whole, as DualPipeV does beside a forward, its W follows its
-B at once, and only then its message leaves.
-"""
+If a schedule splits the backward, weight gradients are deferred as under rrfp's own hints, through
+a hook of torch's stages. torch's own split traverses the autograd graph; it would compute every
+weight gradient twice and run a second whole backward of Megatron's layers in W. If such a schedule
+runs a backward whole, as DualPipeV does beside a forward, its W follows its B immediately and its
+message leaves after both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -43,15 +42,13 @@ from rrfp.train.data.batches import Batch
 from rrfp.train.launch.process_groups import Layout
 from rrfp.train.models.model import ModelChunks
 
-# A step under another project's pipeline schedule, run unchanged on Megatron's model chunks.
-#
-# The peer decides the order, moves the tensors and calls the backward. We supply the stages' work,
-# which is Megatron's forward, the pace, and the records. Gradients are accumulated as they
-# come, in Megatron's fp32 buffers, and reduced at the end of the step.
+# A peer's schedule runs unchanged: it decides the order, moves the tensors and calls the backward.
+# rrfp supplies the stages' work, which is Megatron's forward, the pace, and the records. Gradients
+# accumulate in order of arrival in Megatron's fp32 buffers and are reduced at the end of the step.
 
 
 class PeerSchedule(ABC):
-    """Runs one rank's steps with a named peer; keeps the figures of the last step."""
+    """Runs one rank's steps with a named peer, and stores a report of the last step."""
 
     def __init__(
         self,
@@ -70,12 +67,12 @@ class PeerSchedule(ABC):
         self._pace = pace
         self._clock = clock
         self.report: StepReport | None = None
-        """How the last step went on this rank."""
+        """Figures of the last step on this rank."""
 
     def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
-        """Run one step; every rank of the pipeline calls this. Returns what the loss function
-        returned, in microbatch order (empty except on the last stage). Gradients are added to the
-        parameters' `main_grad`.
+        """Run one step; every rank of the pipeline calls this. Returns the loss function's results
+        in microbatch order (empty except on the last stage). Gradients are added to the parameters'
+        `main_grad`.
 
         The first step, and one with another number or shape of microbatches, also connects the
         ranks. Raises UsageError if the microbatches differ in shape.
@@ -109,13 +106,13 @@ class PeerSchedule(ABC):
 
     @abstractmethod
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
-        """Build the peer's schedule for microbatches like these, unless the last step had such.
-        `batch_shape` is (micro_batch_size, length)."""
+        """Build the peer's schedule for this number and shape of microbatches, unless it is already
+        built. `batch_shape` is (micro_batch_size, length)."""
 
     @abstractmethod
     def run_tasks(self, batches: Sequence[Batch], tally: "Tally") -> list[Any]:
-        """Run all tasks and transfers of a step. Returns what the loss function returned, in
-        microbatch order (empty except on the last stage)."""
+        """Run all tasks and transfers of a step. Returns the loss function's results in microbatch
+        order (empty except on the last stage)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -123,7 +120,7 @@ class PeerSchedule(ABC):
 
 
 class ChunkModule(torch.nn.Module):
-    """A model chunk as a peer's stage calls it: with the activation and the microbatch's number."""
+    """A model chunk, called by a peer's stage with the activation and the microbatch's number."""
 
     def __init__(self, chunk: Any, model: ModelChunks, *, is_last: bool) -> None:
         super().__init__()
@@ -134,11 +131,12 @@ class ChunkModule(torch.nn.Module):
         self._reduced: dict[int, Any] = {}
 
     def begin(self, batches: Sequence[Batch]) -> None:
+        """Set the microbatches of the next step."""
         self._batches = batches
         self._reduced = {}
 
     def losses(self) -> list[Any]:
-        """What the loss function returned in this step, in microbatch order."""
+        """The loss function's results of this step, in microbatch order."""
         return [reduced for _, reduced in sorted(self._reduced.items())]
 
     def forward(self, *inputs: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
@@ -161,7 +159,7 @@ class ChunkModule(torch.nn.Module):
         if self._is_last:
             (self._reduced[index],) = reduced
             if config.grad_scale_func is not None:
-                # Scaling makes it a vector of one, which some of torch's releases refuse.
+                # Scaling makes it a vector of one element, which some releases of torch refuse.
                 output = config.grad_scale_func(output).reshape(())
         assert isinstance(output, torch.Tensor)
         return output
@@ -189,16 +187,16 @@ class Tally:
 
     @property
     def peak_held(self) -> float:
-        """The most activations held so far, in microbatches of the whole rank."""
+        """Peak number of activations so far, in microbatches of the whole rank."""
         return self._counts.peak_held / self._shape.num_chunks
 
     def message_ns(self, receiver: Task) -> int:
-        """The modelled time of the message for a task."""
+        """Modelled time of the message to a task; 0 without pace."""
         return 0 if self._pace is None else self._pace.message_ns(receiver)
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Wrap the work of a task."""
+        """Context of a task's work; paces and records it."""
         start_ns = self._clock()
         with nullcontext() if self._pace is None else self._pace.task(task):
             yield
@@ -212,50 +210,49 @@ class Tally:
 
     @contextmanager
     def wait(self, cause: Cause) -> Iterator[None]:
-        """Wrap a wait."""
+        """Context of a wait; records it."""
         start_ns = self._clock()
         yield
         self._record(WaitRecord(start_ns, self._clock(), self._step, cause))
 
     @contextmanager
     def blocking(self, receiver: Task) -> Iterator[None]:
-        """Wrap a transfer that blocks both ends, of the message for a task; for each of them it
-        ends when the modelled time has passed since the exchange."""
+        """Context of a transfer that blocks sender and receiver, of the message to a task. On both
+        it ends when the modelled time has passed since the exchange."""
         with self.transfer():
             yield
             sleep_until(self._clock() + self.message_ns(receiver))
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Wrap a wait for transfers."""
+        """Context of a wait for transfers; records it."""
         return self.wait(self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank))
 
 
-# Sends of torch.distributed that leave only when their modelled time has passed.
-#
-# A directed link carries one message at a time, in the order in which they were issued, while the
-# rank goes on. Each link has a thread that sleeps for a message's time and then sends it; `close`
-# joins it. Waiting for a send includes waiting for its delay.
-
-
 BatchSends = Callable[..., list[Any]]
-"""Starts sends and receives, and returns their handles to wait on."""
+"""Starts sends and receives and returns their handles."""
 
 
 class DelayedSends:
-    """The outgoing links of one rank."""
+    """Delays sends of torch.distributed by their modelled time, on one rank's outgoing links.
+
+    A directed link carries one message at a time, in order of issue, while the rank continues. Each
+    link has a thread that sleeps for a message's time and then sends it; `close` joins the thread.
+    Waiting for a send includes waiting for its delay.
+    """
 
     def __init__(self) -> None:
         self._times_ns: dict[int, int] = {}
-        """How long a message takes, by the id of its send, which has not begun."""
+        """Modelled message times by the id of their send operation; only sends not yet started."""
         self._links: dict[int, ThreadPoolExecutor] = {}
 
     def hold_back(self, sends: Sequence[dist.P2POp], message_ns: int) -> None:
-        """Delay these sends by `message_ns`, once a `batch` of this object starts them."""
+        """Mark these sends to be delayed by `message_ns` when the function of `batch` starts
+        them."""
         if message_ns:
             self._times_ns.update((id(send), message_ns) for send in sends)
 
     def batch(self, original: BatchSends) -> BatchSends:
-        """A replacement for torch's `_batch_p2p` that delays the sends that were held back."""
+        """A replacement for torch's `_batch_p2p` that delays the marked sends."""
 
         def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
             if not self._times_ns and not self._links:
@@ -271,6 +268,8 @@ class DelayedSends:
         self._links.clear()
 
     def _start(self, op: dist.P2POp, original: BatchSends) -> Any:
+        """Start an operation, on its link's thread if it or an earlier send of the link is delayed;
+        returns its handle."""
         message_ns = self._times_ns.pop(id(op), 0)
         if op.op is not dist.isend or not (message_ns or op.peer in self._links):
             (work,) = original([op])
@@ -287,13 +286,13 @@ class DelayedSends:
 
 
 class _Delayed:
-    """A handle of a send that may not have begun."""
+    """The handle of a delayed send."""
 
     def __init__(self, send: Future[Any]) -> None:
         self._send = send
 
     def wait(self) -> None:
-        """Wait for the send. Raises what it raises, such as a time-out."""
+        """Wait for the send. Raises the send's own error, such as a timeout."""
         self._send.result().wait()
 
 
@@ -346,8 +345,8 @@ class _TorchPipeline:
             for chunk, stage in zip(model.chunks, layout.stages, strict=True)
         ]
         kind = getattr(pipelining, peer.schedule)
-        # The last stage returns a final loss, divided by the number of microbatches as Megatron
-        # does, so that torch has nothing to divide or compute.
+        # The last stage returns the final loss, already divided by the number of microbatches as in
+        # Megatron, so torch must not compute or divide anything.
         self.schedule = kind(
             self.stages if issubclass(kind, schedules.PipelineScheduleMulti) else self.stages[0],
             num_microbatches,
@@ -396,7 +395,7 @@ class _TorchStage(pipelining.PipelineStage):
         self._delayed_sends: DelayedSends
 
     def begin(self, batches: Sequence[Batch], tally: Tally, delayed_sends: DelayedSends) -> None:
-        """Prepare for a step."""
+        """Set the microbatches of the next step, and its pacing and recording."""
         self._module.begin(batches)
         if self.dw_builder is not None:
             self._deferred = DeferredWeightGradients(self._module, GradOrder.ARRIVAL, len(batches))
@@ -404,10 +403,10 @@ class _TorchStage(pipelining.PipelineStage):
         self._delayed_sends = delayed_sends
 
     def losses(self) -> list[Any]:
-        """What the loss function returned in this step, in microbatch order."""
+        """The loss function's results of this step, in microbatch order."""
         return self._module.losses()
 
-    # Called by torch's schedules for a task, and for its message to another rank.
+    # torch's schedules call the following functions for a task, and for its messages.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         task = Task(self.stage_index, Kind.F, fwd_chunk_id)
@@ -444,7 +443,7 @@ class _TorchStage(pipelining.PipelineStage):
 
     @contextmanager
     def _defer_weights(self, microbatch: int) -> Iterator[None]:
-        """Wrap a task; defers its weight gradients if the schedule splits them off."""
+        """Context of a task; defers its weight gradients if the schedule splits the backward."""
         self._deferring_microbatch = microbatch
         with nullcontext() if self._deferred is None else self._deferred.task(microbatch):
             yield
@@ -455,6 +454,7 @@ class _TorchStage(pipelining.PipelineStage):
         return partial(self._deferred.run, self._deferring_microbatch)
 
     def _hold_back(self, sends: list[dist.P2POp], sender: Task) -> list[dist.P2POp]:
+        """Delay a task's sends by their modelled time; returns them."""
         receiver = self._shape.receiver(sender)
         if sends and receiver is not None:
             self._delayed_sends.hold_back(sends, self._tally.message_ns(receiver))
@@ -463,8 +463,8 @@ class _TorchStage(pipelining.PipelineStage):
 
 @contextmanager
 def _transfers(tally: Tally, delayed_sends: DelayedSends) -> Iterator[None]:
-    """Replace the two functions by which torch's schedules start transfers and wait for them:
-    delays sends that are held back, and records waits."""
+    """Replace the two functions with which torch's schedules start transfers and wait for them, to
+    delay sends and to record waits."""
     start, finish = schedules._batch_p2p, schedules._wait_batch_p2p
 
     def recorded(work: list[Any]) -> None:

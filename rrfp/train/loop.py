@@ -21,7 +21,7 @@ from rrfp.megatron.step_report import StepReport
 from rrfp.planning.candidates import in_words
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime import rendezvous as introduction
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.runtime.recorder import Recorder
@@ -570,15 +570,15 @@ def introduce(layout: Layout) -> RankInfo:
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    return introduction.introduce(
-        *(default_store(), _INTRODUCTIONS, own, layout.world_size, device_at(layout.device)),
+    return introduction.publish_rank_info(
+        *(default_store(), _INTRODUCTIONS, own, layout.world_size, make_device(layout.device)),
         timeout_s=_MEETING_S,
     )
 
 
 def _introduced(layout: Layout) -> list[RankInfo]:
     """Who all ranks are, by rank."""
-    return introduction.introduced(
+    return introduction.wait_for_rank_infos(
         default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
     )
 

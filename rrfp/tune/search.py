@@ -1,6 +1,6 @@
-"""The search: all layouts with all hints on a few steps, the best of them on more, and from the
-best of these on by small changes. Everything is simulated on the same steps, and the proposals are
-predicted for others, which the search has not seen."""
+"""The search: all layouts with all hints on one step, the best of them on more steps, then local
+changes of the best. All candidates are simulated on the same steps; the proposals are then
+predicted on held-out steps."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,38 +24,38 @@ from rrfp.simulate.costs.model import Costs
 from rrfp.trace.records import NS_PER_S
 from rrfp.tune.source import Candidate, Source, balanced, imbalance, loads, moves, work_of
 
-# What candidates would take, by simulation: each step once.
+# Simulation of candidates; each step of a candidate is simulated once.
 
 
 _AT_ONCE = 32
-"""Candidates that are simulated in one go: those of one layout share what is drawn."""
+"""Candidates per batch; candidates of one layout share random draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A candidate's step under one seed."""
+    """The simulation of a candidate's step under one seed."""
 
     makespan_ns: int
     peak_bytes: int | None
-    """The most that a rank held; None where the costs say nothing of memory."""
+    """Peak bytes of any rank; None if the costs have no memory sizes."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """How much may be simulated."""
+    """The remaining budget of the search."""
 
     simulations: int
     until: float | None = None
-    """When to stop, by the monotonic clock."""
+    """Deadline by the monotonic clock."""
 
     def is_spent(self) -> bool:
-        """Whether nothing more may be."""
+        """Return whether the budget is used up."""
         return self.simulations <= 0 or (self.until is not None and monotonic() >= self.until)
 
 
 @dataclass(slots=True)
 class Evaluator:
-    """Simulates candidates of a source, and remembers what came out."""
+    """Simulates candidates of a source and caches the outcomes."""
 
     source: Source
     memory: Hold
@@ -68,7 +68,7 @@ class Evaluator:
     _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
 
     def run(self, candidates: Iterable[Candidate], seed: int) -> list[StepOutcome | None]:
-        """The outcome of each under a seed; None for one that cannot run, or not in the memory."""
+        """The outcome of each candidate under a seed; None if it cannot run within the memory."""
         asked = list(candidates)
         new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
         for first in range(0, len(new), _AT_ONCE):
@@ -76,7 +76,7 @@ class Evaluator:
         return [self._outcomes[each, seed] for each in asked]
 
     def mean_ns(self, candidate: Candidate, seeds: Sequence[int]) -> float:
-        """The mean over seeds; infinite for one that cannot run under one of them."""
+        """Mean step time over seeds; infinite if the candidate cannot run under one of them."""
         total = 0
         for seed in seeds:
             (outcome,) = self.run([candidate], seed)
@@ -86,7 +86,7 @@ class Evaluator:
         return total / len(seeds)
 
     def least_bytes(self, candidate: Candidate, seeds: Iterable[int]) -> int:
-        """The least bound in bytes with which no rank can get stuck under any of the seeds."""
+        """Least memory bound in bytes under which no rank can deadlock under any seed."""
         return max((self._least_of(candidate, seed) for seed in seeds), default=0)
 
     def _least_of(self, candidate: Candidate, seed: int) -> int:
@@ -119,7 +119,7 @@ class Evaluator:
         self.on_simulation()
 
     def _setting(self, candidate: Candidate, seed: int) -> Setting | None:
-        """None for a candidate that cannot run."""
+        """The simulator's setting for a candidate; None if it cannot run."""
         source = self.source
         found = self._policy_and_shape(candidate)
         if found is None:
@@ -157,13 +157,15 @@ class Evaluator:
         return self._fitted[key]
 
     def _costs_of(self, candidate: Candidate) -> Costs:
-        """One object for all candidates with the same costs, so that draws are shared."""
+        """The candidate's costs. Candidates with equal costs get the same object, to share
+        draws."""
         key = (candidate.split, candidate.joined, candidate.divided)
         if key not in self._costs:
             self._costs[key] = self.source.costs_of(candidate)
         return self._costs[key]
 
     def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> StepOutcome | None:
+        """The outcome of a trial; None if it exceeded the memory."""
         peaks = trial.peak_held_bytes
         peak_bytes = None if peaks is None else max(peaks)
         if isinstance(self.memory, Bytes):
@@ -177,17 +179,17 @@ class Evaluator:
         return StepOutcome(trial.makespan_ns + self.source.tail_ns, peak_bytes)
 
 
-# The space that is searched: where it begins, and what is next to a candidate.
+# The search space: initial candidates, and neighbors of a candidate.
 
 
 _READY, _FIXED = Dispatch.READY, Dispatch.FIXED
 _IDLE, _RANKED = WeightGradients.IDLE, WeightGradients.RANKED
 
 HintUse = tuple[str, Dispatch, WeightGradients]
-"""A hint, and what is made of it."""
+"""A hint, its dispatch, and the treatment of weight gradients."""
 
 _ALSO_PATIENT = (("zb-h1", _READY, _RANKED), ("zb-v", _READY, _RANKED), ("v-half", _READY, _RANKED))
-"""What patience may make the best of all."""
+"""Uses of hints that are also tried with patience."""
 
 _ONE_CHUNK: tuple[HintUse, ...] = (
     ("bf", _READY, _IDLE),
@@ -223,21 +225,22 @@ _V: tuple[HintUse, ...] = (
 )
 
 _SHARES_OF_A_HOLD = tuple(map(Fraction, ("1/2", "3/4", "1", "5/4", "3/2", "2")))
-"""Holds in microbatches that are tried, as multiples of the number of ranks."""
+"""Holds to try, in microbatches per rank of the pipeline."""
 
 _NUM_EVEN, _NUM_OTHERS = 12, 8
-"""Splits that are tried from another one."""
+"""Number of neighboring splits to try: the most even ones, and random others."""
 
 
 @dataclass(slots=True)
 class Space:
-    """What may be chosen for a source under a bound on memory."""
+    """The candidates for a source under a memory bound."""
 
     source: Source
     memory: Hold
-    """A number of bytes or of microbatches."""
+    """The bound in bytes or in microbatches."""
     work: Sequence[float] = field(init=False, default=())
-    """By unit; empty where layers cannot be told apart."""
+    """Mean time of a microbatch for each unit (embedding, layers, head); empty without costs by
+    layer."""
 
     def __post_init__(self) -> None:
         source = self.source
@@ -247,15 +250,15 @@ class Space:
             self.work = work_of(source.layered, source.shape.num_ranks, num, seeds)
 
     def ways(self, chunks: int, placement: Placement) -> tuple[HintUse, ...]:
-        """The hints that go with a layout."""
+        """The uses of hints that are possible with a layout."""
         found = _ONE_CHUNK if chunks == 1 else _V if placement is Placement.V else _LOOP
         if self.source.splits_backward:
             return found
         return tuple(way for way in found if not HINTS[way[0]].splits_backward)
 
     def initial_candidates(self) -> list[Candidate]:
-        """Every layout with every hint, order of entry and size, the layers divided evenly, and so
-        that the ranks' loads are."""
+        """All combinations of layout, hint, admission and size, with layers divided evenly and with
+        loads balanced."""
         source = self.source
         found = []
         for chunks, placement in source.layouts:
@@ -280,14 +283,14 @@ class Space:
         return list(dict.fromkeys(found))
 
     def memory_in(self, joined: int, divided: int) -> Hold:
-        """The memory, where it is in microbatches, in those of another size."""
+        """The memory bound; one in microbatches is converted to microbatches of the new size."""
         if isinstance(self.memory, Bytes):
             return self.memory
         assert isinstance(self.memory, int | Fraction)
         return max(1, int(self.memory * divided / joined))
 
     def splits(self, chunks: int, placement: Placement) -> list[tuple[int, ...] | None]:
-        """The splits to begin with."""
+        """The initial splits of layers for a layout: even, and with balanced loads."""
         source = self.source
         shape = Shape(source.shape.num_ranks, 1, chunks, placement)
         even = source.even(shape.num_stages)
@@ -299,7 +302,7 @@ class Space:
         return list(dict.fromkeys([even, balanced(even, self.work, slowness, shape)]))
 
     def holds(self, candidate: Candidate) -> Iterator[Hold]:
-        """The bounds that may be worth a try: all of the memory, or fewer microbatches."""
+        """The holds to try: the whole memory, and smaller numbers of microbatches."""
         whole = self.memory_in(candidate.joined, candidate.divided)
         yield whole
         ranks = self.source.shape.num_ranks
@@ -310,7 +313,7 @@ class Space:
                 yield hold
 
     def neighbors(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
-        """Candidates that differ in one thing, in random order."""
+        """Candidates that differ in one setting, in random order."""
         source, found = self.source, []
         policy = candidate.policy
         if policy.limit is None and policy.dispatch is _READY:
@@ -340,8 +343,7 @@ class Space:
     def _neighboring_splits(
         self, candidate: Candidate, draw: random.Random
     ) -> list[tuple[int, ...]]:
-        """Splits with one layer moved: those that even out the ranks' loads best, and a few
-        others."""
+        """Splits with one layer moved: those with the most even loads, and a few random others."""
         source = self.source
         assert candidate.split is not None
         assert source.layered is not None
@@ -357,31 +359,30 @@ class Space:
 
 
 NUM_SEARCHED = 6
-"""Steps that candidates are compared on, at most."""
+"""Most steps on which candidates are compared."""
 NUM_PREDICTED = 20
-"""Steps that proposals are predicted for."""
+"""Steps on which proposals are predicted."""
 _SURVIVING_SHARES = (0.35, 0.35)
-"""The share of candidates that go on after one step, and after two."""
+"""Fraction of candidates that are kept after one step, and after two."""
 _AT_FIRST = 0.5
-"""The share of the simulations that candidates get on the first step, at most."""
+"""Largest fraction of the simulations for the first step."""
 _NUM_IMPROVED = 6
-"""Candidates that are improved by small changes."""
+"""Number of candidates that are improved by local changes."""
 _TOO_SLOW = 1.01
-"""How much longer than the best one a change may take on its first step, and still be tried on
-others."""
+"""A change is dropped once its total time exceeds the candidate's by this factor."""
 _QUANTILES = (0.05, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A candidate, and what it would take on steps that the search has not seen."""
+    """A candidate with its simulated times on held-out steps."""
 
     candidate: Candidate
     steps_s: tuple[float, ...]
-    """By fresh seed."""
+    """Step times by held-out seed."""
     first_seed: int
     peak_bytes: int | None
-    """The most that any rank would hold in these steps; None where the costs do not say."""
+    """Peak bytes of any rank in these steps; None if the costs have no memory sizes."""
 
     @property
     def mean_s(self) -> float:
@@ -389,32 +390,32 @@ class Prediction:
 
     @property
     def low_s(self) -> float:
-        """Nineteen of twenty steps take longer."""
+        """The 5% quantile of the step times."""
         return float(np.quantile(self.steps_s, _QUANTILES[0]))
 
     @property
     def high_s(self) -> float:
-        """Nineteen of twenty steps take less."""
+        """The 95% quantile of the step times."""
         return float(np.quantile(self.steps_s, _QUANTILES[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The outcome of a search."""
+    """The result of a search."""
 
     proposals: tuple[Prediction, ...]
     """Best first."""
     own: Prediction | None
-    """What the run was itself, or where none ran, 1F1B over the layers as given."""
+    """The run's own settings, or without a run, 1F1B over the layers as given."""
     memory: Hold
-    """The bound on memory, as a number."""
+    """The memory bound as a number."""
     num_simulated: int
     imbalance: str | None
-    """What no order of tasks mends, in a sentence; None where the ranks' loads are even."""
+    """Sentence on uneven loads, which no order of tasks fixes; None if the loads are even."""
 
 
 def seeds_of(source: Source, seed: int, num_predicted: int) -> tuple[list[int], list[int]]:
-    """The steps to search by, and those to predict for."""
+    """The seeds of the steps to search on, and of the held-out steps."""
     if source.seeds:
         return list(source.seeds[:NUM_SEARCHED]), list(source.fresh_seeds)
     first_fresh = seed + NUM_SEARCHED
@@ -442,7 +443,7 @@ def tune(
     searched, fresh = seeds_of(source, seed, num_predicted)
     bound = source.memory(memory, [*searched, *fresh])
     space = Space(source, bound)
-    # Proposals are predicted in any case, and so is what they are held against.
+    # Predictions of the proposals and the baseline do not count against the budget.
     reserved = (num_best + 1) * len(fresh)
     until = None if budget_s is None else monotonic() + budget_s
     budget = Budget(max(1, simulations - reserved), until)
@@ -480,9 +481,9 @@ class _Search:
         self._draw = draw
 
     def run(self) -> list[Candidate]:
-        """The candidates that came through, best first."""
+        """Search, and return the best candidates, best first; empty if none can run."""
         possible = [each for each in self._space.initial_candidates() if self._fits(each)]
-        # Of those that are fastest on one step, none may stay within the memory on the others.
+        # A fallback: the fastest candidates on one step may all exceed the memory on others.
         certain = [each for each in possible if each.policy.hold == self._space.memory]
         most = max(2 * _NUM_IMPROVED, round(_AT_FIRST * self._evaluator.budget.simulations))
         if len(possible) > most:
@@ -496,20 +497,21 @@ class _Search:
                 break
             found.append(self._improve(candidate))
         best = self._rank(list(dict.fromkeys(found)), self._seeds)
-        # From the best one on once more, with all that is left.
+        # Spend the rest of the budget on the best candidate.
         if not self._evaluator.budget.is_spent():
             best = self._rank(list(dict.fromkeys([self._improve(best[0]), *best])), self._seeds)
         return best
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether no rank can get stuck in any step, of those that are predicted, too."""
+        """Return whether no rank can deadlock on any step, including the held-out ones."""
         hold = candidate.policy.hold
         return not isinstance(hold, Bytes) or (
             self._evaluator.least_bytes(candidate, self._all_seeds) <= hold.num
         )
 
     def _halve(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those that are best on one step, of these on two, and the rest on all, best first."""
+        """Successive halving: keep the best on one step, of these the best on two steps, and rank
+        the rest on all steps. Returns the survivors, best first."""
         for number, share in enumerate(_SURVIVING_SHARES, start=1):
             seeds = self._seeds[:number]
             ranked = self._rank(candidates, seeds)
@@ -519,6 +521,7 @@ class _Search:
         return self._rank(candidates, self._seeds)
 
     def _rank(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Candidate]:
+        """The candidates that can run on all seeds, by mean time."""
         for seed in seeds:
             self._evaluator.run(candidates, seed)
         means = {each: self._evaluator.mean_ns(each, seeds) for each in candidates}
@@ -534,7 +537,7 @@ class _Search:
         return [*first, *(each for each in ranked if each not in first)]
 
     def _improve(self, candidate: Candidate) -> Candidate:
-        """The candidate after all small changes, one after the other, that make it faster."""
+        """Apply local changes that make the candidate faster until none does (hill climbing)."""
         while not self._evaluator.budget.is_spent():
             for changed in self._space.neighbors(candidate, self._draw):
                 if self._is_faster(changed, candidate):
@@ -561,7 +564,7 @@ class _Search:
 def _predicted(
     ranked: Sequence[Candidate], evaluator: Evaluator, fresh: Sequence[int], num_best: int
 ) -> list[Prediction]:
-    """The best one of each family on fresh steps; where there are fewer families, others, too."""
+    """Predictions of the best candidate of each family, then of others, `num_best` in total."""
     of_families: dict[object, Candidate] = {}
     for each in ranked:
         of_families.setdefault((each.family, each.admit), each)
@@ -578,7 +581,7 @@ def _predicted(
 
 
 def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) -> Prediction | None:
-    """What a candidate takes on these steps; None if one of them cannot be run."""
+    """Predict a candidate on these steps; None if it cannot run one of them."""
     outcomes: list[StepOutcome] = []
     for seed in seeds:
         (outcome,) = evaluator.run([candidate], seed)
@@ -598,7 +601,7 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
 def predict_unbound(
     candidate: Candidate, source: Source, seeds: Sequence[int]
 ) -> Prediction | None:
-    """What a candidate takes on these steps, whatever it keeps."""
+    """Predict a candidate on these steps without a memory bound."""
     bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.knows_sizes]
     return predict(candidate, Evaluator(source, bound, Budget(len(seeds))), seeds)
 
@@ -606,7 +609,7 @@ def predict_unbound(
 def _baseline(
     source: Source, space: Space, unbound: Evaluator, fresh: Sequence[int]
 ) -> Prediction | None:
-    """What the run was itself, whatever it held, or 1F1B as Megatron would run it."""
+    """Predict the run's own settings, or Megatron's 1F1B without a run, without a memory bound."""
     own = source.own
     if own is None:
         plain = [
@@ -623,7 +626,7 @@ def _baseline(
 
 
 _NO_BOUND: dict[bool, Hold] = {True: Bytes(2**60), False: 10**6}
-"""By whether the memory is in bytes."""
+"""An unlimited hold, by whether it is in bytes."""
 
 
 def _memory_refusal(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageError:

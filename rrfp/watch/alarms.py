@@ -208,7 +208,7 @@ class Alarms:
         else:
             kind = Kind.STAGE if where.replica is None and has_replicas else Kind.RANK
         pp_rank = None if where.place is None else self._stages[where.place]
-        # In a run without data parallelism `where.replica` is None for every rank.
+        # Without data parallelism no part has a replica, and the only one is meant.
         dp_rank = None if kind is Kind.STAGE else self._replicas[where.replica or 0]
         tp_rank = None if where.member is None else self._members[where.member]
         infos = self._matching(pp_rank, dp_rank, tp_rank)

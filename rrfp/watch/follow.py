@@ -240,10 +240,10 @@ class RunState(StrEnum):
     """Nothing is recorded yet."""
     GOING = "going"
     SILENT = "silent"
-    """Its processes live, but no step has ended for long."""
+    """Processes live, but no step has ended for long."""
     ENDED = "ended"
     KILLED = "killed"
-    """Its records stop, and no process wrote an outcome."""
+    """The records stop, and no process wrote an outcome."""
 
 
 class FinishedStep(NamedTuple):
@@ -276,7 +276,7 @@ class Follower:
         self.description: dict[str, Any] = {}
         self.steps: deque[StepFigures] = deque(maxlen=_MAX_STEPS)
         self.metrics: Metrics = {}
-        """The last line of `metrics.jsonl`; empty if there is none."""
+        """The last line of `metrics.jsonl`; empty before the first line."""
         self.begins_late = False
         """True if earlier steps were skipped because the records are long."""
         self._now_s = now_s

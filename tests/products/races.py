@@ -8,7 +8,7 @@ from typing import Any
 from rrfp.errors import RrfpError
 from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.race.lineup import Lineup, RaceOptions, line_up
-from rrfp.race.presets import SCALES, preset_named
+from rrfp.race.presets import PRESETS, SCALES
 from rrfp.race.results import ResultRow, results
 from rrfp.race.runner import ModelledTimes
 from rrfp.race.systems import system_named
@@ -32,7 +32,7 @@ def tiny_lineup(
         steps=steps,
         **others,
     )
-    return line_up([preset_named(name, scale) for name in names], scale, asked)
+    return line_up([PRESETS[name] for name in names], scale, asked)
 
 
 def turn(
@@ -70,7 +70,7 @@ class MadeUp:
         self.launched.append((settings.layout.pp, settings.layout.tp))
         files = RaceFiles(run.path)
         for number, entry in rounds(files.read_entries(), files.ended()):
-            files.begin(entry, number)
+            files.write_current_turn(entry, number)
             error = self.fails(entry, number)
             if error is not None:
                 raise error

@@ -17,7 +17,7 @@ from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.race import rank as ranks_of_race
 from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.race.lineup import Lineup, RaceOptions, line_up, read_bound
-from rrfp.race.presets import PRESETS, SCALES, preset_named
+from rrfp.race.presets import PRESETS, SCALES
 from rrfp.race.results import ResultRow
 from rrfp.race.runner import BenchDir, Hosts, ModelledTimes, check, model_entries, race, time_left_s
 from rrfp.race.systems import PEERS, SYSTEMS, Project
@@ -457,7 +457,7 @@ def test_times_scale_with_the_length_of_a_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_holds_its_systems_against_megatron(name: str, scale: str) -> None:
-    lineup = line_up([preset_named(name, SCALES[scale])], SCALES[scale], RaceOptions())
+    lineup = line_up([PRESETS[name]], SCALES[scale], RaceOptions())
     assert {row.system.name for row in lineup.rows} > {"megatron-1f1b"}
     for row in lineup.rows:
         assert {row.entry, row.megatron} <= lineup.entries.keys()
@@ -468,7 +468,7 @@ def test_every_preset_holds_its_systems_against_megatron(name: str, scale: str) 
 
 
 def test_the_first_preset_has_all_that_people_use() -> None:
-    lineup = line_up([preset_named("rq1", SCALES["laptop"])], SCALES["laptop"], RaceOptions())
+    lineup = line_up([PRESETS["rq1"]], SCALES["laptop"], RaceOptions())
     rows = {(row.case.profile, row.system.name, row.bound, row.admit) for row in lineup.rows}
     for profile in ("language", "language+lognormal:0.5", "multimodal"):
         for name, bound in [

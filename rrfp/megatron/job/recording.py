@@ -47,10 +47,15 @@ from rrfp.megatron.step_groups import (
 from rrfp.megatron.step_report import StepReport
 from rrfp.planning.step_files import AdmissionFile, AssignmentFile, join_admission_files
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.protocols import PeerLostError, monotonic
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import Rendezvous, default_store, introduce, introduced
+from rrfp.runtime.rendezvous import (
+    Rendezvous,
+    default_store,
+    publish_rank_info,
+    wait_for_rank_infos,
+)
 from rrfp.schedule.admission import Assignment
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import instance, integers
@@ -176,19 +181,19 @@ class RecordingRendezvous:
     def introduce(self, own: RankInfo, device: torch.device) -> RankInfo:
         """Introduce this rank to the others; returns it with its clocks, that of its device too,
         compared to the leader's."""
-        placed = introduce(
+        placed = publish_rank_info(
             self._store,
             self._prefix,
             replace(own, rank=self._index),
             len(self.ranks),
-            device_at(device),
+            make_device(device),
             timeout_s=self._rendezvous.remaining_s,
         )
         return replace(placed, rank=self._rank)
 
     def introduced(self) -> list[RankInfo]:
         """All ranks, once they have introduced themselves."""
-        found = introduced(
+        found = wait_for_rank_infos(
             self._store,
             self._prefix,
             self._index,
@@ -316,7 +321,7 @@ class JobRecording:
         self.before_close: Callable[[], object] = lambda: None
         """Called before the records are closed, for those that come late."""
         # Registered before the links of a drop-in are, and so called after their end.
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def record(self, record: Record) -> None:
         """Take a record if its step is in the window. Any thread may call this."""
@@ -411,7 +416,7 @@ class JobRecording:
         run, self._run = self._run, None
         outcome, self._outcome = self._outcome, None
         if outcome is not None and self.info is not None:
-            outcome.close(at_end.ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
+            outcome.close(at_end.make_ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
         if run is None:
             return
         try:
@@ -577,7 +582,7 @@ class JobRecording:
     def _conclude(self, run: RunDir) -> None:
         """Have the trace made, once every rank has closed its records, and say where it is."""
         if not self._recorded:
-            if isinstance(at_end.end, UsageError):
+            if isinstance(at_end.program_error, UsageError):
                 empty(run)
                 run.path.rmdir()  # fails where its script has put something there
             elif not self._has_given_up:
