@@ -16,7 +16,7 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits
 from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.planning.hint_chooser import HintChooser
-from rrfp.planning.order_planner import EntryPlanner
+from rrfp.planning.order_planner import OrderPlanner
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.agreement import GroupAgreement
 from rrfp.runtime.net.transport import SocketTransport, TransportFactory, make_planes
@@ -184,7 +184,7 @@ class LayoutLinks:
 
     chooser: HintChooser | None = None
     """What chooses the hint, with `auto`."""
-    planner: EntryPlanner | None = None
+    planner: OrderPlanner | None = None
     """What plans the order of entry, with `admit plan`."""
     ahead: AheadIterators = field(default_factory=AheadIterators)
     """The iterators whose next items it looks at."""

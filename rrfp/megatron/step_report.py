@@ -18,8 +18,8 @@ class StepReport:
     policy: StepPolicy | None = None
     order: Sequence[int] | None = None
     """The order in which items entered, if it was planned."""
-    hands: Assignment | None = None
-    """The items that each replica was dealt, if they were dealt."""
+    assignment: Assignment | None = None
+    """The items of each replica, if the global batch was balanced."""
     planes: AcceptedPlanes | None = None
     """What carries the tensors of the recorded links from this rank."""
     is_evaluation: bool = False

@@ -77,10 +77,11 @@ def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
     from rrfp.train.data.batches import open_data
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
 
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
-    batches = data.batches(layout.dp_rank)
+    batches = OrderedBatches(settings, layout, data)
     trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
     return [trainer.train_step(step).loss for step in range(settings.num_steps)]
 

@@ -45,7 +45,7 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_report import StepReport
-from rrfp.planning.step_files import AdmissionFile, AssignmentFile, join_admission_files
+from rrfp.planning.step_admission import StepFile, join_parts, part_of
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.protocols import PeerLostError, monotonic
@@ -292,8 +292,8 @@ class JobRecording:
         """Likewise, on every rank."""
         self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
-        self._orders: AdmissionFile | None = None
-        self._dealings: AssignmentFile | None = None
+        self._orders: StepFile | None = None
+        self._assignments: StepFile | None = None
         self._transport: TransportLog | None = None
         self._is_off = False
         self._has_given_up = False
@@ -369,8 +369,8 @@ class JobRecording:
             self._policies.steered(step, report.policy.policy.described())
         if report.order is not None:
             self._write_order(report.order)
-        if report.hands is not None:
-            self._write_dealing(report.hands)
+        if report.assignment is not None:
+            self._write_assignment(report.assignment)
 
     def _write_order(self, order: Sequence[int]) -> None:
         info, directory = self.info, self._directory
@@ -378,15 +378,15 @@ class JobRecording:
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
         if self._orders is None:
-            self._orders = AdmissionFile(directory.admission, info.dp_rank)
-        self._orders.write(order)
+            self._orders = StepFile(part_of(directory.admission, info.dp_rank), ())
+        self._orders.write([order])
 
-    def _write_dealing(self, hands: Assignment) -> None:
+    def _write_assignment(self, assignment: Assignment) -> None:
         if self._run is None:
             return
-        if self._dealings is None:
-            self._dealings = AssignmentFile(self._run.dealing, len(hands), len(hands[0]))
-        self._dealings.write(hands)
+        if self._assignments is None:
+            self._assignments = StepFile(self._run.dealing, ())
+        self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
         """Do a part of the recording. If it fails, recording ends and the training goes on."""
@@ -564,13 +564,11 @@ class JobRecording:
             self._outcome = JobOutcome(run, leads=meeting.is_leader)
 
     def _close_records(self) -> None:
-        recorder, orders, dealings = self._recorder, self._orders, self._dealings
-        if orders is not None:
-            self._orders = None
-            orders.close()
-        if dealings is not None:
-            self._dealings = None
-            dealings.close()
+        recorder, files = self._recorder, (self._orders, self._assignments)
+        self._orders = self._assignments = None
+        for file in files:
+            if file is not None:
+                file.close()
         if recorder is not None:
             self.before_close()
             self._recorder = None
@@ -594,7 +592,7 @@ class JobRecording:
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
-        join_admission_files(run.admission)
+        join_parts(run.admission)
         told = f"{count_of(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
             print_to_stderr(

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError
 from rrfp.megatron.memory.activation_bytes import ActivationBytes
 from rrfp.megatron.step_groups import device_for
-from rrfp.planning.memory_model import Bound, Features, SizeModel, with_group
+from rrfp.planning.forecast import Bound, SizeModel
+from rrfp.planning.item_costs import Features, with_group
 from rrfp.runtime.rendezvous import count_rank, num_ranks_counted
 from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.policy import Auto, Bytes
@@ -171,7 +172,7 @@ class MemoryBound:
         if is_first and any(bound is not None for row in bounds for bound in row):
             self.budget = activation_headroom(self._device)
         if self.budget is None:
-            # Sizes of 1: whatever they are, one microbatch at a time.
+            # ActivationSizes of 1: whatever they are, one microbatch at a time.
             ones = [[1] * len(features) for _ in bounds]
             sizes, (_, budget) = _agreed(ones, ones, (0, len(bounds)), groups)
             return StepMemory(sizes, budget, self, True, num_unknown)
