@@ -324,7 +324,7 @@ class SizeModel:
 
 @dataclass(slots=True)
 class _Excess:
-    """The relative excess of sizes over their predictions. Sizes below the prediction do
+    """The relative excess of sizes over their predictions. ActivationSizes below the prediction do
     not count: a microbatch without images may keep nothing at all."""
 
     num_checks: int = 0
@@ -458,7 +458,7 @@ class _SizeFit:
             return float(np.where(np.isinf(ratios), np.inf, np.maximum(ratios, 1.0) * sizes).min())
 
     def _compute(self) -> None:
-        """Compute the coefficients. Sizes count by their relative error."""
+        """Compute the coefficients. ActivationSizes count by their relative error."""
         means = np.array([max(sample.mean, 1.0) for sample in self._samples.values()])
         relative = np.array([*self._samples]) / means[:, None]
         norms = np.linalg.norm(relative, axis=0)
