@@ -211,7 +211,8 @@ class Proxy:
 def proved(
     way: Way, change: Callable[[bytes], bytes] = bytes
 ) -> Iterator[tuple[socket.socket, socket.socket, Proxy]]:
-    """What rank 0 has dialled and rank 1 accepted, over a proxy."""
+    """Yield the socket that rank 0 has dialed, the one that rank 1 has accepted, and the proxy
+    between."""
     connected: SimpleQueue[socket.socket] = SimpleQueue()
     owns = [Tunnels() if way is Way.TLS else None for _ in range(2)]
     listener = Listener(
@@ -298,7 +299,7 @@ def test_another_certificate_is_not_trusted() -> None:
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n"])
-def test_a_listener_without_tls_is_told(says: bytes) -> None:
+def test_a_listener_without_tls_is_an_error(says: bytes) -> None:
     with connection() as (dialled, accepted):
         accepted.sendall(says)
         accepted.shutdown(socket.SHUT_WR)
