@@ -399,7 +399,7 @@ class World:
         else:
             self.offers.append((self.num_attempts, there, back))
 
-    def be_dialled(self, number: int) -> None:
+    def be_dialed(self, number: int) -> None:
         """Do what the destination's driver does with the first attempt that it receives."""
         end = self.destination
         if end.is_stopped or end.is_closed:
@@ -421,7 +421,7 @@ class World:
         *(send, send, send, send, announce, consume, consume, grant),
         *(begin_write, carry, write, write, write, read, read, read, look, look),
         *(pass_time, serve, serve, serve, stop_or_resume, close, part),
-        *(cut, cut, dial, dial, be_dialled, be_dialled),
+        *(cut, cut, dial, dial, be_dialed, be_dialed),
     )
 
     def run(self, program: bytes) -> None:
@@ -521,7 +521,7 @@ class World:
                     end.read(1000, self.now_ns)
                 end.close_if_over()
             self.dial(0)
-            self.be_dialled(0)
+            self.be_dialed(0)
             is_moving |= self.connections != was
             self.check()
             consumes &= not self.destination.is_stopped

@@ -191,7 +191,7 @@ class Place:
 
     @property
     def peers(self) -> set[int]:
-        """The neighbours in the pipeline (in a loop) and in the group's star."""
+        """The neighbors in the pipeline (in a loop) and in the group's star."""
         pipeline, index = self.pp_ranks, self.pp_rank
         near = {pipeline[index - 1], pipeline[(index + 1) % self.num_pp_ranks]}
         star = self.members if self.member == 0 else self.members[:1]

@@ -176,7 +176,7 @@ def strange_directory(how: str, made: Path) -> Path:
         "another user's",
     ],
 )
-def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_this_users_alone_is_not_dialed(how: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
     with socket.socket(socket.AF_UNIX) as listening:
@@ -391,12 +391,12 @@ def test_an_impostor_that_listens_is_found_out() -> None:
             accepting.result(PATIENCE_S)
     here, there = socket.socketpair()
     with here, there, ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial_handshake, here, b"secret", 0, 1, PATIENCE_S)
+        dialing = pool.submit(dial_handshake, here, b"secret", 0, 1, PATIENCE_S)
         there.sendall(MAGIC + bytes([VERSION, 0, 0, 0]) + bytes(32))
         assert there.recv(200)
         there.sendall(bytes(32))
         with pytest.raises(HandshakeError, match="does not know the secret"):
-            dialling.result(PATIENCE_S)
+            dialing.result(PATIENCE_S)
 
 
 # Who may connect to a port, decided before there is a connection.
@@ -425,13 +425,13 @@ def connect(listening: socket.socket, source: str | None = None) -> socket.socke
 def is_let_in(listening: socket.socket, source: str | None = None) -> bool:
     """Whether a megabyte comes through."""
     try:
-        dialled = connect(listening, source)
+        dialed = connect(listening, source)
     except TimeoutError:
         return False
     accepted, _ = listening.accept()
     data = bytes(range(256)) * 4096
-    with dialled, accepted:
-        return echoes(dialled, accepted, data)
+    with dialed, accepted:
+        return echoes(dialed, accepted, data)
 
 
 def echoes(one: socket.socket, other: socket.socket, data: bytes) -> bool:
@@ -464,12 +464,12 @@ def test_nobody_then_anybody(address: str) -> None:
 def test_who_was_let_in_stays() -> None:
     with listen("127.0.0.1") as listening:
         accept_only(listening, ["127.0.0.1"])
-        dialled = connect(listening)
+        dialed = connect(listening)
         accepted, _ = listening.accept()
-        with dialled, accepted:
+        with dialed, accepted:
             accept_nobody(listening)
-            assert echoes(dialled, accepted, b"a" * 10**6)
-            assert echoes(accepted, dialled, b"b" * 10**6)
+            assert echoes(dialed, accepted, b"a" * 10**6)
+            assert echoes(accepted, dialed, b"b" * 10**6)
 
 
 FAR = [f"10.0.{number // 256}.{number % 256}" for number in range(0, 2000, 2)]
@@ -486,7 +486,7 @@ FAR_6 = [f"fd00::{number:x}" for number in range(0, 2000, 2)]
         ("127.0.0.1", [], set()),
         ("127.0.0.1", ["::1", "::7f00:1"], set()),
         ("127.0.0.1", [*FAR[:60], "127.0.0.2"], {"127.0.0.2"}),
-        # More hosts than a filter holds: their neighbours are let in as well.
+        # More hosts than a filter holds: their neighbors are let in as well.
         ("127.0.0.1", [*FAR, *FAR_6, "127.0.0.3"], {"127.0.0.2", "127.0.0.3"}),
         ("::1", ["::1"], {"::1"}),
         ("::1", ["fe80::1%lo", "127.0.0.1", "::1"], {"::1"}),

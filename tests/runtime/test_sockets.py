@@ -646,7 +646,7 @@ def test_a_delayed_link_takes_nothing_in(tmp_path: Path, monkeypatch: pytest.Mon
         assert time.monotonic() - begun_s >= 1.0
 
 
-# Messages of a paced run: each stays on its link for its modelled time, and nothing else does.
+# Messages of a paced run: each stays on its link for its modeled time, and nothing else does.
 
 
 MS = 1_000_000

@@ -79,7 +79,7 @@ def test_a_step_is_recorded() -> None:
 
 
 def test_messages_of_the_next_step_wait_for_it() -> None:
-    """A neighbour may be a step ahead; even then nothing is lost or mixed up."""
+    """A neighbor may be a step ahead; even then nothing is lost or mixed up."""
     shape = Shape(3, 1, kinds=FORWARD_ONLY)
     early = arrived("1F0", step=1)
     world = World(script=[[early, arrived("1F0", step=0), arrived("1F0", step=2)]])
@@ -106,7 +106,7 @@ def test_messages_of_the_next_step_wait_for_it() -> None:
     ],
     ids=["an evaluation", "another evaluation", "training again", "training"],
 )
-def test_a_neighbour_may_be_ahead_by_a_step_of_either_sort(step: int, next_step: int) -> None:
+def test_a_neighbor_may_be_ahead_by_a_step_of_either_sort(step: int, next_step: int) -> None:
     world = World(rank=2, script=[[arrived("2F0", next_step, peer=1), arrived("2F0", step, 1)]])
     world.run_step(shape_of(step), step)
     assert world.calls[:2] == [f"consumed from 1 in {step}", "run 2F0 on [0.0]"]
