@@ -13,7 +13,12 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import LoopRandomStates, StepData, is_iterator, shared
+from rrfp.megatron.step.microbatch_data import (
+    LoopRandomStates,
+    StepData,
+    is_iterator,
+    shared_objects,
+)
 from rrfp.schedule.balance import AdmitAcross
 from rrfp.schedule.knobs import described_hold
 
@@ -73,7 +78,7 @@ class AheadIterators:
         `AheadIterator`. An object that other chunks draw from too, or that is no iterator, is
         returned as it is."""
         first = given[0]
-        if not is_iterator(first) or shared(given):
+        if not is_iterator(first) or shared_objects(given):
             return [*given]
         ahead = self._known.get(id(first))
         if ahead is None:
