@@ -300,8 +300,12 @@ def test_what_the_system_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
-    with pytest.raises(NoAnswerError, match=r"^it did not answer within 5 s$"):
-        call_isolated(hang, str(started), limit_s=5)
+    # On a busy machine the process may need more than 5 s to reach `hang`.
+    for limit_s in (5, 10, 20, 40):
+        with pytest.raises(NoAnswerError, match=rf"^it did not answer within {limit_s} s$"):
+            call_isolated(hang, str(started), limit_s=limit_s)
+        if started.exists() and started.read_text():
+            break
     child = Path("/proc", started.read_text())
     deadline_s = time.monotonic() + LIMIT_S
     while child.exists() and "Z" not in (child / "stat").read_text().rpartition(")")[2].split()[:1]:
