@@ -161,7 +161,7 @@ class _WhatIf:
         return run.is_blocking or (policy.hint, policy.dispatch) != (own.hint, own.dispatch)
 
     def _conclusion(self, changes: Sequence[Change], rows: Sequence[Row]) -> str:
-        """What the best of the changed policies would save, and what is behind the rest."""
+        """State the saving of the best changed policy, and the causes of the remaining time."""
         policies = [
             (row, change) for row, change in zip(rows, changes, strict=True) if change.has_policy
         ]
