@@ -268,8 +268,8 @@ def test_every_parameter_says_where_it_comes_from() -> None:
 
 def test_signs_and_errors() -> None:
     workload = Workload("GPT3-Large", 1, 8, 1, 64, "ViT-H")
-    published = dict(zip(tables.COMPARED, (4.0, 3.0, 2.0, 1.0), strict=True))
-    simulated = dict(zip(tables.COMPARED, (4.0, 1.0, 2.0, 2.5), strict=True))
+    published: dict[Method, float] = dict(zip(tables.COMPARED, (4.0, 3.0, 2.0, 1.0), strict=True))
+    simulated: dict[Method, float] = dict(zip(tables.COMPARED, (4.0, 1.0, 2.0, 2.5), strict=True))
     comparison = tables.Comparison(workload, published, simulated)
     assert comparison.wrong_signs == [
         (Method.ZB, Method.BF),
