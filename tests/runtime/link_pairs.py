@@ -23,13 +23,13 @@ import torch
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.device.host_memory import HELPER
+from rrfp.runtime.device.interface import HELPER
 from rrfp.runtime.link.driver import LinkDriver
 from rrfp.runtime.link.receiver import Receiver
 from rrfp.runtime.link.wire import Header, Purpose, encode_header
 from rrfp.runtime.net import tls
 from rrfp.runtime.net import transport as socket_transport
-from rrfp.runtime.net.connecting import Door, Listener, Port, Where
+from rrfp.runtime.net.connecting import Listener, ListenerAddress, PeerAddress, TcpAddress
 from rrfp.runtime.net.tls import Tunnels
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.planes import cuda_ipc as cuda_ipc_plane
@@ -40,8 +40,8 @@ from rrfp.runtime.planes.host_planes import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Attachment, Fetcher, MappedFetcher, Offer, Plane
 from rrfp.runtime.planes.registry import HOW_TO_INSTALL, TransportName, is_installed
-from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Event, Failed, Inbox, Message
+from rrfp.runtime.planes.selection import PlaneChoice, RankPlanes
+from rrfp.runtime.protocols import Event, Inbox, LinkFailed, Message, MessageArrived
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Record
@@ -66,7 +66,7 @@ class Way(StrEnum):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a socket transport."""
+        """Keyword arguments for a socket transport."""
         return {"allow_unix": self is Way.UNIX, "tls": self is Way.TLS}
 
 
@@ -76,7 +76,7 @@ ways = pytest.mark.parametrize("way", [Way.UNIX, Way.TCP, pytest.param(Way.TLS, 
 
 @contextmanager
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Around a test: no thread more than before, but the one that lasts; and no socket file."""
+    """Check that a test leaves no thread behind, except `HELPER`, and no socket file."""
     before = set(threading.enumerate())
     # Made once, for as long as this process lives.
     multiprocessing.util.get_temp_dir()
@@ -98,7 +98,7 @@ def task(microbatch: int, kind: Kind = Kind.F) -> Task:
 
 
 def take(inbox: Inbox, num_events: int, timeout_s: float = PATIENCE_S) -> list[Event]:
-    """So many events, or fewer when the time is up."""
+    """Return this many events, or fewer after the timeout."""
     events: list[Event] = []
     deadline_s = time.monotonic() + timeout_s
     while len(events) < num_events and (left_s := deadline_s - time.monotonic()) > 0:
@@ -108,7 +108,7 @@ def take(inbox: Inbox, num_events: int, timeout_s: float = PATIENCE_S) -> list[E
 
 def failure(events: list[Event]) -> RrfpError:
     (event,) = events
-    assert isinstance(event, Failed)
+    assert isinstance(event, LinkFailed)
     return event.error
 
 
@@ -143,13 +143,18 @@ class Pair:
 
     @property
     def outboxes(self) -> list[list[Outbox]]:
-        """Of each rank."""
+        """Outboxes of each rank."""
         found = [each._planes._stagers for each in self.transports]
         return [[each for each in own if isinstance(each, Outbox)] for own in found]
 
     def close(self) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(SocketTransport.close, self.transports))
+
+
+def plane_choices(transport: SocketTransport) -> dict[int, PlaneChoice]:
+    """Return the plane of each link from a rank, by peer."""
+    return {**transport._planes.accepted.links}
 
 
 @contextmanager
@@ -169,9 +174,9 @@ def lone_rank(
     address: str | None = None,
     connect_s: float = 0.2,
 ) -> None:
-    """A rank whose peers say that they are on another host, and where, but do not come."""
+    """Open a rank whose peers publish addresses on another host, but never connect."""
     store = HashStore()
-    where = Where(None, Port("127.0.0.1", 1, bytes(32))).to_json()
+    where = ListenerAddress(None, TcpAddress("127.0.0.1", 1, bytes(32))).to_json()
     for peer in {*sends_to, *receives_from} - {rank}:
         store.set(f"{PREFIX}/place/{peer}", "elsewhere")
         if peer in receives_from:
@@ -194,8 +199,8 @@ def lone_rank(
 def bare_peer(
     role: str, way: Way = Way.UNIX, **options: float
 ) -> Iterator[tuple[SocketTransport, Inbox, socket.socket]]:
-    """Rank 0 with one link, whose other end is a proven but bare socket: the link's `source` or
-    its `destination`."""
+    """Yield rank 0 with one link, whose other end is an authenticated but bare socket: the link's
+    `source` or its `destination`."""
     store, inbox, unix = HashStore(), Inbox(), way is Way.UNIX
     tunnels = Tunnels() if way is Way.TLS else None
     rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
@@ -227,15 +232,15 @@ def bare_peer(
     listener.open()
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
-        rendezvous.publish("address/1", listener.where.to_json())
+        rendezvous.publish("address/1", listener.address.to_json())
         if role == "destination":
             listener.accept()
             listener.wait(rendezvous, PATIENCE_S)
         else:
-            where = rendezvous.wait_json("address/0", 0, Where.decode)
+            where = rendezvous.wait_json("address/0", 0, ListenerAddress.decode)
             connected.append(dial(1, 0, where, unix=unix, tunnels=tunnels))
         transport = making.result(PATIENCE_S)
-    # It will be found gone when its connection breaks.
+    # When its connection breaks, rank 0 finds that it has ended.
     listener.close()
     try:
         yield transport, inbox, connected[0]
@@ -247,11 +252,11 @@ def bare_peer(
 
 
 def dial(
-    rank: int, peer: int, where: Where, *, unix: bool, tunnels: Tunnels | None = None
+    rank: int, peer: int, where: ListenerAddress, *, unix: bool, tunnels: Tunnels | None = None
 ) -> socket.socket:
-    """A connection to a rank that has proved itself, and this one, too."""
-    with closing(Door(rank, peer, where, unix=unix, tunnels=tunnels)) as door:
-        return door.dial(PATIENCE_S)
+    """Return a connection on which both ranks have authenticated."""
+    with closing(PeerAddress(rank, peer, where, unix=unix, tunnels=tunnels)) as peer_address:
+        return peer_address.dial(PATIENCE_S)
 
 
 def message_bytes(sequence: int) -> bytes:
@@ -267,13 +272,13 @@ def message_bytes(sequence: int) -> bytes:
 
 MOST_BYTES = 8 * 2**10
 SMALL_OUTBOX_BYTES = 4 * MOST_BYTES
-"""So small that slots are waited for, and used again at once."""
+"""Small enough that messages wait for slots, which are reused at once."""
 LONGEST_S = 5.0
 
 
 @dataclass
 class Findings:
-    """What came of some messages."""
+    """Counts of messages, and of errors in them."""
 
     num_arrived: int = 0
     num_corrupt: int = 0
@@ -294,17 +299,17 @@ class Findings:
 
 
 class PoisoningOutbox(Outbox):
-    """Whoever reads a slot after its release finds poison."""
+    """Fills a slot with poison when it is released."""
 
     def release(self, offset: int) -> None:
-        size = self._slots.size_of(offset)  # nothing is lent to a device
+        size = self._slots._sizes[offset]  # nothing is lent to a device
         assert self._slab is not None
         self._slab[offset : offset + size].fill_(POISON)
         super().release(offset)
 
 
 class WatchedPlane(SharedMemoryPlane):
-    """Knows who is attached to its slab when it frees it."""
+    """Counts peers that are attached to its slab when it frees it."""
 
     def __init__(self, device: SimulatedDevice, slab_bytes: int, findings: Findings) -> None:
         super().__init__(device, slab_bytes)
@@ -329,7 +334,7 @@ class WatchedPlane(SharedMemoryPlane):
 
 
 class WatchedFetcher:
-    """Tells once that it has detached."""
+    """Calls `detached` once, when it detaches."""
 
     def __init__(self, fetcher: Fetcher, detached: Callable[[], None]) -> None:
         self.fetch = fetcher.fetch
@@ -345,7 +350,7 @@ class WatchedFetcher:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One rule of the protocol broken: classes that stand in for those that keep it."""
+    """A violation of one rule of the protocol: classes that replace the correct ones."""
 
     outbox: type[Outbox] = PoisoningOutbox
     fetcher: type[MappedFetcher] = MappedFetcher
@@ -358,7 +363,7 @@ class Mistake:
 
 
 def content(rank: int, microbatch: int) -> bytes:
-    """What the message for a microbatch to this rank holds."""
+    """Return the content of the message for a microbatch to this rank."""
     draws = random.Random(f"{rank}/{microbatch}")
     return draws.randbytes(draws.randint(1, MOST_BYTES))
 
@@ -375,7 +380,7 @@ def exchange(
     make_plane: PlaneMaker = WatchedPlane,
     plane: TransportName = TransportName.SHM,
 ) -> Findings:
-    """Send so many messages in a random order, half of them each way, and check them all; with
+    """Send messages in a random order, half of them each way, and check them all; with
     `until_found` stop at the first that is corrupt."""
     findings = Findings()
     with ExitStack() as stack:
@@ -451,7 +456,7 @@ class _Rank:
             for _ in range(min(len(unsent), self._draws.randint(0, 4))):
                 self._send(unsent.pop())
             for event in self._inbox.take(0.0 if unsent else 0.05):
-                if not isinstance(event, Arrived):
+                if not isinstance(event, MessageArrived):
                     assert until_found, event
                     return
                 self._check(event)
@@ -459,7 +464,7 @@ class _Rank:
         self._is_done = True
 
     def _send(self, microbatch: int) -> None:
-        """Make a message on the compute stream, hand it over, and forget it."""
+        """Make a message on the compute stream, send it, and drop all references."""
         device, data = self._device, content(1 - self._rank, microbatch)
         stream = device.compute_stream()
         tensor = device.empty([len(data)], torch.uint8, stream)
@@ -467,15 +472,15 @@ class _Rank:
         device.launch(lambda: _write(address, data), stream)
         self._transport.send(1 - self._rank, Message(0, Task(1, Kind.F, microbatch), (tensor,)))
 
-    def _check(self, event: Arrived) -> None:
-        """Read what has arrived on the compute stream, and forget it."""
+    def _check(self, event: MessageArrived) -> None:
+        """Read what has arrived on the compute stream, and drop all references."""
         device, message = self._device, event.message
         self._transport.consumed(event.peer, message.step)
         (tensor,) = message.tensors
         assert tensor is not None
         expected = content(self._rank, message.task.microbatch)
         assert tensor.numel() == len(expected)
-        device.take_over(message.tensors)
+        device.use_on_compute_stream(message.tensors)
         address = tensor.data_ptr()
 
         def check() -> None:
@@ -485,7 +490,7 @@ class _Rank:
         device.launch(check, device.compute_stream())
 
     def close(self) -> None:
-        # With a mistake found, nobody takes what is still under way.
+        # After a mistake was found, messages in flight are not consumed.
         self._transport.close(farewell=self._is_done)
         self._device.close()
 

@@ -13,27 +13,26 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from rrfp.runtime.agreement import StarAgreement
+from rrfp.runtime.agreement import GroupAgreement
 from rrfp.runtime.device.interface import Device
-from rrfp.runtime.device_worker import DeviceWorker
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.pace import Delays
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import (
-    Arrived,
     Clock,
     Compute,
     Event,
     Inbox,
     Links,
     Message,
+    MessageArrived,
     StepSummary,
     Transport,
     monotonic,
 )
-from rrfp.runtime.stall import StoreStallBoard
-from rrfp.runtime.worker import Worker
+from rrfp.runtime.stall import StallBoard
+from rrfp.runtime.worker import DeviceWorker, Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.named_hints import HINTS, hint_named
@@ -58,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Wait:
-    """Of a rank that does not run: until when, unless something comes before."""
+    """The wait of a rank that does not run: until this time, or until something comes."""
 
     until_ns: int
     has_come: Callable[[], bool]
@@ -78,13 +77,14 @@ class MemoryRanks(Generic[T]):
         self._errors: list[BaseException] = []
 
     def run(self, target: Callable[[int], T]) -> list[T]:
-        """What `target(rank)` gives on each rank; raises what the first of them raised."""
+        """Run `target(rank)` on each rank, and return the results; raise the first rank's error, if
+        any."""
         ranks = range(len(self._turns))
         threads = [threading.Thread(target=self._run, args=(rank, target)) for rank in ranks]
         for rank, thread in enumerate(threads):
             self._waits[rank] = _Wait(0, lambda: False)
             thread.start()
-        self._pass_on()
+        self._deliver()
         self._ended.acquire()
         for thread in threads:
             thread.join()
@@ -93,13 +93,13 @@ class MemoryRanks(Generic[T]):
         return [self._results[rank] for rank in ranks]
 
     def sleep(self, rank: int, duration_ns: int) -> None:
-        """Let so much time pass on this rank's compute thread."""
+        """Let this time pass on this rank's compute thread."""
         self.wait(rank, duration_ns, lambda: False)
 
     def wait(self, rank: int, most_ns: int, has_come: Callable[[], bool]) -> None:
-        """Wait at most so long until something has come."""
+        """Wait at most this long until something has come."""
         self._waits[rank] = _Wait(self.network.now_ns + most_ns, has_come)
-        self._pass_on()
+        self._deliver()
         self._turns[rank].acquire()
 
     def _run(self, rank: int, target: Callable[[int], T]) -> None:
@@ -108,9 +108,9 @@ class MemoryRanks(Generic[T]):
             self._results[rank] = target(rank)
         except BaseException as error:
             self._errors.append(error)
-        self._pass_on()
+        self._deliver()
 
-    def _pass_on(self) -> None:
+    def _deliver(self) -> None:
         """Let time pass until a rank can go on, and let it."""
         if not self._waits:
             self._ended.release()
@@ -144,11 +144,11 @@ class MemoryInbox(Inbox):
 OUTBOX_BYTES = 1 << 20
 
 PAYLOAD = (torch.zeros(1024),)
-"""4 KiB: what every task hands on."""
+"""Output of every task: 4 KiB."""
 
 
 class Work:
-    """A task of a stage that does nothing but `act`, and hands the payload on."""
+    """A stage whose tasks only call `act`, and return the payload."""
 
     held_bytes = 0
     waiting_gradient_bytes = 0
@@ -165,7 +165,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands among `num_members` pipelines that agree; ranks go by stage first."""
+    """The place of a rank among `num_members` pipelines that agree; ranks are numbered by stage
+    first."""
 
     rank: int
     num_pp_ranks: int
@@ -190,7 +191,7 @@ class Place:
 
     @property
     def peers(self) -> set[int]:
-        """The neighbours in the pipeline (in a loop) and in the group's star."""
+        """The neighbors in the pipeline (in a loop) and in the group's star."""
         pipeline, index = self.pp_ranks, self.pp_rank
         near = {pipeline[index - 1], pipeline[(index + 1) % self.num_pp_ranks]}
         star = self.members if self.member == 0 else self.members[:1]
@@ -203,12 +204,12 @@ class RankRig:
 
     place: Place
     transport: Transport
-    agreement: StarAgreement
+    agreement: GroupAgreement
     worker: Worker
     records: list[Record]
     clock: Clock
     sleep: Callable[[float], None]
-    """Lets so many seconds pass on the compute thread."""
+    """Lets this many seconds pass on the compute thread."""
 
     def run_step(
         self, step: int, shape: Shape, compute: Compute, hint_name: str = "bf"
@@ -282,7 +283,7 @@ def open_rig(
         planes=None if device is None else RankPlanes(device, TransportName.SHM, OUTBOX_BYTES),
     )
     links = wrap(transport)
-    agreement = StarAgreement(place.rank, place.members, links, record)
+    agreement = GroupAgreement(place.rank, place.members, links, record)
     make = Worker if device is None else partial(DeviceWorker, device=device, in_time=in_time)
     worker = make(
         place.pp_ranks,
@@ -290,7 +291,7 @@ def open_rig(
         links,
         agreement,
         record,
-        StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
+        StallBoard(store, "rig", range(num_pp_ranks * num_members)),
         stall_s=stall_s,
         decides_ahead=decides_ahead,
         delays=delays,
@@ -312,8 +313,8 @@ def run_in_memory(
     wrap: Callable[[int, Links], Links] = lambda _, links: links,
     network: MemoryNetwork | None = None,
 ) -> list[T]:
-    """What `target` gives on each of so many ranks of this process, in virtual time; their leaders
-    do not decide ahead. Bytes are up to `longest_delay_ns` on their way."""
+    """Run `target` on each rank in this process, in virtual time, and return the results. Leaders
+    do not decide ahead. Bytes take up to `longest_delay_ns` to arrive."""
     network = network or MemoryNetwork(seed, longest_delay_ns=longest_delay_ns)
     ranks: MemoryRanks[T] = MemoryRanks(network, num_pp_ranks * num_members, seed)
     store = HashStore()
@@ -332,14 +333,14 @@ def run_in_memory(
             record=records.append,
         )
         links = wrap(rank, transport)
-        agreement = StarAgreement(rank, place.members, links, records.append, network.clock)
+        agreement = GroupAgreement(rank, place.members, links, records.append, network.clock)
         worker = Worker(
             place.pp_ranks,
             inbox,
             links,
             agreement,
             records.append,
-            StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
+            StallBoard(store, "rig", range(num_pp_ranks * num_members)),
             stall_s=stall_s,
             decides_ahead=False,
             clock=network.clock,
@@ -355,7 +356,7 @@ def run_in_memory(
     return ranks.run(run)
 
 
-# One rank's worker between fakes, which note down what it asks of them; arrivals are scripted.
+# One rank's worker between fakes, which record its calls; arrivals are scripted.
 
 
 TICK_NS = 10
@@ -370,10 +371,10 @@ def task(text: str) -> Task:
 F0 = task("1F0")
 
 
-def arrived(text: str, step: int = 0, peer: int = 0) -> Arrived:
-    """The input of a task, which says in its tensor whose it is."""
+def arrived(text: str, step: int = 0, peer: int = 0) -> MessageArrived:
+    """Make the arrival of a task's input, whose tensor contains the microbatch."""
     wanted = task(text)
-    return Arrived(peer, Message(step, wanted, (torch.tensor([float(wanted.microbatch)]),)))
+    return MessageArrived(peer, Message(step, wanted, (torch.tensor([float(wanted.microbatch)]),)))
 
 
 class ScriptedInbox(Inbox):
@@ -393,8 +394,8 @@ class ScriptedInbox(Inbox):
                 self.put(event)
         return super().take(0.0)
 
-    def wait_until_taken(self) -> None:
-        """Wait until another thread has taken everything."""
+    def wait_until_empty(self) -> None:
+        """Wait until another thread has taken all events."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self._events:
             assert time.monotonic() < deadline_s, "nobody decides ahead"
@@ -403,39 +404,39 @@ class ScriptedInbox(Inbox):
 
 @dataclass(slots=True)
 class World:
-    """One rank's worker between fakes that note down what it asks of them."""
+    """One rank's worker between fakes that record its calls."""
 
     rank: int = 1
     num_ranks: int = 3
     script: list[list[Event]] = field(default_factory=list)
     during: dict[Task, list[Event]] = field(default_factory=dict)
-    """What arrives while a task runs."""
+    """Events that arrive while a task runs."""
     members: tuple[int, ...] | None = None
     calls: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     fails_at: Task | None = None
     task_ns: int = 0
-    """How long a task takes on this rank's clock, after what arrives while it runs."""
+    """Duration of a task on this rank's clock, after the events that arrive while it runs."""
     ahead_during: Task | None = None
-    """A task that runs until what arrives meanwhile was taken in for a decision ahead."""
+    """A task that runs until events that arrive meanwhile were used for a decision ahead."""
     now_ns: int = 0
     patience: Patience = IMPATIENT
     stall_s: float = STALL_S
     inbox: ScriptedInbox = field(init=False)
-    agreement: StarAgreement = field(init=False)
+    agreement: GroupAgreement = field(init=False)
     worker: Worker = field(init=False)
 
     def __post_init__(self) -> None:
         self.inbox = ScriptedInbox(self.script)
         members = self.members or (self.rank,)
-        self.agreement = StarAgreement(self.rank, members, self, self.records.append, self.clock)
+        self.agreement = GroupAgreement(self.rank, members, self, self.records.append, self.clock)
         self.worker = Worker(
             range(self.num_ranks),
             self.inbox,
             self,
             self.agreement,
             self.records.append,
-            StoreStallBoard(HashStore(), "test", range(self.num_ranks)),
+            StallBoard(HashStore(), "test", range(self.num_ranks)),
             stall_s=self.stall_s,
             decides_ahead=self.ahead_during is not None,
             clock=self.clock,
@@ -483,7 +484,7 @@ class World:
             self.inbox.put(event)
         self.now_ns += self.task_ns
         if task == self.ahead_during:
-            self.inbox.wait_until_taken()
+            self.inbox.wait_until_empty()
         return (torch.tensor([100.0 * task.stage + task.microbatch]),)
 
     # As its transport.
@@ -496,8 +497,8 @@ class World:
     def consumed(self, peer: int, step: int) -> None:
         self.calls.append(f"consumed from {peer} in {step}")
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
-        self.calls.append(f"forecast {task} to {peer} in {left_ns}")
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
+        self.calls.append(f"forecast {task} to {peer} in {remaining_ns}")
 
     def report(self, peer: int, step: int, task: Task) -> None:
         self.calls.append(f"report {task} to {peer}")

@@ -23,7 +23,6 @@ from rrfp.runtime.planes import nixl as nixl_plane
 from rrfp.runtime.planes import registry
 from rrfp.runtime.planes.codec import Form
 from rrfp.runtime.planes.cuda_ipc import CudaIpcFetcher, CudaIpcPlane
-from rrfp.runtime.planes.negotiation import PlaneChoice
 from rrfp.runtime.planes.nixl import NixlPlane
 from rrfp.runtime.planes.plane import (
     Completion,
@@ -35,14 +34,14 @@ from rrfp.runtime.planes.plane import (
     PlaneRefusal,
 )
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
+from rrfp.runtime.planes.selection import PlaneChoice, RankPlanes
+from rrfp.runtime.protocols import Inbox, LinkFailed, Message, MessageArrived
 from rrfp.schedule.tasks import Kind, Task
 from tests.doubles import cuda_in_files
 from tests.doubles.cuda_in_files import cudaError_t
 from tests.doubles.simulated_device import SimulatedDevice
 from tests.e2e.ranks import run_ranks
-from tests.runtime.link_pairs import Mistake, exchange, pair, take
+from tests.runtime.link_pairs import Mistake, exchange, pair, plane_choices, take
 from tests.runtime.test_planes import OUTBOX_BYTES, filled, message, own_store, transport
 from tests.runtime.test_simulated_device import MISTAKES
 
@@ -76,7 +75,7 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def memory_left(directory: Path) -> list[str]:
-    """What is allocated or open."""
+    """Memory that is allocated or open."""
     return [path.name for path in directory.iterdir()]
 
 
@@ -132,20 +131,20 @@ def test_a_rank_that_says_farewell_before_it_detaches_is_found(cuda: Path) -> No
     cuda_in_files.freed_open.clear()
 
 
-def test_the_speed_is_told(cuda: Path) -> None:
+def test_the_speed_is_reported(cuda: Path) -> None:
     with pair(make_planes=planes) as ranks:
         for transport in ranks.transports:
-            (settled,) = transport.plane_choices.values()
+            (settled,) = plane_choices(transport).values()
             assert settled.plane is CUDA_IPC
             assert settled.gb_per_s
             assert settled.why == ""
     assert memory_left(cuda) == []
 
 
-def test_a_peer_on_another_host_is_told_of(cuda: Path) -> None:
+def test_a_peer_on_another_host_is_named_as_the_reason(cuda: Path) -> None:
     with pair(make_planes=planes, allow_unix=False) as ranks:
         expected = PlaneChoice(TransportName.BOUNCE, None, "rank 1 is on another host")
-        assert ranks.transports[0].plane_choices == {1: expected}
+        assert plane_choices(ranks.transports[0]) == {1: expected}
 
 
 def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:
@@ -157,8 +156,8 @@ def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:
     plane.close(are_detached=True)
 
 
-def test_an_arrival_is_told_when_the_host_has_seen_the_copy(cuda: Path) -> None:
-    """And a puller that is detached lets its copies end."""
+def test_an_arrival_is_reported_when_the_host_has_seen_the_copy(cuda: Path) -> None:
+    """A fetcher that detaches lets its copies end."""
     device = SimulatedDevice(mean_delay_s=2e-3)
     owner, reader = CudaIpcPlane(device, BLOCK_BYTES), CudaIpcPlane(device, BLOCK_BYTES)
     owner.slab.fill_(7)
@@ -194,11 +193,11 @@ def test_memory_is_closed_once_no_copy_reads_it(
     happened: list[str] = []
     close = cuda_in_files.cudaIpcCloseMemHandle
 
-    def told(address: int) -> tuple[int]:
+    def closed(address: int) -> tuple[int]:
         happened.append("closed")
         return close(address)
 
-    monkeypatch.setattr(cuda_in_files, "cudaIpcCloseMemHandle", told)
+    monkeypatch.setattr(cuda_in_files, "cudaIpcCloseMemHandle", closed)
 
     def copy() -> None:
         time.sleep(0.05)
@@ -255,12 +254,12 @@ def _exchange(directory: str) -> list[str]:
     for number in range(12):
         made.send(1 - rank, message(number, filled(size, number)))
     for event in take(inbox, 12)[:12]:  # and then perhaps a farewell
-        assert isinstance(event, Arrived), event
+        assert isinstance(event, MessageArrived), event
         (tensor,) = event.message.tensors
         assert tensor is not None
         assert bool((tensor == event.message.task.microbatch).all())
         made.consumed(1 - rank, 0)
-    plane = str(made.plane_choices[1 - rank].plane)
+    plane = str(plane_choices(made)[1 - rank].plane)
     made.close()
     return [plane, *map(str, cuda_in_files.freed_open)]
 
@@ -281,7 +280,7 @@ def _killed(directory: str) -> tuple[str, int] | None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     event, *_ = take(inbox, 1)
-    assert isinstance(event, Failed)
+    assert isinstance(event, LinkFailed)
     made.close(farewell=False)
     return str(event.error), len(cuda_in_files.freed_open)
 
@@ -294,8 +293,8 @@ def test_what_a_lost_peer_had_open_is_not_freed(tmp_path: Path) -> None:
     assert num_freed_open == 0
 
 
-def settled_with(why: str) -> dict[int, PlaneChoice]:
-    """Of a link that takes the next plane."""
+def choice_because(why: str) -> dict[int, PlaneChoice]:
+    """Make the expected choice of a link that uses the next plane."""
     return {1: PlaneChoice(TransportName.BOUNCE, None, why)}
 
 
@@ -348,9 +347,9 @@ def test_a_call_that_fails_is_named_and_the_next_plane_serves(
 ) -> None:
     refuse(monkeypatch, call, error)
     with pair(make_planes=planes) as ranks:
-        assert ranks.transports[0].plane_choices == settled_with(why)
+        assert plane_choices(ranks.transports[0]) == choice_because(why)
         ranks.transports[0].send(1, message(5, filled(OUTBOX_BYTES // 2, 5)))
-        assert isinstance(take(ranks.inboxes[1], 1)[0], Arrived)
+        assert isinstance(take(ranks.inboxes[1], 1)[0], MessageArrived)
     assert memory_left(cuda) == []
 
 
@@ -390,7 +389,7 @@ def test_a_gpu_without_peer_access_is_named(cuda: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_an_offer_that_cannot_be_taken(cuda: Path, told: dict[str, object], why: str) -> None:
+def test_an_offer_that_cannot_be_accepted(cuda: Path, told: dict[str, object], why: str) -> None:
     plane = CudaIpcPlane(CPU, 1024)
     offer = plane.offer()
     with pytest.raises(PlaneRefusal) as refusal:
@@ -420,7 +419,7 @@ def test_a_copy_that_fails_is_a_refusal_and_the_memory_is_closed(cuda: Path) -> 
     assert memory_left(cuda) == []
 
 
-def test_memory_that_is_not_given_back_is_told(
+def test_memory_that_cannot_be_freed_is_a_warning(
     cuda: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device that has failed fails again; the run has its error already."""
@@ -490,7 +489,7 @@ class OwnReads:
         return self
 
     states = ("PROC", "DONE")
-    """What a transfer says as it begins, and later."""
+    """States that a transfer returns as it begins, and later."""
     num_released = 0
 
     def transfer(self, handle: Self) -> str:
@@ -504,7 +503,7 @@ class OwnReads:
 
 
 class FullDevice(CpuDevice):
-    """Has no memory left, where it is told so."""
+    """Has no memory left while `is_full` is True."""
 
     is_full = False
 
@@ -518,27 +517,27 @@ class FullDevice(CpuDevice):
 def may_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers = threading.Event()
     answers.set()
-    monkeypatch.setattr(nixl_agent, "_made", lambda name: OwnReads(name, answers))
+    monkeypatch.setattr(nixl_agent, "_make_agent", lambda name: OwnReads(name, answers))
     yield answers
     answers.set()
 
 
 def fetched(fetcher: Fetcher) -> Completion:
-    """What becomes of a message of one tensor."""
+    """Send a message of one tensor, and return its outcome."""
     told: list[Completion] = []
     is_told = threading.Event()
 
-    def tell(completion: Completion) -> None:
+    def put_completion(completion: Completion) -> None:
         told.append(completion)
         is_told.set()
 
     descriptor = Descriptor((Form(torch.uint8, (100,)),), 0)
-    fetcher.fetch(descriptor, Message(0, TASK, ()), Queue(tell))
+    fetcher.fetch(descriptor, Message(0, TASK, ()), Queue(put_completion))
     assert is_told.wait(PATIENCE_S), "nobody was told"
     return told[0]
 
 
-def test_a_message_that_cannot_be_taken_over_fails_its_link_and_no_other(
+def test_a_message_that_cannot_be_copied_fails_its_link_and_no_other(
     may_answer: threading.Event,
 ) -> None:
     source, device = NixlPlane(CpuDevice(), SLAB_BYTES), FullDevice()

@@ -1,4 +1,4 @@
-"""How many files of ours an activation passes on its way to its neighbor."""
+"""The number of rrfp's files that handle an activation between two ranks."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ from rrfp.runtime.device.interface import CPU
 from rrfp.runtime.planes import registry
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived
+from rrfp.runtime.protocols import MessageArrived
 from tests.runtime.link_pairs import pair, take
 from tests.runtime.test_gpu_planes import cuda
 from tests.runtime.test_planes import filled, message
@@ -22,7 +22,7 @@ __all__ = ["cuda"]
 
 PACKAGE = str(Path(registry.__file__).parents[2])
 WORKER = "runtime/worker.py"
-"""Sends what a task has returned, and takes what has arrived."""
+"""Sends a task's outputs, and receives its inputs."""
 
 
 class Profile:
@@ -39,7 +39,8 @@ class Profile:
 
 
 def files_passed(transport: TransportName, num_bytes: int) -> set[str]:
-    """The files from `send` until the peer has taken the message and its slot is free."""
+    """Return the files called from `send` until the peer has consumed the message and its slot is
+    free."""
     path = Profile()
     before = sys.getprofile()
     threading.setprofile(path)
@@ -50,7 +51,7 @@ def files_passed(transport: TransportName, num_bytes: int) -> set[str]:
             path.is_on = True
             made.transports[0].send(1, message(0, filled(num_bytes, 1)))
             (event,) = take(made.inboxes[1], 1)
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             made.transports[1].consumed(0, 0)
             del event
             time.sleep(0.2)

@@ -18,14 +18,14 @@ from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import (
     ClockOffset,
     Rendezvous,
-    clock_offset,
     default_store,
     exchange_hosts,
     files_identity,
     host_identity,
-    introduce,
-    introduced,
+    measure_clock_offset,
+    publish_rank_info,
     reachable_address,
+    wait_for_rank_infos,
 )
 from rrfp.strict_json import integer
 from rrfp.trace.records import RankInfo
@@ -38,7 +38,7 @@ def test_a_wait_ends_and_names_the_rank() -> None:
         rendezvous.wait("thing", 3)
 
 
-def test_a_time_out_that_is_left_of_another_is_told_round() -> None:
+def test_the_rest_of_a_timeout_is_rounded_in_messages() -> None:
     with pytest.raises(PeerLostError, match=r"rank 0 waited 0\.02 s for rank 3"):
         Rendezvous(HashStore(), "p", 0, 0.0199152).wait("thing", 3)
 
@@ -53,7 +53,7 @@ def test_values_are_bytes_below_their_prefix() -> None:
         Rendezvous(store, "q", 1, 0.01).wait("thing", 0)
 
 
-def test_a_store_that_died_is_told_in_one_sentence() -> None:
+def test_a_store_that_died_is_reported_in_one_sentence() -> None:
     server = loopback_store()
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     rendezvous = Rendezvous(client, "p", 1, 5)
@@ -104,7 +104,7 @@ def test_a_long_wait_names_the_missing_ranks_in_one_line(
     assert re.match(
         "ranks 1, 3 have not come to the first step after .* given up after 60 s", lines[0]
     )
-    # One line each time, whoever writes it.
+    # One line each time, from any of the ranks.
     assert len({line.split(";")[0] for line in lines}) == len(lines)
 
 
@@ -126,7 +126,7 @@ PICKLE = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0btouch /tmp/x\x85R."
 
 
 @pytest.mark.parametrize("planted", [PICKLE, b"", b"{", b"[1, 2]", b"true", b"1.5", b"[" * 100_000])
-def test_what_cannot_be_read_is_told_with_its_key_and_rank(planted: bytes) -> None:
+def test_a_value_that_cannot_be_read_is_reported_with_its_key_and_rank(planted: bytes) -> None:
     rendezvous = Rendezvous(HashStore(), "p", 0, 5)
     rendezvous.publish("thing", planted)
     words = "what rank 3 published as 'p/thing' cannot be read .*; see whether every rank runs"
@@ -164,10 +164,10 @@ def test_only_a_whole_introduction_is_one(values: object) -> None:
     store = HashStore()
     store.set("p/info/0", json.dumps(asdict(replace(INFO, rank=0))))
     store.set("p/info/1", json.dumps(asdict(INFO)))
-    assert introduced(store, "p", 0, 2, timeout_s=5) == [replace(INFO, rank=0), INFO]
+    assert wait_for_rank_infos(store, "p", 0, 2, timeout_s=5) == [replace(INFO, rank=0), INFO]
     store.set("p/info/1", json.dumps(values))
     with pytest.raises(RrfpError, match="what rank 1 published as 'p/info/1' cannot be read"):
-        introduced(store, "p", 0, 2, timeout_s=5)
+        wait_for_rank_infos(store, "p", 0, 2, timeout_s=5)
 
 
 def test_hosts_are_exchanged() -> None:
@@ -187,7 +187,7 @@ def test_clock_offsets_hold_within_their_error(skew_ns: int) -> None:
     skews_ns = {"a": 0, "b": skew_ns, "c": -skew_ns}
 
     def measure(rank: int) -> ClockOffset:
-        return clock_offset(
+        return measure_clock_offset(
             store,
             "c",
             rank,
@@ -209,7 +209,7 @@ def test_clock_offsets_hold_within_their_error(skew_ns: int) -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0), (2, 1)])
 def test_a_clock_comparison_without_its_partner_ends(rank: int, missing: int) -> None:
     with pytest.raises(PeerLostError, match=f"for rank {missing}"):
-        clock_offset(HashStore(), "c", rank, ("a", "b", "b"), timeout_s=0.05)
+        measure_clock_offset(HashStore(), "c", rank, ("a", "b", "b"), timeout_s=0.05)
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "no-such-host.invalid", ""])
@@ -250,16 +250,16 @@ def test_a_job_that_torchrun_starts_again_reads_nothing_of_its_first_start(
 class OwnClock(CpuDevice):
     """A device whose clock is related to the host's to within 7 us."""
 
-    def relate_clocks(self) -> None:
+    def synchronize_clocks(self) -> None:
         self.clock_error_ns = 7000
 
 
 def test_times_are_as_uncertain_as_the_clock_of_the_device() -> None:
     store = HashStore()
     own = [RankInfo(rank, rank, 0, 0, (rank,), "host", 1) for rank in (0, 1)]
-    meet = partial(introduce, store, "ranks", num_ranks=2, timeout_s=10)
+    meet = partial(publish_rank_info, store, "ranks", num_ranks=2, timeout_s=10)
     with ThreadPoolExecutor(2) as pool:
         told = [pool.submit(meet, own[0], device=CPU), pool.submit(meet, own[1], device=OwnClock())]
     assert [each.result().clock_error_ns for each in told] == [0, 7000]
-    heard = introduced(store, "ranks", 0, 2, timeout_s=2)
+    heard = wait_for_rank_infos(store, "ranks", 0, 2, timeout_s=2)
     assert [each.clock_error_ns for each in heard] == [0, 7000]

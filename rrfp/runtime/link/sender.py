@@ -1,8 +1,8 @@
 """The sending direction of a link: a queue of envelopes, credits, and announcements.
 
 Reports, decisions and forecasts need no credit and overtake messages. In a paced run a message
-stays in front of the queue until its modelled time has passed, one after the other, as on a link of
-the simulator; the time of the wire itself comes after that.
+stays in front of the queue until its modeled time has passed, one after the other, as on a link of
+the simulator; the time of the wire itself follows.
 
 A staged message waits in the same queue. The peer may use its slot from its frame on, until the
 peer releases it.
@@ -104,6 +104,7 @@ class Sender:
         return []
 
     def _report_unsent(self, task: Task) -> list[Output]:
+        """Report that a task's message cannot be sent, because the link is over."""
         what = self._link.describe_lost(
             f"has left or was lost before it was sent what {task} needs"
         )
