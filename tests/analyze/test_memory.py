@@ -22,7 +22,7 @@ from rrfp.analyze.charts.export import VEGA_LITE, draw, spec_of
 from rrfp.analyze.compare import compare
 from rrfp.analyze.findings import blame, findings, replays
 from rrfp.analyze.frames import frames_of, recording_of
-from rrfp.analyze.memory import kept_changes, memory, memory_table, peak_bytes
+from rrfp.analyze.memory import activation_changes, memory, memory_table, peak_bytes
 from rrfp.analyze.report import report
 from rrfp.analyze.whatif import whatif_table
 from rrfp.cli import main as cli
@@ -543,7 +543,7 @@ def test_peaks_sizes_and_room_are_those_of_the_tasks(seed: int) -> None:
         else:
             assert each.budget_bytes is None
         ceiling = each.budget_bytes or max(peaks.values())
-        assert each.room_bytes == ceiling - each.peak_held_bytes
+        assert each.headroom_bytes == ceiling - each.peak_held_bytes
 
 
 def naive_for_w(tasks: list[TaskRecord], sizes: Sizes) -> list[int]:
@@ -564,7 +564,7 @@ def test_what_waits_for_w_is_what_the_sizes_owe() -> None:
     seeds = (seed for seed in range(100) if random_run(seed)[3].splits_backward)
     for _, seed in zip(range(8), seeds, strict=False):
         recording, worlds, *_ = random_run(seed)
-        tasks = kept_changes(frames_of(recording))
+        tasks = activation_changes(frames_of(recording))
         for records in recording.ranks:
             sizes = worlds[records.info.dp_rank].sizes
             assert sizes is not None
@@ -582,7 +582,7 @@ def test_an_unfinished_step_does_not_count() -> None:
         memory(frames_of(recording))
 
 
-def test_the_sentence_names_the_worst_and_the_roomiest_rank() -> None:
+def test_the_sentence_names_the_worst_and_the_freest_rank() -> None:
     said = memory_table(memory(frames_of(a_run(hold=4)))).conclusions[0]
     assert said == (
         "Rank 0 held most, 40 GiB in step 0; rank 3 could have held 35 GiB more before it held "
@@ -616,7 +616,7 @@ def test_a_bound_that_counts_microbatches_is_held_against_the_same_memory_in_byt
     frames = frames_of(multimodal(4))
     most = memory(frames).worst.peak_held_bytes
     assert found.saving > 0.02
-    assert "could have held" in found.told
+    assert "could have held" in found.figures
     assert f"at that bound a step takes {found.saving:.0%} less" in found.advice
     assert found.flags.startswith("--hold ")
     assert found.flags.endswith("MiB")
@@ -786,7 +786,7 @@ def test_a_trace_without_sizes_says_so_and_what_to_do(
         code, out, told = rrfp(*command[:2], *command[2:], str(OURS))
         assert (code, out) == (1, "")
         assert told.count("\n") == 1
-        assert "does not tell how many bytes its microbatches kept; record the run anew" in told
+        assert "has no activation bytes; record the run again" in told
 
 
 @pytest.mark.parametrize(

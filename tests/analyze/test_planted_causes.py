@@ -81,7 +81,7 @@ def test_a_slow_rank_among_those_that_run_its_tasks(slow: int) -> None:
     found, _ = first(recording)
     assert (found.kind, found.pp_rank) == (CulpritKind.SLOW_RANK, 1)
     assert found.change.usual_rank == by_place[slow].info.rank
-    assert "the ranks that run the same tasks with it" in findings_in(recording)[0].told
+    assert "the ranks that run the same tasks with it" in findings_in(recording)[0].figures
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -231,7 +231,7 @@ def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
     even = run_of(Shape(2, 8), replicas=3)
     slow = run_of(Shape(2, 8), lambda r, s, _: 2 if (r, s) == (1, 0) else 1, replicas=3)
     later = [each for each in findings_in(slow) if each.kind == CulpritKind.SLOW_RANK]
-    assert "in all steps" in later[0].told
+    assert "in all steps" in later[0].figures
     gap_ns = 10**9
     for mixed, before in zip(slow.ranks, even.ranks, strict=True):
         for name, records in mixed.by_name().items():
@@ -248,7 +248,7 @@ def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
                     for each in records
                 ),
             ]
-    words = [each.told for each in findings_in(slow) if each.kind == CulpritKind.SLOW_RANK]
+    words = [each.figures for each in findings_in(slow) if each.kind == CulpritKind.SLOW_RANK]
     assert "since step 1" in words[0]
 
 

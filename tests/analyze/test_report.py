@@ -149,7 +149,7 @@ def test_a_report_has_every_part() -> None:
         "hint bf, ready dispatch; limit 1; 3 pipeline ranks; 6 microbatches; 3 steps" in page.text
     )
     assert "the replay is 0.0% off what was measured" in page.text
-    assert page.text.count("The trace does not tell how many bytes its microbatches kept") == 1
+    assert page.text.count("The trace has no activation bytes") == 1
 
 
 def test_what_cannot_be_replayed_is_said_and_saves_nothing() -> None:

@@ -17,12 +17,11 @@ from rrfp.analyze.frame_files import CachedTrace, load_frames
 from rrfp.analyze.frames import (
     SCHEMAS,
     Frames,
-    choose,
-    evaluations_of,
+    evaluation_steps,
     frames_of,
     recording_of,
     step_time_ns,
-    warm_up_of,
+    warm_up_steps,
 )
 from rrfp.analyze.perfetto_overlay import find_initial_view
 from rrfp.analyze.report import report
@@ -251,9 +250,9 @@ def test_a_step_that_some_rank_did_not_finish_is_no_evaluation() -> None:
     loop = simulated_loop("TTT", SHAPE)
     for rank in loop.ranks:
         rank.tasks[:] = [task for task in rank.tasks if task.step != 1 or task.kind == "F"]
-    assert evaluations_of(frames_of(loop)) == [1]
+    assert evaluation_steps(frames_of(loop)) == [1]
     del loop.ranks[1].phases[1]
-    assert evaluations_of(frames_of(loop)) == []
+    assert evaluation_steps(frames_of(loop)) == []
 
 
 def test_nothing_is_lost_on_the_way(tmp_path: Path) -> None:
@@ -276,7 +275,7 @@ def test_nothing_is_lost_on_the_way(tmp_path: Path) -> None:
         assert everything.steps == [0, 1, 2, -1, -2, -3]
         for evaluations in (False, True):
             found = load_frames(trace, evaluations=evaluations)
-            expected = choose(frames_of(loop), evaluations=evaluations)
+            expected = choose_steps(frames_of(loop), evaluations=evaluations)
             for name in SCHEMAS:
                 assert_frame_equal(found.table(name), expected.table(name))
             assert_frame_equal(found.messages, expected.messages)
@@ -449,28 +448,28 @@ def test_what_is_far_longer_than_the_later_steps_is_warm_up(
     lengths_ns: Sequence[int], slow: tuple[int, ...]
 ) -> None:
     frames = run_of(lengths_ns)
-    assert warm_up_of(frames) == slow
-    chosen = choose(frames)
+    assert warm_up_steps(frames) == slow
+    chosen = choose_steps(frames)
     assert chosen.warm_up == slow
     assert chosen.steps == [step for step in frames.steps if step not in slow]
-    assert choose(frames, with_warm_up=True).steps == frames.steps
-    asked = choose(frames, range(99))
+    assert choose_steps(frames, with_warm_up=True).steps == frames.steps
+    asked = choose_steps(frames, range(99))
     assert (asked.steps, asked.warm_up) == (frames.steps, ())
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40))
 def test_most_of_a_run_stays(lengths_ns: list[int]) -> None:
-    slow = warm_up_of(run_of(lengths_ns))
+    slow = warm_up_steps(run_of(lengths_ns))
     assert len(slow) <= min(3, len(lengths_ns) / 4)
     assert slow == tuple(range(len(slow)))
 
 
 def test_simulated_ranks_have_nothing_to_warm_up() -> None:
-    assert warm_up_of(run_of((900, 100, 100, 100), host="simulated")) == ()
+    assert warm_up_steps(run_of((900, 100, 100, 100), host="simulated")) == ()
 
 
 def test_a_step_takes_the_mean_of_those_chosen() -> None:
-    frames = choose(run_of((900, 100, 200, 120)))
+    frames = choose_steps(run_of((900, 100, 200, 120)))
     assert step_time_ns(frames) == 140
     assert step_time_ns(frames, [1, 3]) == 110
     with pytest.raises(RrfpError, match="no step that every rank finished"):
@@ -486,7 +485,7 @@ def _rrfp(
     return captured.out, captured.err
 
 
-SAID = "left out, as warm-up: step 0; --steps 0: takes all\n"
+SAID = "skipped as warm-up: step 0 (--steps 0: includes it)\n"
 
 
 @pytest.mark.parametrize(
@@ -528,4 +527,4 @@ def test_the_report_says_it_too(
 
 
 def test_a_run_without_steps_has_none() -> None:
-    assert warm_up_of(frames_of(Recording({}, []))) == ()
+    assert warm_up_steps(frames_of(Recording({}, []))) == ()

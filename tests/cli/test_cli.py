@@ -126,7 +126,7 @@ def test_no_command_shows_the_help() -> None:
 def test_errors_become_exit_codes(
     error: BaseException, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert errors.run(app_that_raises(error), []) == code
+    assert errors.run_app(app_that_raises(error), []) == code
     assert capsys.readouterr() == ("", sentence)
 
 
@@ -134,12 +134,12 @@ def test_a_bug_is_told_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = app_that_raises(ZeroDivisionError("by nothing"))
-    assert errors.run(app, []) == 1
+    assert errors.run_app(app, []) == 1
     told = capsys.readouterr().err
     assert told.startswith("rrfp: unexpected ZeroDivisionError: by nothing; this is a bug")
     assert "Traceback" not in told
     monkeypatch.setenv(errors.DEBUG_VARIABLE, "1")
-    assert errors.run(app, []) == 1
+    assert errors.run_app(app, []) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -159,8 +159,8 @@ def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
         "sys.last = Last()\n"
         "def interrupted():\n"
         f"    raise {raised}\n"
-        "errors.take_interrupts()\n"
-        "sys.exit(errors.handled(interrupted))\n"
+        "errors.interrupt_once()\n"
+        "sys.exit(errors.call_command(interrupted))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rrfp.cli import main
-from rrfp.cli.run import parsed
+from rrfp.cli.run import parse_command
 from rrfp.errors import UsageError
 from rrfp.megatron.installation import after_import
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
@@ -366,9 +366,9 @@ def test_a_job_that_is_started_again_goes_on(
     arguments = ["--out", str(tmp_path), str(tmp_path / "s.py")]
     monkeypatch.setenv(told, "0")
     with pytest.raises(UsageError, match="exists; choose another directory"):
-        parsed(arguments)
+        parse_command(arguments)
     monkeypatch.setenv(told, "1")
-    assert callable(parsed(arguments))
+    assert callable(parse_command(arguments))
 
 
 def test_paths_count_from_where_they_were_given(

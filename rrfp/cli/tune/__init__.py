@@ -1,4 +1,4 @@
-"""`rrfp tune`: settings, and a split of the layers, found by simulation."""
+"""`rrfp tune`: search settings and a split of the layers by simulation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rrfp.cli.console import print_rows
-from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, run_names, taking
+from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, run_names, with_options
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_up, read_frames
 from rrfp.cli.progress import progress, working
@@ -18,15 +18,15 @@ from rrfp.simulate.costs.model import Uneven
 if TYPE_CHECKING:
     from rrfp.tune.source import Source
 
-_COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "Trials"
+_COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "TrialRunner"
 _COST_FILES = (".csv", ".toml")
 _PER_TASK_MS, _PER_MESSAGE_MS = 0.3, 0.5
-"""The runtime's own time in paced runs on two busy cores (docs/reference/tune.md)."""
+"""The overhead of the runtime in paced runs on two busy cores (docs/reference/tune.md)."""
 _OWN_JITTER = "lognormal:0.01"
-"""No machine is exact, and an order that is fast only without any noise must not win."""
+"""Default jitter, so that no order wins that is fast only without any noise."""
 
 
-def _named(incomplete: str) -> list[Offer]:
+def _complete_source(incomplete: str) -> list[Offer]:
     return [*cost_names(incomplete), *run_names(incomplete)] if incomplete else run_names("")
 
 
@@ -40,37 +40,37 @@ class TuneOptions:
         "costs: language, multimodal, uniform, a CSV or TOML file; none means the newest run.",
         is_argument=True,
         metavar="RUN|COSTS",
-        completes=_named,
+        completes=_complete_source,
     )
     memory: str = setting(
         "1.0x",
-        "Most activations that a rank may keep: 40GiB, 8 (microbatches), or 1.0x (of 1F1B's "
+        "Most activations that a rank may hold: 40GiB, 8 (microbatches), or 1.0x (of 1F1B's "
         "largest peak)",
         metavar="SIZE",
     )
     layers: str | None = setting(
         None,
-        "How many layers the model has, or each stage as it is, where run or costs do not say it.",
+        "Number of layers of the model, or of each stage now, if the run or costs lack it.",
         metavar="N|N,N,...",
     )
     uneven: Uneven = setting(
         Uneven.RANKS,
-        "Why equally many layers take longer on some stages: slow ranks, or heavy layers",
+        "How to read uneven stage times: ranks (slow device) or layers (expensive layers)",
         metavar="WHY",
     )
     megatron_lm: bool = setting(
-        False, "Only what Megatron-LM's own scripts can build: no V of chunks."
+        False, "Only propose what Megatron-LM's own scripts support: no V of chunks."
     )
     pp: int | None = setting(None, "Pipeline ranks [required with costs].", least=1, panel=_COSTS)
     microbatches: int | None = setting(
         None,
-        "Microbatches a step and replica, of the size in the costs [required with costs].",
+        "Microbatches per step and replica [required with costs].",
         least=1,
         panel=_COSTS,
     )
     micro_batch_size: int | None = setting(
         None,
-        "Sequences in a microbatch of the costs, to be divided or joined.",
+        "Sequences per microbatch in the costs; allows other sizes to be searched.",
         least=1,
         panel=_COSTS,
     )
@@ -84,7 +84,7 @@ class TuneOptions:
     )
     per_task_ms: float | None = setting(
         None,
-        "The runtime's own time between two tasks, which costs do not have [0.3].",
+        "Runtime overhead between two tasks, which costs do not include [0.3].",
         least=0,
         most=1000,
         metavar="MS",
@@ -92,7 +92,7 @@ class TuneOptions:
     )
     per_message_ms: float | None = setting(
         None,
-        "The runtime's own time for a message [0.5].",
+        "Runtime overhead of a message [0.5].",
         least=0,
         most=1000,
         metavar="MS",
@@ -100,14 +100,14 @@ class TuneOptions:
     )
     simulations: int = setting(
         2000,
-        "About how many steps the search may simulate",
+        "Approximate number of steps to simulate",
         least=1,
         most=1_000_000,
         panel=_SEARCH,
     )
     budget_s: float | None = setting(
         None,
-        "Longest time of the search; what was found by then counts.",
+        "Stop searching after this time and report the best so far.",
         least=0.1,
         most=86_400,
         metavar="SECONDS",
@@ -122,7 +122,7 @@ class TuneOptions:
     )
     seeds: int = setting(
         20,
-        "Steps that proposals are predicted for; the search sees others",
+        "Held-out steps (seeds) on which proposals are scored",
         least=2,
         most=1000,
         panel=_SEARCH,
@@ -130,15 +130,15 @@ class TuneOptions:
     best: int = setting(5, "Proposals", least=1, most=50, panel=_SEARCH)
     tried: int = setting(
         0,
-        "Run the best of them for real, this many, with the run's own settings; of costs in a "
-        "file, as paced runs",
+        "Train with this many of the best, with the run's own settings; for costs in a file, "
+        "as paced runs",
         flag="try",
         least=0,
         most=50,
         panel=_TRIALS,
     )
     steps: int = setting(
-        5, "Steps of each trial, after one to warm up", least=1, most=1000, panel=_TRIALS
+        5, "Steps of each trial, after one warm-up step", least=1, most=1000, panel=_TRIALS
     )
     output_format: RowFormat = setting(
         RowFormat.TABLE,
@@ -149,7 +149,7 @@ class TuneOptions:
     )
 
     def of_costs(self) -> dict[str, Any]:
-        """The options that only costs in a file need, by flag."""
+        """Return the options that apply only to costs in a file, by flag."""
         return {
             "pp": self.pp,
             "microbatches": self.microbatches,
@@ -162,17 +162,17 @@ class TuneOptions:
         }
 
 
-@taking(TuneOptions)
+@with_options(TuneOptions)
 def tune(options: TuneOptions) -> None:
-    """Find the best settings, and split of the layers, within a memory.
+    """Find the best settings and split of the layers within a memory budget.
 
-    Searches hint, order of entry, bound, chunks and their placement, layers a
-    stage, and the size of microbatches, by simulation with a run's measured
-    costs or those in a file. Prints the best with the flags to paste.
+    Searches the hint, order of entry, bound, chunks and their placement, layers
+    per stage, and microbatch size, by simulation with the measured costs of a run
+    or costs in a file. Prints the best with flags to paste.
 
     Example: rrfp tune @-1 --memory 40GiB --try 2
     """
-    from rrfp.cli.tune.proposals import Trials, print_flags, proposal_table
+    from rrfp.cli.tune.proposals import TrialRunner, print_flags, proposal_table
     from rrfp.tune.search import tune as search
 
     named, uneven, tried = options.named, options.uneven, options.tried
@@ -187,8 +187,8 @@ def tune(options: TuneOptions) -> None:
     else:
         source, settings = _run_source(named, of_costs, split, uneven, loop_only=loop_only)
     costs, jitter = named if is_costs else None, options.jitter or "none"
-    # What cannot be tried is refused before the search.
-    trials = Trials(source, settings, uneven, options.steps, jitter, costs, num=tried)
+    # Invalid --try options are refused before the search.
+    trials = TrialRunner(source, settings, uneven, options.steps, jitter, costs, num=tried)
     with progress("Searching", options.simulations) as advance:
         found = search(
             source,
@@ -269,7 +269,7 @@ def _run_source(
     *,
     loop_only: bool,
 ) -> "tuple[Source, Mapping[str, object]]":
-    """The source, and the run's settings."""
+    """Read a run. Returns the source of the search and the run's settings."""
     given = [name for name, value in of_costs.items() if value is not None]
     if given:
         raise UsageError(
