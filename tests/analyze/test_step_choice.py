@@ -17,6 +17,7 @@ from rrfp.analyze.frame_files import CachedTrace, load_frames
 from rrfp.analyze.frames import (
     SCHEMAS,
     Frames,
+    choose_steps,
     evaluation_steps,
     frames_of,
     recording_of,
