@@ -99,7 +99,7 @@ class Adviser:
                 )
             case CulpritKind.ORDER:
                 return (
-                    "The fixed schedule makes ranks wait although other work is ready",
+                    "The fixed order makes ranks wait although work is ready",
                     "Each rank waits for the next task of its order while another task is ready"
                     + (", and its transfers block it." if self._run.is_blocking else "."),
                     f"Try {change.flags}: each rank then takes any ready task."

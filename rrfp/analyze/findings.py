@@ -460,7 +460,7 @@ class _ShareDescriber:
                 return self._describe_bound(owner, at, amount, part)
             case Cause.ORDER:
                 return (
-                    f"The fixed order makes {at} wait although other work is ready",
+                    f"The fixed order makes {at} wait although work is ready",
                     f"Under the fixed order {at} waited {amount} of a step while another task was "
                     f"ready{part}.",
                     "Try --dispatch ready: the same hint then ranks the ready tasks.",
@@ -506,7 +506,7 @@ class _ShareDescriber:
                 )
             case _:
                 return (
-                    f"Between its tasks {at} idles without a recorded reason",
+                    f"Unexplained idle time between tasks of {at}",
                     f"Runtime overhead and waiting for a core take {amount} of a step{part}.",
                     "If ranks share cores, give each its own, with OMP_NUM_THREADS to match. A "
                     "larger --micro-batch-size makes tasks longer and the gaps a smaller share.",

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -192,6 +192,10 @@ def _rich_table(
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     is_too_wide = _least_width(columns) > width
     with_blocks = in_color and any(each.column.color for each in columns)
+    # Multi-line headings align at the bottom, and so must their cells.
+    vertical: Literal["top", "bottom"] = (
+        "bottom" if with_blocks or any("\n" in each.heading for each in columns) else "top"
+    )
     for each in columns:
         heading = Text(each.heading)
         if with_blocks and each.column.color:
@@ -200,13 +204,13 @@ def _rich_table(
             drawn.add_column(
                 heading,
                 overflow="fold",
-                vertical="bottom",
+                vertical=vertical,
                 no_wrap=each.column.unit.is_name and not is_too_wide,
                 # Other columns shrink before the names.
                 max_width=each.width if is_too_wide else None,
             )
         else:
-            drawn.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+            drawn.add_column(heading, justify="right", vertical=vertical, no_wrap=True)
     num_rows = len(columns[0].texts)
     for row in range(num_rows):
         is_total = table.has_total and row == num_rows - 1

@@ -642,7 +642,7 @@ def test_where_the_device_sets_the_bound_more_is_no_advice() -> None:
     automatic = simulated_run(replace(policy, hold=Auto.AUTO), shape, [world])
     bound = found_in(automatic)[CulpritKind.BOUND]
     assert "hold auto" in bound.title
-    assert "recompute activations, or make microbatches smaller" in bound.advice
+    assert "recompute activations, or use smaller microbatches" in bound.advice
 
 
 # Charts and pages.

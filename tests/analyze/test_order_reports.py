@@ -336,7 +336,7 @@ def test_tables_keep_to_80_columns_and_csv_has_a_heading(run: Run, command: str)
     [
         ("misalignment", ("--fail-above", "0"), 3, "above the 0 of --fail-above"),
         ("deviations", ("--fail-above", "1"), 0, ""),
-        ("critical-path", ("--fail-above", "0.1"), 3, "what links and waits own"),
+        ("critical-path", ("--fail-above", "0.1"), 3, "the share of links and waits in the step"),
         ("deviations", ("--stage", "7"), 2, "no tasks of stage 7; its stages are 0, 1"),
         ("misalignment", ("--steps", "5:"), 2, "none of the steps asked for; it has those from 0"),
         ("critical-path", ("--step", "9"), 2, "step 9 was not finished by every rank"),

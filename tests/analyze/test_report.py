@@ -140,9 +140,9 @@ def test_a_report_has_every_part() -> None:
     assert len(page.charts) == 7
     # Every chart says in words what it shows.
     assert all(attrs["role"] == "img" and len(attrs["aria-label"] or "") > 20 for attrs in plots)
-    assert "The bound on what a rank holds withholds forwards (bf ready, limit 1)" in page.text
+    assert "The memory bound withholds forwards (bf ready, limit 1)" in page.text
     assert "Try --limit 2, if memory allows." in page.text
-    saved = re.search(r"Replayed with it fixed, a step takes ([\d.]+)% less", page.text)
+    saved = re.search(r"In a replay with this fixed, a step takes ([\d.]+)% less", page.text)
     assert saved is not None
     assert float(saved[1]) > 5
     assert (

@@ -524,7 +524,7 @@ def test_the_report_says_it_too(
     page = tmp_path / "report.html"
     _, err = _rrfp(capsys, monkeypatch, "report", str(OURS), "-o", str(page))
     assert err == SAID
-    assert "step 0 left out, as warm-up" in page.read_text()
+    assert "step 0 skipped as warm-up" in page.read_text()
 
 
 def test_a_run_without_steps_has_none() -> None:

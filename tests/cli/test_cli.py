@@ -19,6 +19,7 @@ from rrfp.cli import errors, main, progress
 from rrfp.cli import main as cli
 from rrfp.cli import terminal as streams
 from rrfp.cli.declared_options import VARIABLE
+from rrfp.cli.run import OPTIONS
 from rrfp.compiled import core
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.named_hints import HINTS, IN_WORDS, hint_named
@@ -294,7 +295,7 @@ def test_what_an_environment_lacks_is_told_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("verb", "flag"), [("train", "--help-all"), ("run", "--help"), ("simulate", "--help")]
+    ("verb", "flag"), [("train", "--help-all"), ("run", "--help-all"), ("simulate", "--help")]
 )
 def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
     verb: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -329,6 +330,23 @@ def test_the_short_help_of_train_is_one_page(
     assert re.search(r"--pp +INT ", shown["--help"])
     assert re.search(r"--silence +SECONDS ", shown["--help-all"])
     assert "<" not in re.sub(r"<time>-<hint>", "", shown["--help-all"])
+
+
+def test_the_short_help_of_run_is_one_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = {}
+    for flag in ("--help", "--help-all"):
+        monkeypatch.setattr(sys, "argv", ["rrfp", "run", flag])
+        assert main.main() == 0
+        shown = capsys.readouterr().out
+        listed[flag] = set(re.findall(r"^  (?:-., )?(--[a-z-]+)", shown, re.M))
+        assert flag == "--help-all" or len(shown.splitlines()) <= 60
+    own = {"--module", "--help", "--help-all"}
+    assert listed["--help-all"] == {f"--{each.spelled}" for each in OPTIONS} | own
+    common = {"--hint", "--dispatch", "--limit", "--hold", "--out", "--steps"}
+    assert listed["--help"] == common | own
 
 
 # Tab: what a shell is offered, asked as typer's own scripts for shells ask.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rrfp.cli.console import print_rows
 from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, run_names, with_options
@@ -11,7 +11,7 @@ from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_up, read_frames
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
-from rrfp.inputs import setting
+from rrfp.inputs import declared_in, setting
 from rrfp.schedule.knobs import parse_hold
 from rrfp.simulate.costs.model import Uneven
 
@@ -148,19 +148,6 @@ class TuneOptions:
         panel=OUTPUT,
     )
 
-    def of_costs(self) -> dict[str, Any]:
-        """Return the options that apply only to costs in a file, by flag."""
-        return {
-            "pp": self.pp,
-            "microbatches": self.microbatches,
-            "micro-batch-size": self.micro_batch_size,
-            "tp": self.tp,
-            "dp": self.dp,
-            "jitter": self.jitter,
-            "per-task-ms": self.per_task_ms,
-            "per-message-ms": self.per_message_ms,
-        }
-
 
 @with_options(TuneOptions)
 def tune(options: TuneOptions) -> None:
@@ -175,20 +162,23 @@ def tune(options: TuneOptions) -> None:
     from rrfp.cli.tune.proposals import TrialRunner, print_flags, proposal_table
     from rrfp.tune.search import tune as search
 
-    named, uneven, tried = options.named, options.uneven, options.tried
     asked_memory = parse_hold(options.memory, "--memory", auto=False)
-    split = None if options.layers is None else _layers(options.layers)
-    is_costs = _is_costs(named)
-    of_costs, loop_only = options.of_costs(), options.megatron_lm
+    is_costs = _is_costs(options.named)
+    settings: Mapping[str, object] = {}
     if is_costs:
-        assert named is not None
-        source = _costs_source(named, of_costs, split, uneven, loop_only=loop_only)
-        settings: Mapping[str, object] = {}
+        source = _costs_source(options)
     else:
-        source, settings = _run_source(named, of_costs, split, uneven, loop_only=loop_only)
-    costs, jitter = named if is_costs else None, options.jitter or "none"
+        source, settings = _run_source(options)
     # Invalid --try options are refused before the search.
-    trials = TrialRunner(source, settings, uneven, options.steps, jitter, costs, num=tried)
+    trials = TrialRunner(
+        source,
+        settings,
+        options.uneven,
+        options.steps,
+        options.jitter or "none",
+        options.named if is_costs else None,
+        num=options.tried,
+    )
     with progress("Searching", options.simulations) as advance:
         found = search(
             source,
@@ -200,8 +190,9 @@ def tune(options: TuneOptions) -> None:
             num_predicted=options.seeds,
             told=lambda: advance(1),
         )
-    tries = [trials.run(number, each) for number, each in enumerate(found.proposals[:tried], 1)]
-    table = proposal_table(source, found, tries)
+    tried = found.proposals[: options.tried]
+    results = [trials.run(number, each) for number, each in enumerate(tried, 1)]
+    table = proposal_table(source, found, results)
     # Flags begin with a dash and are no formulas.
     print_rows(table, options.output_format, may_have_formulas=False)
     if options.output_format in (RowFormat.TABLE, RowFormat.MD):
@@ -216,71 +207,65 @@ def _is_costs(named: str | None) -> bool:
     return named in PRESETS or (Path(named).suffix in _COST_FILES and not Path(named).is_dir())
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    """Parse --layers. Raises UsageError for a model without layers."""
     from rrfp.inputs import parse_layout
 
-    found = parse_layout(text, "--layers")
-    if not any(found):
+    found = None if text is None else parse_layout(text, "--layers")
+    if found is not None and not any(found):
         raise UsageError(f"--layers is '{text}'; a model has one or more")
     return found
 
 
-def _ns(asked_ms: float | None, usual_ms: float) -> int:
-    return round((usual_ms if asked_ms is None else asked_ms) * 1e6)
+def _ns(given_ms: float | None, default_ms: float) -> int:
+    return round((default_ms if given_ms is None else given_ms) * 1e6)
 
 
-def _costs_source(
-    text: str,
-    of_costs: dict[str, Any],
-    layers: tuple[int, ...] | None,
-    uneven: Uneven,
-    *,
-    loop_only: bool,
-) -> "Source":
+def _costs_source(options: TuneOptions) -> "Source":
+    """Make the source of the search from costs in a file."""
     from rrfp.simulate.jitter import parse_jitter
     from rrfp.tune.from_costs import Asked, source_of_costs
 
-    for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches a step")):
-        if of_costs[name] is None:
-            raise UsageError(
-                f"--{name} is missing; costs in a file do not say how many {what} there are, as "
-                f"in --{name} 8"
-            )
-    asked = Asked(
-        pp=of_costs["pp"],
-        microbatches=of_costs["microbatches"],
-        micro_batch_size=of_costs["micro-batch-size"],
-        layers=layers,
-        uneven=uneven,
-        tp=of_costs["tp"] or 1,
-        dp=of_costs["dp"] or 1,
-        loop_only=loop_only,
-        task_ns=_ns(of_costs["per-task-ms"], _PER_TASK_MS),
-        message_ns=_ns(of_costs["per-message-ms"], _PER_MESSAGE_MS),
-    )
-    return source_of_costs(text, asked, parse_jitter(of_costs["jitter"] or _OWN_JITTER))
-
-
-def _run_source(
-    named: str | None,
-    of_costs: dict[str, Any],
-    layers: tuple[int, ...] | None,
-    uneven: Uneven,
-    *,
-    loop_only: bool,
-) -> "tuple[Source, Mapping[str, object]]":
-    """Read a run. Returns the source of the search and the run's settings."""
-    given = [name for name, value in of_costs.items() if value is not None]
-    if given:
+    layers = _layers(options.layers)
+    if options.pp is None or options.microbatches is None:
+        name, what = "microbatches", "microbatches a step"
+        if options.pp is None:
+            name, what = "pp", "pipeline ranks"
         raise UsageError(
-            f"--{given[0]} is about costs in a file, and a run says it itself; leave it out"
+            f"--{name} is missing; costs in a file do not say how many {what} there are, as "
+            f"in --{name} 8"
         )
+    asked = Asked(
+        pp=options.pp,
+        microbatches=options.microbatches,
+        micro_batch_size=options.micro_batch_size,
+        layers=layers,
+        uneven=options.uneven,
+        tp=options.tp or 1,
+        dp=options.dp or 1,
+        loop_only=options.megatron_lm,
+        task_ns=_ns(options.per_task_ms, _PER_TASK_MS),
+        message_ns=_ns(options.per_message_ms, _PER_MESSAGE_MS),
+    )
+    jitter = parse_jitter(options.jitter or _OWN_JITTER)
+    return source_of_costs(str(options.named), asked, jitter)
+
+
+def _run_source(options: TuneOptions) -> "tuple[Source, Mapping[str, object]]":
+    """Read a run. Returns the source of the search and the run's settings."""
+    layers = _layers(options.layers)
+    for each in declared_in("", TuneOptions):
+        if each.panel == _COSTS and getattr(options, each.field) is not None:
+            raise UsageError(
+                f"--{each.spelled} is about costs in a file, and a run says it itself; leave it out"
+            )
     from rrfp.analyze.frames import recording_of
     from rrfp.replay.recorded import read_run
     from rrfp.train.settings import num_vision_stages
     from rrfp.tune.from_run import settings_of, source_of_run
 
-    frames = read_frames(None if named is None else Path(named), None, evaluations=False)
+    path = None if options.named is None else Path(options.named)
+    frames = read_frames(path, None, evaluations=False)
     note_warm_up(frames)
     with working("Measuring the run"):
         recording = recording_of(frames)
@@ -290,8 +275,8 @@ def _run_source(
         source = source_of_run(
             recording,
             layers=layers,
-            uneven=uneven,
-            loop_only=loop_only,
+            uneven=options.uneven,
+            loop_only=options.megatron_lm,
             num_vision_stages=num_vision_stages(run.shape.num_stages) if is_vlm else 0,
         )
     note_left_out(run.left_out, NOT_WHOLE)
