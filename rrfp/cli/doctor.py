@@ -41,7 +41,7 @@ def doctor(
     else:
         print_tables([_table(checks)], markdown=False)
     for check in checks:
-        if check.ends_runs_on(device):
+        if check.prevents_runs_on(device):
             raise RrfpError(check.advice)
 
 

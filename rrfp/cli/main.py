@@ -15,7 +15,7 @@ from rrfp.cli import declared_options as completion
 from rrfp.cli import errors
 from rrfp.cli.errors import interrupt_once, restore_default_interrupts
 from rrfp.errors import UsageError
-from rrfp.train.launch.hosts.timeouts import is_asking
+from rrfp.train.launch.store import is_asking
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.balance import Hands

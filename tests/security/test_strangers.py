@@ -218,9 +218,9 @@ import os, sys, time
 from pathlib import Path
 
 if "rrfp.train.launch.rank_process" in sys.orig_argv:
-    from rrfp.train.launch import heartbeat
+    from rrfp.train.launch import rank_status
 
-    enter = heartbeat.enter
+    enter = rank_status.enter
 
     def held_up(stage):
         enter(stage)
@@ -230,7 +230,7 @@ if "rrfp.train.launch.rank_process" in sys.orig_argv:
         while stage in {gates} and not gate.exists():
             time.sleep(0.1)
 
-    heartbeat.enter = held_up
+    rank_status.enter = held_up
 """
 
 

@@ -515,11 +515,11 @@ def learn(is_on_gpu: bool) -> list[Any]:
     prepare_cpu()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - its import makes it
 
-    from rrfp.megatron.adapters.fallbacks import reduce_one_by_one
+    from rrfp.megatron.cpu.patches import reduce_one_by_one
     from rrfp.megatron.step_groups import device_for
     from rrfp.runtime.pace import Delays
     from rrfp.train.launch import process_groups as parallel
-    from rrfp.verify.rank import _learn
+    from rrfp.verify.rank import _train
 
     settings = TrainSettings(**SMALL, pp=2, dp=2, device="cuda" if is_on_gpu else "cpu")
     if is_on_gpu:
@@ -534,7 +534,7 @@ def learn(is_on_gpu: bool) -> list[Any]:
         assert device_for(dist.group.WORLD) == torch.device("cpu")
         return [
             asdict(
-                _learn(
+                _train(
                     settings.changed(distributed_optimizer=is_divided),
                     layout,
                     Delays(0, layout.rank, 1e-4),
@@ -575,7 +575,7 @@ def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def room_on(gpus: str, sees_own: bool) -> int:
     """What activations of this rank may take. The ranks' GPUs are named by rank, and each sees its
     own alone, or all."""
-    from rrfp.megatron.memory.bound import MemoryBound, room_of
+    from rrfp.megatron.memory.bound import MemoryBound, activation_headroom
     from rrfp.schedule.knobs import Auto
 
     own = gpus[int(os.environ["RANK"])]
@@ -597,7 +597,7 @@ def room_on(gpus: str, sees_own: bool) -> int:
         for _ in range(2):
             MemoryBound(Auto.AUTO, 1, gpu)
         dist.barrier()
-        room = room_of(gpu)
+        room = activation_headroom(gpu)
         dist.barrier()
         dist.destroy_process_group()
     return room

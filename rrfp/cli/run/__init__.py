@@ -27,9 +27,14 @@ from rrfp.cli.declared_options import (
 from rrfp.cli.run.script import Module, Program, Script
 from rrfp.errors import RrfpError, UsageError, did_you_mean
 from rrfp.inputs import Declared
-from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted, tell
-from rrfp.megatron.job.schedule_patches import DropIn, StandIn, put_after_import
-from rrfp.megatron.native.patch import RecordedNative
+from rrfp.megatron.job.request import (
+    RecordingRequest,
+    StepWindow,
+    may_be_restarted,
+    print_to_stderr,
+)
+from rrfp.megatron.job.schedule_patches import DropInPatch, SchedulePatch, install_after_import
+from rrfp.megatron.native.patch import NativePatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.launchers import told_as_torch_reads_it
@@ -206,12 +211,12 @@ def run(
     given = {
         name: value for name, value in flags.items() if value is not None and value is not False
     }
-    stand_in = _schedule_patch(given)
+    patch = _schedule_patch(given)
     kind = Module if module else Script.read
-    return partial(_run, kind(script, arguments or []), stand_in)
+    return partial(_run, kind(script, arguments or []), patch)
 
 
-def _schedule_patch(given: dict[str, Any]) -> StandIn | None:
+def _schedule_patch(given: dict[str, Any]) -> SchedulePatch | None:
     """Make the replacement of Megatron's schedule functions; None if they stay as they are.
 
     Raises UsageError for options that exclude each other.
@@ -221,14 +226,14 @@ def _schedule_patch(given: dict[str, Any]) -> StandIn | None:
     dispatch = DECLARED["dispatch"].read(values.pop("dispatch", None))
     if dispatch is not Dispatch.MEGATRON:
         chosen = {} if dispatch is None else {"dispatch": dispatch}
-        return DropIn(DispatchSettings(**chosen, **values), request)
+        return DropInPatch(DispatchSettings(**chosen, **values), request)
     if values:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in values)
         raise UsageError(
             f"--dispatch megatron leaves Megatron's schedule as it is and {flags} would steer "
             "ours; leave one of them out"
         )
-    return None if request is None else RecordedNative(request)
+    return None if request is None else NativePatch(request)
 
 
 def _recording_request(given: dict[str, Any]) -> RecordingRequest | None:
@@ -255,17 +260,17 @@ def _recording_request(given: dict[str, Any]) -> RecordingRequest | None:
     return RecordingRequest(_REQUESTER, out, window, force, trace_mb=given.get("trace_mb"))
 
 
-def _run(program: Program, stand_in: StandIn | None) -> int:
+def _run(program: Program, patch: SchedulePatch | None) -> int:
     """Run the program with the replaced schedule and return its exit code."""
-    if stand_in is None:
+    if patch is None:
         return program.run(errors.print_error)
-    put_after_import(stand_in, _REQUESTER)
+    install_after_import(patch, _REQUESTER)
 
     def fail(error: RrfpError) -> int:
         at_end.ended(error)
         return errors.print_error(error)
 
-    warn_if_unused = partial(_warn_if_unused, stand_in, program.name, os.getpid())
+    warn_if_unused = partial(_warn_if_unused, patch, program.name, os.getpid())
     # The warning waits until exit, because threads of the program may still call a schedule.
     try:
         code = program.run(fail)
@@ -280,9 +285,11 @@ def _run(program: Program, stand_in: StandIn | None) -> int:
     return code
 
 
-def _warn_if_unused(stand_in: StandIn, program: str, pid: int) -> None:
+def _warn_if_unused(patch: SchedulePatch, program: str, pid: int) -> None:
     """Print on rank 0 that the program called no schedule; forked processes print nothing."""
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    if rank == "0" and os.getpid() == pid and not stand_in.was_called:
-        what = "recorded" if isinstance(stand_in, RecordedNative) else "dispatched or recorded"
-        tell(f"{program} called no pipeline schedule of Megatron's, so nothing was {what}")
+    if rank == "0" and os.getpid() == pid and not patch.was_called:
+        what = "recorded" if isinstance(patch, NativePatch) else "dispatched or recorded"
+        print_to_stderr(
+            f"{program} called no pipeline schedule of Megatron's, so nothing was {what}"
+        )

@@ -188,7 +188,7 @@ def tune(options: TuneOptions) -> None:
             budget_s=options.budget_s,
             num_best=options.best,
             num_predicted=options.seeds,
-            told=lambda: advance(1),
+            on_simulation=lambda: advance(1),
         )
     tried = found.proposals[: options.tried]
     results = [trials.run(number, each) for number, each in enumerate(tried, 1)]
@@ -224,7 +224,7 @@ def _ns(given_ms: float | None, default_ms: float) -> int:
 def _costs_source(options: TuneOptions) -> "Source":
     """Make the source of the search from costs in a file."""
     from rrfp.simulate.jitter import parse_jitter
-    from rrfp.tune.from_costs import Asked, source_of_costs
+    from rrfp.tune.from_costs import CostOptions, source_of_costs
 
     layers = _layers(options.layers)
     if options.pp is None or options.microbatches is None:
@@ -235,7 +235,7 @@ def _costs_source(options: TuneOptions) -> "Source":
             f"--{name} is missing; costs in a file do not say how many {what} there are, as "
             f"in --{name} 8"
         )
-    asked = Asked(
+    asked = CostOptions(
         pp=options.pp,
         microbatches=options.microbatches,
         micro_batch_size=options.micro_batch_size,

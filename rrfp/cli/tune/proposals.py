@@ -25,7 +25,7 @@ from rrfp.trace.records import NS_PER_S
 from rrfp.tune.flags import flags_of
 
 if TYPE_CHECKING:
-    from rrfp.tune.search import Found, Predicted
+    from rrfp.tune.search import Prediction, SearchResult
     from rrfp.tune.source import Candidate, Source
 
 import hashlib
@@ -45,7 +45,7 @@ from rrfp.simulate.costs.model import Uneven
 
 if TYPE_CHECKING:
     from rrfp.train.settings import TrainSettings
-    from rrfp.tune.search import Predicted
+    from rrfp.tune.search import Prediction
     from rrfp.tune.source import Source
 
 _WIDTH = 79
@@ -54,7 +54,7 @@ _FEW_STAGES = 4
 """The table shows layers of at most this many stages; the flags below it show all."""
 
 
-def print_flags(source: "Source", found: "Found", *, markdown: bool) -> None:
+def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> None:
     """Print the flags of each proposal for pasting into a command line."""
     for number, each in enumerate(found.proposals, 1):
         flags = flags_of(each.candidate, source)
@@ -68,7 +68,9 @@ def print_flags(source: "Source", found: "Found", *, markdown: bool) -> None:
             print("```")
 
 
-def proposal_table(source: "Source", found: "Found", trials: "Sequence[TrialResult]") -> Table:
+def proposal_table(
+    source: "Source", found: "SearchResult", trials: "Sequence[TrialResult]"
+) -> Table:
     """Make the table of proposals, the best first, with the current settings as the lead row."""
     own = found.own
     return Table(
@@ -99,14 +101,14 @@ def proposal_table(source: "Source", found: "Found", trials: "Sequence[TrialResu
     )
 
 
-def _predictions(source: "Source", found: "Found") -> Iterator[Column]:
+def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
     proposals, own = list(found.proposals), found.own
     rows = [*([] if own is None else [own]), *proposals]
     mean_s = [each.mean_s for each in proposals]
     flags = [flags_of(each.candidate, source) for each in proposals]
     times = Times(each.mean_s * NS_PER_S for each in rows)
 
-    def interval(predicted: "Predicted") -> str:
+    def interval(predicted: "Prediction") -> str:
         low, high = (times.format(s * NS_PER_S) for s in (predicted.low_s, predicted.high_s))
         return f"{low.split()[0]} - {high}"
 
@@ -154,7 +156,7 @@ def _predictions(source: "Source", found: "Found") -> Iterator[Column]:
     yield Column(None, [each.candidate.split for each in proposals], key="layers")
 
 
-def _trials(found: "Found", trials: "Sequence[TrialResult]") -> Iterator[Column]:
+def _trials(found: "SearchResult", trials: "Sequence[TrialResult]") -> Iterator[Column]:
     """The columns of measured times of the proposals that were tried."""
     untried = [None] * (len(found.proposals) - len(trials))
     real_s = [each.real_s for each in trials]
@@ -176,7 +178,7 @@ def _memory(memory: Hold) -> str:
     return f"{memory} microbatch{'' if memory == 1 else 'es'}"
 
 
-def _notes(source: "Source", found: "Found") -> list[str]:
+def _notes(source: "Source", found: "SearchResult") -> list[str]:
     notes = []
     own = found.own
     if source.measured_s is not None and own is not None and source.own is not None:
@@ -270,7 +272,7 @@ class TrialRunner:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_own", self._own_settings() if self.num else None)
 
-    def run(self, number: int, proposal: "Predicted") -> TrialResult:
+    def run(self, number: int, proposal: "Prediction") -> TrialResult:
         """Train with a proposal and return its time. Raises RrfpError if a rank fails."""
         from rrfp.analyze.frame_files import load_frames
         from rrfp.analyze.frames import step_time_ns
@@ -279,7 +281,7 @@ class TrialRunner:
         from rrfp.trace.outcome import noting_outcome
         from rrfp.trace.records import NS_PER_S
         from rrfp.trace.run_dir import own_files
-        from rrfp.train.checkpoints.resuming import beginning_of
+        from rrfp.train.checkpoints.run_start import beginning_of
         from rrfp.train.checks import check_settings
         from rrfp.train.launch.launcher import launch
         from rrfp.train.pacing import check_pace
@@ -301,7 +303,7 @@ class TrialRunner:
         real_s = step_time_ns(frames, counted) / NS_PER_S
         return TrialResult(run.path, real_s, self._predicted_s(proposal, counted))
 
-    def _predicted_s(self, proposal: "Predicted", counted: range) -> float:
+    def _predicted_s(self, proposal: "Prediction", counted: range) -> float:
         """Return the predicted time of these steps of the trial.
 
         A paced run of costs in a file has the seeds of the prediction, and any other run the seeds
@@ -341,7 +343,7 @@ class TrialRunner:
             jitter=self.jitter,
         )
 
-    def _settings(self, proposal: "Predicted") -> "TrainSettings":
+    def _settings(self, proposal: "Prediction") -> "TrainSettings":
         """Return the run's settings with those of the proposal."""
         from rrfp.inputs import layout_string
 
@@ -382,7 +384,7 @@ class TrialRunner:
             changed["seed"] = max(0, first)
         return own.changed(**changed)
 
-    def _pace(self, text: str, proposal: "Predicted") -> str:
+    def _pace(self, text: str, proposal: "Prediction") -> str:
         """Return the name of costs for the proposal's stages and microbatches.
 
         If the split differs, the costs are divided again and written to a file in runs/tune.

@@ -74,7 +74,7 @@ def watch(
     # Imported late: numpy and rich.
     from rrfp.cli.watch.loop import AlertCommand, watch_run
     from rrfp.cli.watch.views import Lines, LivePage, OncePage, View
-    from rrfp.watch.exporters.exporter import open_exporter
+    from rrfp.watch.exporters import open_exporter
     from rrfp.watch.follow import Follower
 
     name = path.resolve().name

@@ -16,20 +16,27 @@ from rich.text import Text
 from rrfp.cli.console import console
 from rrfp.schedule.knobs import told_bytes
 from rrfp.trace.records import NS_PER_S, STEP, counted
-from rrfp.watch.alarms import Alarm, Alert, as_json, facts, of_metrics, of_step
+from rrfp.watch.alarms import (
+    Alarm,
+    Alert,
+    alert_environment,
+    measures_as_json,
+    measures_of_metrics,
+    measures_of_step,
+)
 from rrfp.watch.figures import RankFigures, StepFigures, extra_work
-from rrfp.watch.follow import Follower, News, Stand
+from rrfp.watch.follow import Follower, RunState, Update
 from rrfp.watch.slowness import WINDOW
 
 _MOST_STAGES = 12
 _MOST_ALARMS = 3
 _BAR_WIDTH = 24
 _LEAST_EXTRA, _LEAST_SHARE = 0.1, 0.01
-_COLORS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
+_COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: "red"}
 
 
 def page(
-    follower: Follower, state: Stand, sentence: str, notes: Sequence[str] = ()
+    follower: Follower, state: RunState, sentence: str, notes: Sequence[str] = ()
 ) -> RenderableType:
     """Make the page of a run: state, figures, stages, main waits, slow places and notes."""
     parts: list[RenderableType] = [_headline(follower, state, sentence)]
@@ -43,7 +50,7 @@ def page(
     elif follower.metrics:
         parts.append(Text(_format_metrics(follower)))
         parts += [Text(), _stages_of_metrics(follower)]
-        if state is not Stand.WAITING:
+        if state is not RunState.WAITING:
             parts.append(Text("No records: neither causes of waits nor slow places are known."))
     if follower.begins_late and follower.steps:
         parts.append(Text("Earlier steps are left out, because the run has many records."))
@@ -51,7 +58,7 @@ def page(
     return Group(*parts)
 
 
-def _headline(follower: Follower, state: Stand, sentence: str) -> Text:
+def _headline(follower: Follower, state: RunState, sentence: str) -> Text:
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")
@@ -204,7 +211,7 @@ def duration(seconds: float) -> str:
 # Views of a run: a page or lines.
 
 
-OVER = Stand.ENDED, Stand.KILLED
+OVER = RunState.ENDED, RunState.KILLED
 """The states of a run after which nothing more is shown."""
 _MOST_NOTES = 3
 
@@ -218,13 +225,13 @@ class View:
     def begin(self) -> None:
         """Called before the first update."""
 
-    def update(self, news: News, state: Stand, sentence: str) -> None:
+    def update(self, news: Update, state: RunState, sentence: str) -> None:
         """Show what is new. `sentence` describes the run's state."""
 
     def note(self, sentence: str) -> None:
         """Show that an exporter or a command failed."""
 
-    def end(self, state: Stand, sentence: str) -> None:
+    def end(self, state: RunState, sentence: str) -> None:
         """Called after the last update."""
 
     def close(self) -> None:
@@ -241,10 +248,10 @@ class OncePage(View):
     def note(self, sentence: str) -> None:
         self._notes.append(f"note: {sentence}")
 
-    def end(self, state: Stand, sentence: str) -> None:
+    def end(self, state: RunState, sentence: str) -> None:
         console().print(self._page(state, sentence))
 
-    def _page(self, state: Stand, sentence: str) -> RenderableType:
+    def _page(self, state: RunState, sentence: str) -> RenderableType:
         return page(self._follower, state, sentence, self._notes)
 
 
@@ -259,7 +266,7 @@ class LivePage(OncePage):
     def begin(self) -> None:
         self._live.start()
 
-    def update(self, news: News, state: Stand, sentence: str) -> None:
+    def update(self, news: Update, state: RunState, sentence: str) -> None:
         for alert in news.alerts:
             self._console.print(alert.text, soft_wrap=True)
         self.end(state, sentence)
@@ -268,7 +275,7 @@ class LivePage(OncePage):
         super().note(sentence)
         del self._notes[:-_MOST_NOTES]
 
-    def end(self, state: Stand, sentence: str) -> None:
+    def end(self, state: RunState, sentence: str) -> None:
         self._live.update(self._page(state, sentence), refresh=True)
 
     def close(self) -> None:
@@ -282,13 +289,13 @@ class Lines(View):
         super().__init__(follower)
         self._as_json = as_json
         self._only_alerts = only_alerts
-        self._state: Stand | None = None
+        self._state: RunState | None = None
 
-    def update(self, news: News, state: Stand, sentence: str) -> None:
+    def update(self, news: Update, state: RunState, sentence: str) -> None:
         # `end` prints that the run is over, after everything else.
         if state is not self._state and state not in OVER:
             self._state = state
-            if not (self._only_alerts and state is Stand.GOING):
+            if not (self._only_alerts and state is RunState.GOING):
                 self._print_state(state, sentence)
         if not self._only_alerts:
             if self._as_json or not news.steps:
@@ -302,20 +309,22 @@ class Lines(View):
     def note(self, sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
-    def end(self, state: Stand, sentence: str) -> None:
+    def end(self, state: RunState, sentence: str) -> None:
         if state is not self._state:
             self._print_state(state, sentence)
 
-    def _print_state(self, state: Stand, sentence: str) -> None:
+    def _print_state(self, state: RunState, sentence: str) -> None:
         path = str(self._follower.run.path)
         step = self._follower.last_step
         event: dict[str, object] = {"event": state, "run": path, "step": step, "text": sentence}
         self._print(event, f"{path}: {sentence}")
 
     def _print_metrics(self, line: dict[str, Any], *, has_records: bool) -> None:
-        measures = list(of_metrics(line))
+        measures = list(measures_of_metrics(line))
         if self._as_json:
-            self._print({"event": "metrics", "step": line.get("step"), **as_json(measures)}, "")
+            self._print(
+                {"event": "metrics", "step": line.get("step"), **measures_as_json(measures)}, ""
+            )
         elif not has_records and isinstance(step := line.get("step"), int):
             figures = "  ".join(f"{name} {value:.4g}" for name, _, value in measures)
             self._print({}, f"step {step}  {figures}")
@@ -335,13 +344,17 @@ class Lines(View):
             *(f"main wait: {cause} {share:.0%}" for cause, share in waits),
             *(f"slow: {alarm.place}" for alarm in active),
         ]
-        event = {"event": "step", "step": step.step, **as_json(of_step(step, active))}
+        event = {
+            "event": "step",
+            "step": step.step,
+            **measures_as_json(measures_of_step(step, active)),
+        }
         self._print(event, "  ".join(words))
 
     def _print_alert(self, alert: Alert) -> None:
         alarm = alert.alarm
         event = {
-            "event": facts(alert, str(self._follower.run.path))["RRFP_ALERT"],
+            "event": alert_environment(alert, str(self._follower.run.path))["RRFP_ALERT"],
             "step": alert.step,
             "kind": alarm.kind,
             "ranks": alarm.ranks,

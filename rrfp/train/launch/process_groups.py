@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.adapters.fallbacks import (
+from rrfp.megatron.cpu.patches import (
+    prepare_cpu,
     prepare_without_transformer_engine,
     reduce_losses_among_several,
     reduce_one_by_one,
 )
-from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.net.source_filter import let_in, let_in_nobody, named_sources
 from rrfp.runtime.rendezvous import reachable_address
@@ -271,7 +271,7 @@ def _megatrons_groups(
 
 def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
     """Reset torch's and Megatron's random states; joining the groups does this too."""
-    from rrfp.megatron.adapters.random_states import seed_states
+    from rrfp.megatron.adapters.global_state import seed_states
 
     seed = settings.run.seed + _SEED_STRIDE * layout.pp_rank
     torch.manual_seed(seed)

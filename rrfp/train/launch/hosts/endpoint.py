@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.launchers import Started, started
-from rrfp.train.launch.hosts.timeouts import NoAnswerError, answer_of
+from rrfp.train.launch.store import NoAnswerError, answer_of
 from rrfp.train.settings import TrainSettings
 
 # The hosts of a run, where `rrfp train` itself is one of several processes of torchrun or srun.

@@ -33,9 +33,8 @@ from rrfp.train.checks import gpus_here, index_of_gpu, too_few_gpus
 from rrfp.train.data.tokens import tokenizer_file
 from rrfp.train.launch.hosts.endpoint import Endpoint, local_ranks, obstacle_at, place_of
 from rrfp.train.launch.hosts.host_status import Pulse, printable
-from rrfp.train.launch.hosts.timeouts import AnsweringStore, answer_of
 from rrfp.train.launch.stopping import failing_for_good
-from rrfp.train.launch.store import port_store
+from rrfp.train.launch.store import AnsweringStore, answer_of, port_store
 from rrfp.train.settings import DECLARED, DeviceKind, Network, TrainSettings
 
 # Where the processes of a torchrun meet: it serves a store itself at the port that it names, so
