@@ -1,4 +1,4 @@
-"""Two runs side by side: a difference is told, noise is not called one."""
+"""Comparison of two runs: differences are reported, and noise is not."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def moved(comparison: Comparison) -> set[str]:
     return {cause for cause, each in comparison.causes_s.items() if each.leaves_out(0)}
 
 
-def test_a_faster_run_is_told_with_what_made_it_so() -> None:
+def test_a_faster_run_is_reported_with_what_made_it_so() -> None:
     comparison = compare(run_of(STEADY), run_of(tuple(each // 2 for each in STEADY)))
     # Three tasks on each of two stages, the second one a task later.
     assert comparison.step_s == (400e-9, 200e-9)
@@ -109,12 +109,12 @@ def test_the_same_runs_have_the_same_intervals() -> None:
     assert compare(a, b) == compare(a, b)
 
 
-def test_one_step_tells_no_difference() -> None:
+def test_one_step_is_too_few_for_a_difference() -> None:
     with pytest.raises(RrfpError, match="have 8 and 1 whole steps, and it takes 2 of each"):
         compare(run_of(STEADY), run_of((100,)))
 
 
-def test_a_step_that_takes_no_time_is_told() -> None:
+def test_a_step_that_takes_no_time_is_reported() -> None:
     broken = run_of(STEADY)
     for records in broken.ranks:
         records.phases[3] = records.phases[3]._replace(start_ns=0, end_ns=0)

@@ -52,7 +52,7 @@ from tests.analyze.simulated_runs import OURS, equal_times, policy_of, random_ti
 from tests.properties.cases import SEEDS, examples
 
 # What a run kept in memory, from its trace: sizes come back to the byte, replays keep to a hold in
-# bytes, and damaged sums are told.
+# bytes, and damaged sums are reported.
 
 
 SHAPE = Shape(4, 8)
@@ -186,7 +186,7 @@ def test_a_trace_of_before_has_no_bytes() -> None:
     assert measure(run)[0].replicas[0].sizes is None
 
 
-# What does not add up is told.
+# Inconsistent bytes are reported.
 
 
 def held_run(hold: Hold | None = None, hint: str = "bfw") -> Recording:
@@ -203,7 +203,7 @@ def with_tasks(recording: Recording, tasks: list[TaskRecord]) -> Recording:
 
 @pytest.mark.parametrize("kind", "FBW")
 @pytest.mark.parametrize("error", [-1, 1])
-def test_a_sum_that_is_a_byte_off_is_told_by_check_and_refused_by_replays(
+def test_a_sum_that_is_a_byte_off_is_reported_by_check_and_refused_by_replays(
     kind: str, error: int
 ) -> None:
     recording = held_run()
@@ -221,7 +221,7 @@ def test_a_sum_that_is_a_byte_off_is_told_by_check_and_refused_by_replays(
         measure(read_run(damaged))
 
 
-def test_what_passes_the_bound_is_told() -> None:
+def test_bytes_above_the_bound_are_reported() -> None:
     recording = held_run(Bytes(10_000))
     first, *others = recording.ranks
     phases = [phase._replace(budget_bytes=1) for phase in first.phases]
@@ -285,7 +285,7 @@ def test_measured_bytes_may_grow_in_a_backward() -> None:
     assert sizes.owed[0] == [15] * 8
 
 
-def test_steps_whose_sizes_were_not_known_yet_tell_no_peak() -> None:
+def test_steps_whose_sizes_were_not_known_yet_have_no_peak() -> None:
     policy, shape = policy_of("bfw", SHAPE)
     real = random_sizes(Random(2), shape, splits=True)
     budget = 2 * least_budget(real, shape)
@@ -453,7 +453,7 @@ def test_a_rank_without_tasks_has_no_counters(tmp_path: Path) -> None:
 # A recorded run as costs.
 
 
-def test_a_recorded_run_as_costs_keeps_what_it_kept() -> None:
+def test_a_recorded_run_as_costs_holds_the_same_bytes() -> None:
     recording, worlds, _, shape = random_run(11)
 
     costs = costs_of(recording)
@@ -728,7 +728,7 @@ def test_a_comparison_has_the_memory_of_both() -> None:
         ("shm", [0] * 4),
     ],
 )
-def test_outboxes_are_those_that_the_run_tells(transport: object, expected: list[int]) -> None:
+def test_outboxes_are_those_that_the_run_states(transport: object, expected: list[int]) -> None:
     recording = a_run(hold=4)
     told = frames_of(replace(recording, settings={**recording.settings, "transport": transport}))
     assert [each.outbox_bytes for each in memory(told).ranks] == expected
@@ -757,7 +757,7 @@ def rrfp(
     return call
 
 
-def test_the_command_tells_each_rank_and_one_sentence(
+def test_the_command_states_each_rank_and_one_sentence(
     rrfp: Callable[..., tuple[int, str, str]],
 ) -> None:
     code, out, _ = rrfp("memory", "run.pftrace")

@@ -96,7 +96,7 @@ def test_every_record_of_a_real_run_is_a_row(trace: Path) -> None:
 
 
 def test_what_ran_out_of_turn_is_counted_by_what_stood_before_it() -> None:
-    # Microbatch 0 is on its way until 1 and 2 are there: stage 1 runs 1, 2 and then 0.
+    # Microbatch 0 is in flight until 1 and 2 have arrived: stage 1 runs 1, 2 and then 0.
     late = {Task(1, Kind.F, 0): 100}
     order = parse_order("0F1,0F2,0F0,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n", Shape(2, 3), "mine")
     recording = simulated(order, Shape(2, 3), transfer=lambda _s, _r, task: late.get(task, 0))
@@ -349,7 +349,7 @@ def test_thresholds_and_bad_choices(
     assert (found, words in told, told.count("\n") <= 1) == (code, True, True)
 
 
-def test_notes_are_told_once_and_steps_left_out_are_named(
+def test_notes_are_reported_once_and_steps_left_out_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording = simulated("bf", Shape(3, 3), num_steps=3)
@@ -381,6 +381,6 @@ def test_what_a_trace_says_is_no_markup(
     assert "[red]hot" in table
 
 
-def test_a_run_without_messages_is_told_so() -> None:
+def test_a_run_without_messages_is_refused() -> None:
     with pytest.raises(RrfpError, match="no messages between stages"):
         misalignment.misalignment(frames_of(simulated("bf", Shape(1, 3))))

@@ -44,7 +44,7 @@ HOSTILE = "</script><script>parent.hacked=1</script><!--<img src=x onerror=hacke
 
 
 class Reader(HTMLParser):
-    """What a page is made of: its elements, its text, and the data of its charts."""
+    """The elements and text of a page, and the data of its charts."""
 
     VOID = ("meta", "link", "br", "img", "input", "hr")
 
@@ -359,7 +359,7 @@ def test_a_hundred_steps_of_eight_stages_stay_below_three_megabytes() -> None:
     assert len(report("run", whole(recording)).encode()) < 3_000_000
 
 
-def test_recording_cost_and_clocks_are_told() -> None:
+def test_recording_cost_and_clocks_are_reported() -> None:
     recording = replayable()
     first, last = recording.ranks[0], recording.ranks[-1]
     total_ns = sum(phase.end_ns - phase.start_ns for phase in first.phases)
@@ -408,7 +408,7 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
         (("chart", "gantt", "trace.pftrace", "--step", "8"), 2, "step 8 was not finished"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_are_reported_in_a_sentence(
     run: Run, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     found, _, told = run(*arguments)

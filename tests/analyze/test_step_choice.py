@@ -90,7 +90,7 @@ def rrfp(
     return run
 
 
-def told(rrfp: Rrfp, *arguments: object) -> dict[str, Any]:
+def report_of(rrfp: Rrfp, *arguments: object) -> dict[str, Any]:
     code, out, err = rrfp("analyze", *arguments, "--format", "json")
     assert (code, err) == (0, "")
     found: dict[str, Any] = json.loads(out)
@@ -141,7 +141,7 @@ def test_a_report_is_of_the_steps_that_train(
         # The numbers of a trace stay, so that they are those that 'rrfp trace view' shows.
         choice = ["2" if each == "1" else each.replace("1:", "2:") for each in choice]
         choice = ["--stage", "1", "--steps", "2:"] if "--stage" in choice else choice
-    found, expected = (told(rrfp, name, each, *choice) for each in (loop, trained))
+    found, expected = (report_of(rrfp, name, each, *choice) for each in (loop, trained))
     assert found.pop("evaluations_left_out") == NUM_EVALUATIONS
     assert expected.pop("evaluations_left_out") == 0
     assert found == expected
@@ -158,8 +158,8 @@ def test_a_report_is_of_the_steps_that_train(
 def test_a_comparison_is_of_the_steps_that_train(rrfp: Rrfp) -> None:
     loop = simulated_loop(LOOP, SHAPE)
     trained = without(loop, is_evaluation)
-    assert told(rrfp, "compare", loop, trained) == {
-        **told(rrfp, "compare", trained, trained),
+    assert report_of(rrfp, "compare", loop, trained) == {
+        **report_of(rrfp, "compare", trained, trained),
         "evaluations_left_out": [NUM_EVALUATIONS, 0],
     }
     code, out, err = rrfp("analyze", "compare", loop, trained)
@@ -177,7 +177,7 @@ def test_evaluations_are_looked_at_where_they_are_asked_for(
     tested = renumbered(without(loop, lambda step: not is_evaluation(step)), lambda step: -1 - step)
     name, *choice = verb
     found, expected = (
-        told(rrfp, name, each, *choice, *flag)
+        report_of(rrfp, name, each, *choice, *flag)
         for each, flag in ((loop, ["--evaluations"]), (tested, []))
     )
     if name == "critical-path":
@@ -190,10 +190,11 @@ def test_evaluations_are_looked_at_where_they_are_asked_for(
 
 def test_evaluations_of_an_earlier_version_are_looked_at_too(rrfp: Rrfp) -> None:
     loop = simulated_loop(LOOP, SHAPE, told=False)
-    assert told(rrfp, "critical-path", loop, "--evaluations")["step"] == 4
-    assert told(rrfp, "critical-path", loop, "--evaluations", "--step", "1")["step"] == 1
+    assert report_of(rrfp, "critical-path", loop, "--evaluations")["step"] == 4
+    assert report_of(rrfp, "critical-path", loop, "--evaluations", "--step", "1")["step"] == 1
     whole, last = (
-        told(rrfp, "bubbles", loop, "--evaluations", *steps) for steps in ((), ("--steps", "4:"))
+        report_of(rrfp, "bubbles", loop, "--evaluations", *steps)
+        for steps in ((), ("--steps", "4:"))
     )
     assert whole["window_s"] > last["window_s"] > 0
 
@@ -335,8 +336,8 @@ def test_a_run_that_died_in_an_evaluation(rrfp: Rrfp) -> None:
     code, out, _ = rrfp("trace", "check", loop)
     assert code == 1
     assert out == "incomplete: the run ended in evaluation 1, which 1 rank (1) did not finish\n"
-    assert told(rrfp, "bubbles", loop) == {
-        **told(rrfp, "bubbles", without(loop, is_evaluation)),
+    assert report_of(rrfp, "bubbles", loop) == {
+        **report_of(rrfp, "bubbles", without(loop, is_evaluation)),
         "evaluations_left_out": 2,
     }
     code, out, err = rrfp("analyze", "bubbles", loop, "--evaluations")

@@ -72,7 +72,7 @@ def test_the_page_names_what_is_slow_in_24_lines(
     assert "longer than before, since step 12" in told
 
 
-def test_lines_and_json_tell_each_step_and_alert_once(tmp_path: Path) -> None:
+def test_lines_and_json_state_each_step_and_alert_once(tmp_path: Path) -> None:
     _write_run(tmp_path / "run", record(SLOW, 30))
     lines = rrfp_here(tmp_path, "watch", "run").stdout.splitlines()
     assert [line for line in lines if line.startswith("step 7  ")]

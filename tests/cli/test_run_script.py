@@ -288,7 +288,7 @@ def test_a_module_that_is_no_python_ends_as_python_does(name: str, where: Path) 
     assert outcome(where, "rrfp", "run", "-m", name) == outcome(where, "-m", name)
 
 
-def test_a_module_that_is_nowhere_is_told_as_by_python(where: Path) -> None:
+def test_a_module_that_is_nowhere_is_reported_as_by_python(where: Path) -> None:
     assert outcome(where, *RUN, "--module", "nowhere") == outcome(where, "-m", "nowhere")
 
 
@@ -513,7 +513,9 @@ def test_an_unknown_megatron_is_refused_in_a_sentence(unknown_megatron: Path) ->
     )
 
 
-def test_a_script_that_installs_by_itself_is_told_that_it_need_not(unknown_megatron: Path) -> None:
+def test_a_script_that_installs_by_itself_is_informed_that_it_need_not(
+    unknown_megatron: Path,
+) -> None:
     (unknown_megatron / "script.py").write_text(
         "import rrfp.megatron\n"
         "import megatron.core.pipeline_parallel.schedules\n"

@@ -41,7 +41,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _run(name: str, num_steps: int = 3, **described: Any) -> RunDir:
-    """A run of three steps, so many of which were finished."""
+    """A run of three steps with `num_steps` finished."""
     run = create_run_dir(Path("runs", name), False, "")
     run.run_json.write_text(json.dumps({"settings": SETTINGS} | described))
     run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(num_steps)))
@@ -106,7 +106,7 @@ def test_the_outcome_is_noted(error: BaseException | None, ending: Ending) -> No
         ),
     ],
 )
-def test_of_a_damaged_outcome_nothing_is_taken(text: str) -> None:
+def test_a_damaged_outcome_is_ignored(text: str) -> None:
     run = _run("one")
     run.outcome.write_text(text)
     assert read_ending(run) == Ending(Outcome.KILLED)
@@ -119,7 +119,7 @@ def test_a_disk_that_takes_no_note_changes_nothing() -> None:
         pass
 
 
-def test_each_outcome_is_told(
+def test_each_outcome_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("finished", "earlier", "without"):

@@ -109,7 +109,7 @@ def test_the_percents_of_a_bubble_add_up(fraction: float, structural: float) -> 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.2])
 @pytest.mark.parametrize("cause_s", [0.0, 1e-6, 0.05])
-def test_marks_of_a_comparison_are_told_once(ratio: float, cause_s: float) -> None:
+def test_marks_of_a_comparison_are_reported_once(ratio: float, cause_s: float) -> None:
     clear, cause = (Estimate(each, each, each) for each in (ratio, cause_s))
     noise = Estimate(0.0, -0.01, 0.01)
     report = Comparison((3, 3), (1.0, ratio), clear, clear, clear, {"a": cause, "b": noise}, 3)
