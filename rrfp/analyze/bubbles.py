@@ -207,6 +207,7 @@ def _has_launches(frames: Frames) -> bool:
 
 
 def _divide(frames: Frames) -> pl.DataFrame:
+    """Divide the time of steps that fit into memory, as `divide` does."""
     spans = frames.windows.join(frames.run.select("rank"), how="cross")
     work = _work(frames, spans)
     ends = work.group_by(_KEY).agg(
@@ -364,6 +365,7 @@ def _explained(found: pl.DataFrame, rest: str) -> tuple[pl.DataFrame, pl.DataFra
 
 
 def _part(frame: pl.DataFrame, cause: str, ns: pl.Expr) -> pl.DataFrame:
+    """Return rows of step, rank, cause and time."""
     return frame.select(*_KEY, pl.lit(str(cause)).alias("cause"), ns.alias("ns"))
 
 
@@ -524,6 +526,7 @@ def _second_columns(ranks: Sequence[RankBubbles]) -> Iterator[Column]:
 
 
 def _conclusion(bubbles: Bubbles, why_not_replayed: str) -> str:
+    """State the bubble, and its structural part or the reason why it is unknown."""
     if bubbles.parts is not None:
         return bubbles.parts.told
     bubble = f"{bubbles.bubble_fraction:.0%} of the ranks' time was bubble."

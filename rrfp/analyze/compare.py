@@ -79,6 +79,7 @@ def warning(found: Differences) -> str:
 
 
 def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Yield the numbers of microbatches, stages and ranks in the records of both runs."""
     both = (first, second)
 
     def counts(column: str) -> tuple[int, int]:
@@ -269,6 +270,7 @@ def verdict(report: Comparison, a_step: str = "A step") -> list[str]:
 
 
 def _speed(ratio: Estimate) -> str:
+    """State whether B is faster or slower than A, if the ratio is significant."""
     if not ratio.leaves_out(1):
         return "there is no significant difference"
     return f"B is {'faster' if ratio.median < 1 else 'slower'}, by {_percent(ratio)}"

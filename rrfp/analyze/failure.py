@@ -88,6 +88,7 @@ def _moments(
     ended: Mapping[str, Any] | None,
     end_ns: int,
 ) -> LastMoments:
+    """Combine the unfinished and the last finished record of a rank."""
     last = last_s = None
     step = None if begun is None else begun["step"]
     if ended is not None:

@@ -170,6 +170,7 @@ class _Division:
         self._paths = {step: critical_path(frames, step).segments for step in steps}
 
     def blame(self) -> Blame:
+        """Return the mean attribution over the steps."""
         owners_ns: defaultdict[Owner, float] = defaultdict(float)
         uneven_ns: defaultdict[int, float] = defaultdict(float)
         for step, path in self._paths.items():
@@ -208,10 +209,7 @@ class _Division:
         uneven_ns[task.pp_rank] += task.end_ns - task.start_ns - mean_ns
 
     def _divide_link(
-        self,
-        step: int,
-        segment: Segment,
-        owners_ns: defaultdict[Owner, float],
+        self, step: int, segment: Segment, owners_ns: defaultdict[Owner, float]
     ) -> None:
         """Divide a message's time into link, until the first member has it, and coordination."""
         start_ns, end_ns, pp_rank, _, sender = segment
@@ -556,6 +554,7 @@ class _ShareDescriber:
         )
 
     def _message_time(self, owner: Owner) -> str:
+        """Format the median time of messages on a link."""
         of_link = timed_messages(self._frames).filter(
             (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
         )
@@ -610,10 +609,7 @@ class Finding:
 
 
 def findings(
-    frames: Frames,
-    found: Blame,
-    run: RecordedRun | None = None,
-    culprits: Sequence[Culprit] = (),
+    frames: Frames, found: Blame, run: RecordedRun | None = None, culprits: Sequence[Culprit] = ()
 ) -> list[Finding]:
     """Return the findings, the largest saving or share first.
 
@@ -630,6 +626,7 @@ def findings(
 
 
 def _of_share(owned: Share) -> Finding:
+    """Make a finding that was not replayed from a share."""
     link = None if owned.sender is None else (owned.sender, owned.pp_rank)
     return Finding(
         str(owned.what),
@@ -644,6 +641,7 @@ def _of_share(owned: Share) -> Finding:
 
 
 def _finding_of(adviser: Adviser, culprit: Culprit) -> Finding:
+    """Make a finding from a replayed bottleneck."""
     change = culprit.change
     title, figures, advice = adviser.describe(culprit)
     return Finding(

@@ -335,6 +335,7 @@ def _make_beside(trace: Path, folder: Path) -> Path:
 
 
 def _make(trace: Path, folder: Path) -> None:
+    """Convert a trace into files of tables."""
     # The reader of traces is also slow to import.
     from rrfp.trace.perfetto.reader import TraceReader
 
@@ -368,6 +369,7 @@ def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _with_evaluations(frame: pl.DataFrame) -> pl.DataFrame:
+    """Add a column with the number of the evaluation after the step."""
     if STEP not in frame.columns:
         return frame
     number = evaluation_step(0) - pl.col(STEP)

@@ -39,10 +39,7 @@ PLACE: Schema = dict.fromkeys(("rank", "pp_rank", "tp_rank", "dp_rank"), pl.Int6
 _TYPES: dict[object, type[pl.DataType]] = {int: pl.Int64, str: pl.String}
 
 SCHEMAS: dict[str, Schema] = {
-    name: {
-        **PLACE,
-        **{field: _TYPES[each] for field, each in record_type.__annotations__.items()},
-    }
+    name: {**PLACE, **{field: _TYPES[each] for field, each in record_type.__annotations__.items()}}
     for name, record_type in RECORD_TYPES.items()
 }
 """The columns of each type of record: the recording rank, and the fields."""
@@ -231,9 +228,9 @@ class Frames:
             yield self.of_steps(steps.to_list())
 
     def _filtered(self, chosen: Callable[[str], pl.Expr]) -> "Frames":
+        """Filter each table by an expression that `chosen` returns for its name."""
         found = Frames(
-            self.run,
-            {name: table.filter(chosen(name)) for name, table in self._tables.items()},
+            self.run, {name: table.filter(chosen(name)) for name, table in self._tables.items()}
         )
         found.num_left_out = self.num_left_out
         found.warm_up = self.warm_up
@@ -456,6 +453,7 @@ def step_time_ns(frames: Frames, steps: Collection[int] | None = None) -> float:
 
 
 def _without_warm_up(frames: Frames) -> Frames:
+    """Remove the warm-up steps and note them in the result."""
     slow = warm_up_steps(frames)
     if not slow:
         return frames

@@ -156,10 +156,7 @@ def memory(frames: Frames) -> Memory:
     peaks = (
         tasks.sort("held_bytes", "start_ns", descending=[True, False])
         .group_by("rank")
-        .agg(
-            pl.col("held_bytes", "step", "start_ns", "from_ns").first(),
-            pl.col("held").max(),
-        )
+        .agg(pl.col("held_bytes", "step", "start_ns", "from_ns").first(), pl.col("held").max())
     )
     of_microbatches = (
         tasks.filter(pl.col("kind") == Kind.F)

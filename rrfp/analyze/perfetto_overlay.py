@@ -61,6 +61,7 @@ def replica_of(frames: Frames, step: int, segments: Sequence[Segment]) -> int | 
 
 
 def _slices(frames: Frames, step: int, segments: Sequence[Segment]) -> Iterator[Slice]:
+    """Convert the segments of a path into slices with notes."""
     tasks = _tasks_of(frames, step, segments)
     for segment in segments:
         if segment.start_ns >= segment.end_ns:
@@ -82,12 +83,7 @@ def _tasks_of(
     work = [segment for segment in segments if segment.kind in list(Kind)]
     asked = pl.DataFrame(
         [(number, each.pp_rank, each.kind, each.end_ns) for number, each in enumerate(work)],
-        schema={
-            "number": pl.Int64,
-            "pp_rank": pl.Int64,
-            "kind": pl.String,
-            "end_ns": pl.Int64,
-        },
+        schema={"number": pl.Int64, "pp_rank": pl.Int64, "kind": pl.String, "end_ns": pl.Int64},
         orient="row",
     )
     found = asked.join(

@@ -39,12 +39,7 @@ def whatif_table(report: WhatIf, step_ns: float) -> Table:
             Column("time", lengths_ns, times([step_ns, *lengths_ns]), lead=step_ns),
             Column(None, [row.makespan_ns / NS_PER_S for row in rows], key="makespan_s"),
             Column("saved\n%", [row.saving for row in rows], CHANGE, "saving"),
-            Column(
-                "held",
-                [max(row.peak_held) for row in rows],
-                COMPACT,
-                lead=max(own.peak_held),
-            ),
+            Column("held", [max(row.peak_held) for row in rows], COMPACT, lead=max(own.peak_held)),
             Column(None, [row.peak_held for row in rows], key="peak_held"),
             *_peak_columns([own.peak_held_bytes, *(row.peak_held_bytes for row in rows)]),
         ],

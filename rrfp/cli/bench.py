@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
+    """Print results: tables by case for people, rows for programs."""
     from rrfp.race.result_tables import case_tables, result_table
 
     match output_format:

@@ -50,9 +50,7 @@ class _GuardedConsole(Console):
 
 
 def print_report(
-    tables: Sequence[Table],
-    output_format: Format,
-    more: Mapping[str, object] | None = None,
+    tables: Sequence[Table], output_format: Format, more: Mapping[str, object] | None = None
 ) -> None:
     """Print tables on stdout: one by one for people, as one table or document for programs.
 

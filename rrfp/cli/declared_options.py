@@ -244,10 +244,7 @@ def as_typer_command(run: Callable[..., Any], options: Iterable[Declared]) -> Ca
     own: dict[str, tuple[Any, Any]] = {
         "module": (Annotated[bool, typer.Option("-m", "--module")], None),
         "help_all": (Annotated[bool, typer.Option("--help-all")], None),
-        "script": (
-            Annotated[str, typer.Argument(metavar="SCRIPT")],
-            inspect.Parameter.empty,
-        ),
+        "script": (Annotated[str, typer.Argument(metavar="SCRIPT")], inspect.Parameter.empty),
         "arguments": (Annotated[list[str] | None, typer.Argument(metavar="ARGS")], None),
     }
     parameters = [option_of(declared) for declared in options]

@@ -49,6 +49,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(*_: object) -> NoReturn:
+    """Signal handler: ignore later signals and raise KeyboardInterrupt."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -103,6 +104,7 @@ def call_command(command: Callable[[], object]) -> int | Callable[[], int]:
 
 
 def _call_handled(command: Callable[[], object]) -> int | Callable[[], int]:
+    """Call a command; print an error as a sentence and return its exit code."""
     try:
         result: Any = command()
     except RrfpError as error:
@@ -134,6 +136,7 @@ def print_error(error: RrfpError) -> int:
 
 
 def _invoke(app: "typer.Typer", arguments: Sequence[str]) -> Any:
+    """Parse and run a command line with typer; print usage errors as a sentence."""
     import typer
 
     command = typer.main.get_command(app)

@@ -112,6 +112,7 @@ def check(
 
 
 def _print_peaks(order: Order) -> None:
+    """Print the peak of D and of held activations of each rank."""
     shape = order.shape
     ranks = range(shape.num_ranks)
     print("The most at once, in activations of one chunk and microbatch:")

@@ -24,17 +24,9 @@ PATH_HELP = (
 STEPS_HELP = "Only the steps from A up to, not including, B."
 
 TracePath = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN",
-        help=PATH_HELP,
-        autocompletion=run_names,
-    ),
+    Path | None, typer.Argument(metavar="RUN", help=PATH_HELP, autocompletion=run_names)
 ]
-Steps = Annotated[
-    str | None,
-    typer.Option(metavar="A:B", help=STEPS_HELP),
-]
+Steps = Annotated[str | None, typer.Option(metavar="A:B", help=STEPS_HELP)]
 Evaluations = Annotated[
     bool,
     typer.Option(
@@ -88,9 +80,7 @@ class By(StrEnum):
 FrameFormat = Annotated[
     Format,
     typer.Option(
-        "--format",
-        metavar="FORMAT",
-        help="table, md (GitHub's Markdown), json, csv or parquet.",
+        "--format", metavar="FORMAT", help="table, md (GitHub's Markdown), json, csv or parquet."
     ),
 ]
 ByRank = Annotated[

@@ -82,6 +82,7 @@ def runs(
 
 
 def _read(path: Path) -> _Run:
+    """Read the small files of a run into a `_Run`."""
     run = RunDir(path)
     described, problem = _described(run)
     settings = described.get("settings")
@@ -123,6 +124,7 @@ def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
 
 
 def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the kind of a run from its run.json."""
     if described.get("simulated"):
         return "simulate"
     if "imported" in described:
@@ -133,6 +135,7 @@ def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | None:
+    """Return the number of finished steps; None if unknown."""
     if kind == "simulate":
         return _whole(settings.get("seeds"))
     if kind != "train":
@@ -167,6 +170,7 @@ def _outcome(
 
 
 def _recorded(run: RunDir) -> list[RunDir]:
+    """Return the sessions of a run that have a trace or records."""
     try:
         return run.sessions()
     except OSError:
@@ -245,6 +249,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _outcome_in_words(run: _Run) -> str:
+    """Return the outcome, or `no trace` for a finished run without one."""
     has_nothing = run.outcome == Outcome.FINISHED and not run.has_trace
     return "no trace" if has_nothing else run.outcome
 

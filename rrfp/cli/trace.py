@@ -68,8 +68,7 @@ def export_run(
     ],
     path: TracePath = None,
     output_format: Annotated[
-        ExportFormat | None,
-        typer.Option("--format", help="Default: from the name of the output."),
+        ExportFormat | None, typer.Option("--format", help="Default: from the name of the output.")
     ] = None,
 ) -> None:
     """Write a trace as Chrome's trace events (one JSON file) or as Parquet tables."""
@@ -294,6 +293,7 @@ def _ranks(ranks: Sequence[int], first: str = "rank") -> str:
 
 
 def _time(time_ns: int) -> str:
+    """Format a time in UTC."""
     if time_ns <= 0:
         return "an unknown time"
     try:
@@ -375,6 +375,7 @@ def import_run(
 
 
 def _import(paths: list[Path], out: Path, *, force: bool) -> None:
+    """Import traces as a run and print its size."""
     from rrfp.interchange.assemble import check_run_dir, write_run
     from rrfp.interchange.formats import import_run as read_run
 
@@ -391,6 +392,7 @@ def _import(paths: list[Path], out: Path, *, force: bool) -> None:
 
 
 def _hang(paths: list[Path], format_: HangFormat) -> str:
+    """Read dumps of a hang and format their analysis."""
     from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
 
     hang = hang_of(read_dumps(paths, lambda note: typer.echo(note, err=True)))

@@ -133,12 +133,14 @@ def _check_settings(settings: TrainSettings) -> None:
 
 
 def _check_policy(settings: TrainSettings) -> None:
+    """Raise UsageError or RrfpError if the policy does not fit the pipeline."""
     from rrfp.schedule.rehearsal import fitted
 
     fitted(settings.effective_policy, settings.shape, counts_places=False)
 
 
 def _check_admission(settings: TrainSettings) -> None:
+    """Raise UsageError if the order of microbatches does not fit the run."""
     from rrfp.inputs import resolve_admission
     from rrfp.planning.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
@@ -149,6 +151,7 @@ def _check_admission(settings: TrainSettings) -> None:
 
 
 def _check_pace(settings: TrainSettings) -> None:
+    """Raise UsageError if --pace does not fit, or if --force would remove its run."""
     from rrfp.replay.cost_sources import costs_file
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.pacing import check_pace
@@ -164,6 +167,7 @@ def _check_pace(settings: TrainSettings) -> None:
 
 
 def _run(settings: TrainSettings) -> None:
+    """Train on this host: host 0 shows and records the run, other hosts join it."""
     from rrfp.replay.cost_sources import settled
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.checkpoints.run_start import beginning_of, has_trained_all
@@ -202,6 +206,7 @@ def _run(settings: TrainSettings) -> None:
 
 
 def _train(beginning: "Beginning", settings: TrainSettings) -> None:
+    """Train with a display, then print the summary. If it fails, merge the records so far."""
     from rrfp.cli.progress import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
     from rrfp.train.checkpoints.directory import CheckpointDir

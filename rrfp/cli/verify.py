@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 def verify(
     full: Annotated[
-        bool,
-        typer.Option("--full", help="Also fixed orders, and tight limits and holds."),
+        bool, typer.Option("--full", help="Also fixed orders, and tight limits and holds.")
     ] = False,
     layout: Annotated[
         list[str] | None,
@@ -81,11 +80,7 @@ def verify(
 
 
 def _chosen_variants(
-    layouts: list[str] | None,
-    hints: list[str] | None,
-    on_device: dict[str, object],
-    *,
-    full: bool,
+    layouts: list[str] | None, hints: list[str] | None, on_device: dict[str, object], *, full: bool
 ) -> "dict[str, list[Variant]]":
     """Return the runs of each layout, its reference first.
 

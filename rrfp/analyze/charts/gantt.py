@@ -87,6 +87,7 @@ def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
 
 
 def _panel(frames: Frames, step: int | None, most_bars: int, prefix: str = "") -> _Panel:
+    """Collect bars, path and labels of a step, with times from its start."""
     step, start_ns, end_ns, which = window_of(frames, step)
     labels = {pp_rank: f"{prefix}{label}" for pp_rank, label in places(frames).items()}
     replica, path = _path(frames, step)

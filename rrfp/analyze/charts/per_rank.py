@@ -77,9 +77,7 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
             alt.Chart(marks)
             .mark_tick(color=INK, thickness=2.5, bandSize=_ROW_PX)
             .encode(
-                y=rows,
-                x=alt.X("structural:Q"),
-                tooltip=[alt.Tooltip("structural:Q", format=".2%")],
+                y=rows, x=alt.X("structural:Q"), tooltip=[alt.Tooltip("structural:Q", format=".2%")]
             )
         )
     chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
@@ -102,9 +100,7 @@ def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
                 "share:Q", stack="zero", title="share of the window", axis=alt.Axis(format="%")
             ),
             color=alt.Color(
-                "cause:N",
-                scale=by_value(shown(CAUSE_COLORS, parts["cause"])),
-                title=None,
+                "cause:N", scale=by_value(shown(CAUSE_COLORS, parts["cause"])), title=None
             ),
             order=alt.Order("place:Q"),
             tooltip=[
@@ -189,9 +185,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     base = alt.Chart().transform_filter("isValid(datum.held)")
     layers = [
         base.mark_area(interpolate="step-after", color=KIND_COLORS["F"], opacity=0.7).encode(
-            x=time,
-            y=alt.Y("held:Q", title=title),
-            tooltip=["time:Q", "held:Q", "for_w:Q"],
+            x=time, y=alt.Y("held:Q", title=title), tooltip=["time:Q", "held:Q", "for_w:Q"]
         )
     ]
     if (own["for_w"] > 0).any():
@@ -211,10 +205,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
         )
     chart = faceted(alt.layer(*layers, data=table), "row", list(labels.values()), _COLUMNS, 110)
     return finished(
-        chart,
-        f"Bytes of activations held in {which}",
-        f"at most {told_bytes(most)}",
-        *notes,
+        chart, f"Bytes of activations held in {which}", f"at most {told_bytes(most)}", *notes
     )
 
 

@@ -109,6 +109,7 @@ def lead_waits(frames: Frames, step: int, replica: int | None = None) -> pl.Data
 
 
 def _of_leads(frame: pl.DataFrame, step: int, replica: int | None) -> pl.DataFrame:
+    """Keep the rows of a step of the first rank of each group in one replica."""
     # A trace may lack the first member or replica, so the smallest number is used.
     of_step = frame.filter(pl.col("step") == step)
     chosen = pl.col("dp_rank").min() if replica is None else pl.lit(replica)

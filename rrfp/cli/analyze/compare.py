@@ -43,8 +43,7 @@ def compare(
     evaluations: Evaluations = False,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
-        float | None,
-        typer.Option(min=0, help="Exit with 3 if B/A is significantly above this."),
+        float | None, typer.Option(min=0, help="Exit with 3 if B/A is significantly above this.")
     ] = None,
 ) -> None:
     """Compare run B with run A: step times, and which causes of idle time changed.

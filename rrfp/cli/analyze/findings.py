@@ -76,6 +76,7 @@ def _blocks(
     words: Sequence[Sequence[str]],
     last: Sequence[str],
 ) -> list[list[str]]:
+    """Return the wrapped lines of lead, parts and last lines, a block for each."""
     return [
         _wrapped(console, lead),
         *(
@@ -241,6 +242,7 @@ def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
 
 
 def _titled(finding: "Finding") -> str:
+    """Return the title of a finding with its saving or share."""
     part = (
         f"accounts for {finding.share:.0%} of a step"
         if finding.saving is None
@@ -252,9 +254,7 @@ def _titled(finding: "Finding") -> str:
 def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
     return [
         Part(
-            f"{number}. {_titled(each)}",
-            f"{each.figures} {each.advice}",
-            each.command(name, steps),
+            f"{number}. {_titled(each)}", f"{each.figures} {each.advice}", each.command(name, steps)
         )
         for number, each in enumerate(_shown(found), start=1)
     ]
@@ -263,6 +263,7 @@ def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
 def _markdown(
     found: "Diagnosis", rest: list[str], name: str, steps: str | None, following: str
 ) -> str:
+    """Return the findings as Markdown."""
     from rrfp.analyze.table import escape_markdown as escaped
 
     paragraphs = [escaped(_lead(found))]

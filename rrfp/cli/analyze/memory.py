@@ -17,8 +17,7 @@ def memory(
     by: ByRank = By.STAGE,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
-        float | None,
-        typer.Option(min=0, help="Exit with 3 when a rank held more GiB than this."),
+        float | None, typer.Option(min=0, help="Exit with 3 when a rank held more GiB than this.")
     ] = None,
 ) -> None:
     """Show how many bytes of activations each stage's rank held, and when.

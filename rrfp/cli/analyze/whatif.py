@@ -48,11 +48,7 @@ class WhatifOptions:
         False, "Give every task the mean time of its kind.", panel=_CAUSES
     )
     median_stage: int | None = setting(
-        None,
-        "Make a stage as fast as the median stage.",
-        least=0,
-        metavar="STAGE",
-        panel=_CAUSES,
+        None, "Make a stage as fast as the median stage.", least=0, metavar="STAGE", panel=_CAUSES
     )
     free_links: bool = setting(False, "Transfer messages in no time.", panel=_CAUSES)
     usual_link: str | None = setting(
@@ -62,18 +58,10 @@ class WhatifOptions:
         panel=_CAUSES,
     )
     usual_rank: int | None = setting(
-        None,
-        "Make a rank as fast as its peers.",
-        least=0,
-        metavar="RANK",
-        panel=_CAUSES,
+        None, "Make a rank as fast as its peers.", least=0, metavar="RANK", panel=_CAUSES
     )
     usual_replica: int | None = setting(
-        None,
-        "Make a replica as fast as the others.",
-        least=0,
-        metavar="REPLICA",
-        panel=_CAUSES,
+        None, "Make a replica as fast as the others.", least=0, metavar="REPLICA", panel=_CAUSES
     )
     even_microbatches: bool = setting(False, "Give all microbatches the same cost.", panel=_CAUSES)
     usual_microbatches: bool = setting(

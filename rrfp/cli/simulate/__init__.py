@@ -54,18 +54,10 @@ class SimulateOptions:
         1234, "The first seed of costs and jitter", least=0, most=2**32 - 1, panel=_ROWS
     )
     seeds: int = setting(
-        1,
-        "Steps of each row, with as many consecutive seeds",
-        least=1,
-        most=100_000,
-        panel=_ROWS,
+        1, "Steps of each row, with as many consecutive seeds", least=1, most=100_000, panel=_ROWS
     )
     plan_sims: int | None = setting(
-        None,
-        "Simulations per step for --admit plan [400].",
-        least=1,
-        most=10**6,
-        panel=_ROWS,
+        None, "Simulations per step for --admit plan [400].", least=1, most=10**6, panel=_ROWS
     )
     output_format: RowFormat = setting(
         RowFormat.TABLE, "How to print the rows", flag="format", metavar="FORMAT", panel=OUTPUT

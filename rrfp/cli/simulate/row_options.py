@@ -148,6 +148,7 @@ def prefix_row(own: Mapping[str, str], error: RrfpError) -> RrfpError:
 
 
 def _make_row(flags: Mapping[str, str], own: Mapping[str, str]) -> RowOptions:
+    """Make a row from flags and its own settings. Raises UsageError for missing ones."""
     texts = {**flags, **own}
     for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
         if name not in texts:
@@ -166,6 +167,7 @@ def _make_row(flags: Mapping[str, str], own: Mapping[str, str]) -> RowOptions:
 
 
 def _read(name: str, text: str) -> Any:
+    """Parse the text of a setting into its value."""
     declared = SETTINGS[name]
     label, kind = f"--{name}", declared.kind
     if isinstance(kind, Knob):
@@ -176,6 +178,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def _read_row(text: str) -> dict[str, str]:
+    """Parse a --row into settings by name."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -192,6 +195,7 @@ def _read_row(text: str) -> dict[str, str]:
 
 
 def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
+    """Parse all --sweep options into values by setting."""
     axes: dict[str, list[str]] = {}
     for text in sweeps:
         name, values = _read_pair(
@@ -204,6 +208,7 @@ def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_pair(text: str, sentence: str) -> tuple[str, str]:
+    """Split `name=value`; raises UsageError with `sentence`, or for an unknown name."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(sentence)

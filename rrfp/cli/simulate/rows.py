@@ -91,6 +91,7 @@ class _Sources:
 
 
 def _setting(row: RowOptions, sources: _Sources, *, needs_order: bool) -> Setting:
+    """Make the setting of one row. Raises UsageError if its options exclude each other."""
     if row.links is LinkMode.BLOCKING and row.policy.dispatch is not Dispatch.FIXED:
         raise UsageError(
             "--links blocking has both ranks wait for a message, which only an order that binds "

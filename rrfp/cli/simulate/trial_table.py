@@ -3,16 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rrfp.analyze.table import (
-    BYTES,
-    COMPACT,
-    PERCENT,
-    RATIO,
-    TEXT,
-    Column,
-    Table,
-    seconds,
-)
+from rrfp.analyze.table import BYTES, COMPACT, PERCENT, RATIO, TEXT, Column, Table, seconds
 from rrfp.cli.simulate.row_options import SETTINGS, RowOptions
 from rrfp.planning.candidates import in_words
 from rrfp.planning.trials import Row

@@ -63,10 +63,7 @@ class TuneOptions:
     )
     pp: int | None = setting(None, "Pipeline ranks [required with costs].", least=1, panel=_COSTS)
     microbatches: int | None = setting(
-        None,
-        "Microbatches per step and replica [required with costs].",
-        least=1,
-        panel=_COSTS,
+        None, "Microbatches per step and replica [required with costs].", least=1, panel=_COSTS
     )
     micro_batch_size: int | None = setting(
         None,
@@ -91,19 +88,10 @@ class TuneOptions:
         panel=_COSTS,
     )
     per_message_ms: float | None = setting(
-        None,
-        "Runtime overhead of a message [0.5].",
-        least=0,
-        most=1000,
-        metavar="MS",
-        panel=_COSTS,
+        None, "Runtime overhead of a message [0.5].", least=0, most=1000, metavar="MS", panel=_COSTS
     )
     simulations: int = setting(
-        2000,
-        "Approximate number of steps to simulate",
-        least=1,
-        most=1_000_000,
-        panel=_SEARCH,
+        2000, "Approximate number of steps to simulate", least=1, most=1_000_000, panel=_SEARCH
     )
     budget_s: float | None = setting(
         None,
@@ -141,11 +129,7 @@ class TuneOptions:
         5, "Steps of each trial, after one warm-up step", least=1, most=1000, panel=_TRIALS
     )
     output_format: RowFormat = setting(
-        RowFormat.TABLE,
-        "How to print the proposals",
-        flag="format",
-        metavar="FORMAT",
-        panel=OUTPUT,
+        RowFormat.TABLE, "How to print the proposals", flag="format", metavar="FORMAT", panel=OUTPUT
     )
 
 
@@ -200,6 +184,7 @@ def tune(options: TuneOptions) -> None:
 
 
 def _is_costs(named: str | None) -> bool:
+    """Return True if the argument names costs and not a run."""
     from rrfp.simulate.costs.toml_files import PRESETS
 
     if named is None:
@@ -218,6 +203,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _ns(given_ms: float | None, default_ms: float) -> int:
+    """Convert an optional time in ms to ns."""
     return round((default_ms if given_ms is None else given_ms) * 1e6)
 
 

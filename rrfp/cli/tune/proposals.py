@@ -102,6 +102,7 @@ def proposal_table(
 
 
 def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
+    """The columns of proposals: description, flags, predicted times and memory."""
     proposals, own = list(found.proposals), found.own
     rows = [*([] if own is None else [own]), *proposals]
     mean_s = [each.mean_s for each in proposals]
@@ -179,6 +180,7 @@ def _memory(memory: Hold) -> str:
 
 
 def _notes(source: "Source", found: "SearchResult") -> list[str]:
+    """Sentences about prediction error, imbalance, and settings that were not searched."""
     notes = []
     own = found.own
     if source.measured_s is not None and own is not None and source.own is not None:
@@ -319,6 +321,7 @@ class TrialRunner:
         return proposal.mean_s if same is None or len(seeds) < len(counted) else same.mean_s
 
     def _own_settings(self) -> "TrainSettings":
+        """Return the settings of the run, or of a small model for costs in a file."""
         from rrfp.schedule.policy import KNOBS
         from rrfp.train.settings import DECLARED, TrainSettings
 

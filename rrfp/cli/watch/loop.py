@@ -80,6 +80,7 @@ class AlertCommand:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process group of a command and wait for it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()
@@ -123,6 +124,7 @@ def watch_run(
 def _send(
     follower: Follower, news: Update, exporters: MutableMapping[str, Exporter], view: View
 ) -> None:
+    """Pass new metrics and steps to the exporters; remove an exporter that fails."""
     if not (news.steps or news.metrics):
         return
     for asked, exporter in list(exporters.items()):
@@ -139,6 +141,7 @@ def _send(
 
 
 def _alert(follower: Follower, news: Update, command: AlertCommand | None, view: View) -> None:
+    """Start the command for each new alert, and show failures of earlier ones."""
     if command is None:
         return
     for alert in news.alerts:
@@ -156,6 +159,7 @@ def _close(
     command: AlertCommand | None,
     view: View,
 ) -> None:
+    """Close view, follower and exporters, and wait for alert commands."""
     view.close()
     follower.close()
     for asked, exporter in exporters.items():

@@ -59,6 +59,7 @@ def page(
 
 
 def _headline(follower: Follower, state: RunState, sentence: str) -> Text:
+    """A line with directory, session, number of steps and state of the run."""
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")
@@ -77,6 +78,7 @@ def _num_steps(follower: Follower, step: int) -> str:
 
 
 def _figures(follower: Follower, recent: Sequence[StepFigures]) -> Text:
+    """A line with metrics, mean schedule time and bubble of recent steps."""
     window_s = fmean(step.window_s for step in recent)
     bubble = fmean(step.bubble_fraction for step in recent)
     schedule = f"schedule {duration(window_s)}, bubble {bubble:.0%}"
@@ -99,6 +101,7 @@ def _format_metrics(follower: Follower) -> str:
 
 
 def _stages(recent: Sequence[StepFigures]) -> Table:
+    """A table of the busiest stages: ranks, busy share, main wait, held activations."""
     shown = recent[-1].by_stage()
     busy = {stage: fmean(_busy(step, stage) for step in recent) for stage in shown}
     most = sorted(sorted(busy, key=lambda stage: -busy[stage])[:_MOST_STAGES])
@@ -122,6 +125,7 @@ def _stages(recent: Sequence[StepFigures]) -> Table:
 
 
 def _busy(step: StepFigures, stage: int) -> float:
+    """Return the mean busy share of the ranks of a stage in a step."""
     ranks = [rank for rank in step.ranks.values() if rank.info.pp_rank == stage]
     return fmean(rank.busy_fraction for rank in ranks) if ranks else 0.0
 
@@ -157,6 +161,7 @@ def _main_wait(recent: Sequence[StepFigures], stage: int) -> str:
 
 
 def _waits(recent: Sequence[StepFigures]) -> Text:
+    """A line with the four largest causes of idle time in recent steps."""
     total: Counter[str] = Counter()
     for step in recent:
         total.update(step.wait_fractions())
@@ -166,6 +171,7 @@ def _waits(recent: Sequence[StepFigures]) -> Text:
 
 
 def _slowness(follower: Follower) -> list[RenderableType]:
+    """Lines about slow places, or the place that is closest to being slow."""
     active = follower.active
     if active:
         lines = [Text(f"Slow: {alarm.text}", style="bold red") for alarm in active[:_MOST_ALARMS]]
@@ -181,6 +187,7 @@ def _slowness(follower: Follower) -> list[RenderableType]:
 
 
 def _uneven(recent: Sequence[StepFigures]) -> Text | None:
+    """A line about the stage with the most work, if it exceeds the others by 10%."""
     extra = extra_work(recent)
     if not extra:
         return None
@@ -191,6 +198,7 @@ def _uneven(recent: Sequence[StepFigures]) -> Text | None:
 
 
 def _stages_of_metrics(follower: Follower) -> Table:
+    """A table of busy shares from metrics, for runs without records."""
     table = Table.grid(padding=(0, 2, 0, 0))
     busy = follower.metrics.get("busy_fraction")
     for stage, share in enumerate(busy[:_MOST_STAGES] if isinstance(busy, list) else []):
