@@ -58,9 +58,9 @@ def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[
         for gap in (1, 0):
             fixed = _num_rows(console, blocks) - sum(lengths) + gap * (len(blocks) - 1)
             if fixed <= rows or (num_parts == 0 and not gap):
-                kept = _shortened(lengths, max(0, rows - fixed))
+                counts = _shortened(lengths, max(0, rows - fixed))
                 cut = [
-                    _cut(lines, num, console.width) for lines, num in zip(words, kept, strict=True)
+                    _cut(lines, num, console.width) for lines, num in zip(words, counts, strict=True)
                 ]
                 final = _blocks(console, lead, shown, cut, [*left, *last])
                 empty = [""] * gap
@@ -108,11 +108,11 @@ def _hanging(console: "Console", words: str) -> list[str]:
 
 def _shortened(lengths: Sequence[int], most: int) -> list[int]:
     """Reduce numbers of lines to a sum of `most`, the largest first."""
-    kept = list(lengths)
-    while sum(kept) > most:
-        longest = max(range(len(kept)), key=lambda place: (kept[place], place))
-        kept[longest] -= 1
-    return kept
+    counts = list(lengths)
+    while sum(counts) > most:
+        longest = max(range(len(counts)), key=lambda place: (counts[place], place))
+        counts[longest] -= 1
+    return counts
 
 
 def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
