@@ -194,13 +194,13 @@ class ChaosOptions:
 
 @with_options(ChaosOptions)
 def chaos(options: ChaosOptions) -> None:
-    """Inject faults into training; check that each is detected, attributed and survived.
+    """Inject faults into training and check that each is detected and survived.
 
-    A small model is trained once undisturbed, then again while processes are killed
-    or stopped, links dropped, delayed or corrupted, and the disk filled. A run that
-    a fault ends is resumed, and each must equal the undisturbed one bit for bit.
-    --seed also draws the faults. Takes about ten seconds per fault; exits with 1
-    unless all pass. Only processes that it started are affected.
+    A small model is trained once undisturbed, then again while processes are
+    killed or stopped, links dropped, delayed or corrupted, and the disk filled.
+    A run that a fault ends is resumed, and each must equal the undisturbed one
+    bit for bit. --seed also draws the faults. Takes about ten seconds per fault;
+    exits with 1 unless all pass. Only processes that it started are affected.
 
     Example: rrfp chaos --faults 20 -- --pp 4 --seed 7
     """

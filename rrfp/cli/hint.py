@@ -69,8 +69,8 @@ def show(
 ) -> None:
     """Print a hint's order: an order file on stdout, and on stderr a grid over time.
 
-    In the grid every task takes one unit of time and messages take none.
-    For bf and fb, which alternate, it is the order that they produce in this case.
+    In the grid every task takes one unit of time and messages take none. For bf
+    and fb, which alternate, it is the order that they produce in this case.
     """
     rehearsal = rehearsal_of(hint, pp, microbatches, chunks, placement)
     sys.stdout.write(format_order(rehearsal.order))
@@ -98,8 +98,8 @@ def check(
 ) -> None:
     """Check that an order has every task once, and that it can run as a fixed order.
 
-    Prints the memory that it needs, and the blocked tasks if it deadlocks.
-    Exit codes: 1 deadlock, 2 not an order for this pipeline.
+    Prints the memory that it needs, and the blocked tasks if it deadlocks. Exit
+    codes: 1 deadlock, 2 not an order for this pipeline.
     """
     rehearsal = rehearsal_of(file, pp, microbatches, chunks, placement)
     order, blocked = rehearsal.order, rehearsal.blocked

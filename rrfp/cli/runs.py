@@ -69,8 +69,8 @@ def runs(
 ) -> None:
     """List the runs in runs/ or another directory, the newest first.
 
-    All commands accept the name of a run in runs/, @-1 for the newest, @-2 for the
-    one before, and so on.
+    All commands accept the name of a run in runs/, @-1 for the newest, @-2 for
+    the one before, and so on.
     """
     if not directory.is_dir() and directory != RUNS:
         raise UsageError(f"{directory} is not a directory; give one that holds runs")

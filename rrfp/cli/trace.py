@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def check(path: TracePath = None) -> None:
     """Report lost, open, unmatched, missing or impossible records of a trace.
 
-    Exits with 1 if it finds any. For a whole trace it also prints the overhead of
-    recording.
+    Exits with 1 if it finds any. For a whole trace it also prints the overhead
+    of recording.
     """
     from rrfp.trace.check import check_contents, recording_fraction
     from rrfp.trace.completeness import Promise
@@ -354,7 +354,8 @@ def import_run(
 ) -> None:
     """Import other programs' traces as a run, or print which ranks wait for which in a hang.
 
-    Works on any profile, without rrfp annotations; missing information is reported.
+    Works on any profile, without rrfp annotations; missing information is
+    reported.
     """
     if flight_recorder:
         if out is not None:

@@ -52,11 +52,11 @@ def verify(
 
     On every layout (stages, chunks, tensor, data and expert parallelism) a small
     model is trained under each hint that the layout supports, with random delays
-    before each task and message. Losses, gradient norms and final parameters must
-    equal those of Megatron's own schedule bit for bit. The reference is Megatron's
-    order on GPUs that ranks share, and zb-v as a fixed order on the V, which
-    Megatron lacks. With dropout the runs of rrfp must equal each other. Takes some
-    minutes; exits with 1 if anything differs.
+    before each task and message. Losses, gradient norms and final parameters
+    must equal those of Megatron's own schedule bit for bit. The reference is
+    Megatron's order on GPUs that ranks share, and zb-v as a fixed order on the
+    V, which Megatron lacks. With dropout the runs of rrfp must equal each other.
+    Takes some minutes; exits with 1 if anything differs.
 
     Example: rrfp verify --layout pp4 --hint bf --hint bfw
     """

@@ -44,8 +44,8 @@ def bubbles(
 ) -> None:
     """Show how much of each stage's time was idle, and why.
 
-    The structural part is the idle time with every task at its mean time; the rest
-    is excess, caused by variation.
+    The structural part is the idle time with every task at its mean time; the
+    rest is excess, caused by variation.
     """
     asked = None if steps is None else parse_steps(steps)
 

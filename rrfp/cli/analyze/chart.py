@@ -39,7 +39,7 @@ def chart(
     steps: Steps = None,
     evaluations: Evaluations = False,
 ) -> None:
-    """Draw one chart of a run into a file; .html files are interactive and need no network."""
+    """Draw one chart of a run into a file; .html files are interactive."""
     check_report_extra()
 
     from rrfp.analyze.charts.export import check_ending, draw, save

@@ -49,9 +49,9 @@ def compare(
     """Compare run B with run A: step times, and which causes of idle time changed.
 
     The first row compares the schedules at equal task times, so a busier machine
-    does not count against either. Figures are medians over steps with 95% bootstrap
-    intervals. For each cause: seconds per step that B spends beyond A, averaged
-    over all ranks or over those of --stage.
+    does not count against either. Figures are medians over steps with 95%
+    bootstrap intervals. For each cause: seconds per step that B spends beyond A,
+    averaged over all ranks or over those of --stage.
     """
     asked = None if steps is None else parse_steps(steps)
 

@@ -24,8 +24,9 @@ def deviations(
 ) -> None:
     """Show how far each pipeline rank departed from its hint's order.
 
-    A dispatch deviates by the number of unfinished tasks that the hint ranks above
-    it. The distance is the share of pairs of tasks that ran in the opposite order.
+    A dispatch deviates by the number of unfinished tasks that the hint ranks
+    above it. The distance is the share of pairs of tasks that ran in the
+    opposite order.
     """
     from rrfp.analyze.deviations import deviation_table
     from rrfp.analyze.deviations import deviations as measure

@@ -60,7 +60,8 @@ def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[
             if fixed <= rows or (num_parts == 0 and not gap):
                 counts = _shortened(lengths, max(0, rows - fixed))
                 cut = [
-                    _cut(lines, num, console.width) for lines, num in zip(words, counts, strict=True)
+                    _cut(lines, num, console.width)
+                    for lines, num in zip(words, counts, strict=True)
                 ]
                 final = _blocks(console, lead, shown, cut, [*left, *last])
                 empty = [""] * gap
@@ -147,11 +148,12 @@ def findings(
     """Show what makes a run's steps long, and how much fixing each cause would save.
 
     Each suspect is fixed in a replay of the run: a slow stage, rank, replica or
-    link, uneven microbatches, a fixed order, a memory bound. Causes that a replay
-    cannot remove follow, with the share of the step they account for.
+    link, uneven microbatches, a fixed order, a memory bound. Causes that a
+    replay cannot remove follow, with the share of the step they account for.
 
-    If the run crashed, it shows each rank's last moments instead: its task or wait
-    and what it waited for. With --steps it shows the findings of earlier steps.
+    If the run crashed, it shows each rank's last moments instead: its task or
+    wait and what it waited for. With --steps it shows the findings of earlier
+    steps.
     """
     asked = None if steps is None else parse_steps(steps)
 

@@ -22,8 +22,8 @@ def report(
 ) -> None:
     """Write all reports of a run as one HTML page that needs no network.
 
-    It begins with findings and advice. Tables, charts, the settings and a check of
-    the trace follow.
+    It begins with findings and advice. Tables, charts, the settings and a check
+    of the trace follow.
     """
     asked = None if steps is None else parse_steps(steps)
     check_page(out)

@@ -116,8 +116,9 @@ def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
     """Replay a run under other hints and bounds, or without a cause of delay.
 
     The run's own policy is replayed first; its error shows how accurate replays
-    are. All given options apply to every row, and each --hint makes a row. Without
-    options a useful set is shown. Savings are shares of the run's replayed time.
+    are. All given options apply to every row, and each --hint makes a row.
+    Without options a useful set is shown. Savings are shares of the run's
+    replayed time.
     """
     from rrfp.analyze.frames import recording_of, step_time_ns
     from rrfp.analyze.whatif import whatif_table

@@ -200,9 +200,9 @@ def run(
 ) -> Callable[[], int]:
     """Run your own Megatron script readiness-first, and record it.
 
-    Replaces python in every rank's process; the script, its arguments and its exit
-    code do not change. With --dispatch megatron, Megatron's own schedule runs and
-    is recorded. Every rrfp command reads the run's directory.
+    Replaces python in every rank's process; the script, its arguments and its
+    exit code do not change. With --dispatch megatron, Megatron's own schedule
+    runs and is recorded. Every rrfp command reads the run's directory.
 
     Example: torchrun --nproc-per-node 8 --no-python rrfp run --hint bfw --out
     runs/ours pretrain_gpt.py --pipeline-model-parallel-size 8 ...

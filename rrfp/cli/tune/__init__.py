@@ -18,7 +18,7 @@ from rrfp.simulate.costs.model import Uneven
 if TYPE_CHECKING:
     from rrfp.tune.source import Source
 
-_COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "TrialRunner"
+_COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "Trials"
 _COST_FILES = (".csv", ".toml")
 _PER_TASK_MS, _PER_MESSAGE_MS = 0.3, 0.5
 """The overhead of the runtime in paced runs on two busy cores (docs/reference/tune.md)."""
@@ -138,8 +138,8 @@ def tune(options: TuneOptions) -> None:
     """Find the best settings and split of the layers within a memory budget.
 
     Searches the hint, order of entry, bound, chunks and their placement, layers
-    per stage, and microbatch size, by simulation with the measured costs of a run
-    or costs in a file. Prints the best with flags to paste.
+    per stage, and microbatch size, by simulation with the measured costs of a
+    run or costs in a file. Prints the best with flags to paste.
 
     Example: rrfp tune @-1 --memory 40GiB --try 2
     """

@@ -65,8 +65,8 @@ def watch(
 ) -> None:
     """Watch a running job: how busy each stage is, why it waits, and which rank became slow.
 
-    Only reads the run's directory, so the run is not disturbed. Ends with the run
-    or on Ctrl-C.
+    Only reads the run's directory, so the run is not disturbed. Ends with the
+    run or on Ctrl-C.
     """
     path = _find(run)
     if alert and once:
