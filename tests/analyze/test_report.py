@@ -148,7 +148,7 @@ def test_a_report_has_every_part() -> None:
     assert (
         "hint bf, ready dispatch; limit 1; 3 pipeline ranks; 6 microbatches; 3 steps" in page.text
     )
-    assert "the replay is 0.0% off what was measured" in page.text
+    assert "the replay is 0.0% off the measured time" in page.text
     assert page.text.count("The trace has no activation bytes") == 1
 
 

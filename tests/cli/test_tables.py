@@ -117,7 +117,7 @@ def test_marks_of_a_comparison_are_reported_once(ratio: float, cause_s: float) -
     for table in comparison_tables(report, ["Told."]):
         print_table(table, Console(file=out, width=80))
     is_marked = ratio != 1 or cause_s != 0
-    assert out.getvalue().count("▲ more than noise") == is_marked
+    assert out.getvalue().count("▲ significant") == is_marked
     assert "mean over the ranks that hold stage 3" in out.getvalue()
     assert re.search(r"[+-][<0]\.?[^.]", out.getvalue()) is None
 
@@ -483,4 +483,4 @@ def test_every_sign_has_a_form_in_the_encoding_of_the_locale() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert b"^ more than noise" in done.stdout
+    assert b"^ significant" in done.stdout
