@@ -59,7 +59,7 @@ THIRD_PARTIES = {
 }
 """The third-party packages that each may import."""
 
-IN_A_JOB = re.compile(r"rrfp\.(__main__|cli\.main|cli\.run|megatron|runtime|schedule)\b")
+IN_A_JOB = re.compile(r"rrfp\.(__main__|cli\.main|cli\.run|megatron|planning|runtime|schedule)\b")
 """What runs in the processes of somebody's job, with all that it imports: its environment has what
 Megatron needs, and none of our other packages."""
 

@@ -109,10 +109,10 @@ def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
 
 def _note_left_out_steps(settings: "Sequence[Setting]") -> None:
     """Print which steps of recorded runs are not used as costs."""
-    from rrfp.planning.balanced_costs import as_given
+    from rrfp.planning.modelled_costs import without_balance
     from rrfp.replay.cost_sources import RecordedCosts
 
-    given = [as_given(setting.costs) for setting in settings]
+    given = [without_balance(setting.costs) for setting in settings]
     runs = [costs for costs in given if isinstance(costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
         note_left_out(costs.left_out, NOT_WHOLE)

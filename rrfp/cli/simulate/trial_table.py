@@ -5,7 +5,7 @@ from typing import Any
 
 from rrfp.analyze.table import BYTES, COMPACT, PERCENT, RATIO, TEXT, Column, Table, seconds
 from rrfp.cli.simulate.row_options import SETTINGS, RowOptions
-from rrfp.planning.candidates import in_words
+from rrfp.planning.candidates import describe_choice
 from rrfp.planning.trials import Row
 from rrfp.schedule.named_hints import AUTO
 
@@ -91,7 +91,7 @@ def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _choice(options: RowOptions, row: Row) -> str | None:
     """Describe the policy that `--hint auto` chose for a row; None for other hints."""
-    return in_words(row.trials[0].policy) if options.policy.hint.name == AUTO.name else None
+    return describe_choice(row.trials[0].policy) if options.policy.hint.name == AUTO.name else None
 
 
 def _label(options: RowOptions, row: Row) -> str:
