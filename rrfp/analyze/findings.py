@@ -21,7 +21,7 @@ from rrfp.analyze.frames import Frames, recording_of, run_settings, step_time_ns
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.table import Column, Table, format_time
 from rrfp.errors import RrfpError
-from rrfp.replay.bottlenecks import Culprit, culprits
+from rrfp.replay.bottlenecks import Bottleneck, find_bottlenecks
 from rrfp.replay.change import replay
 from rrfp.replay.measured import StepSample, measure
 from rrfp.replay.recorded import RecordedRun, read_run
@@ -42,7 +42,7 @@ class Replays:
 
     run: RecordedRun | None
     """None if it cannot be replayed."""
-    culprits: Sequence[Culprit]
+    culprits: Sequence[Bottleneck]
     """The bottlenecks worth fixing, the largest saving first."""
     usual: WhatIf | None
     """The run with each of the usual changes, if requested."""
@@ -62,7 +62,7 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
         recording = recording_of(frames.of_steps(chosen))
         run = read_run(recording)
         steps = measure(run)
-        found = culprits(run, steps)
+        found = find_bottlenecks(run, steps)
         error = median(
             abs(replay(run, step).makespan_ns - step.window_ns) / step.window_ns for step in steps
         )
@@ -572,7 +572,7 @@ class Finding:
     """A cause of long steps."""
 
     kind: str
-    """A `CulpritKind`; if it was not replayed, a `Fault` or the cause of a wait."""
+    """A `BottleneckKind`; if it was not replayed, a `Fault` or the cause of a wait."""
     title: str
     figures: str
     advice: str
@@ -609,7 +609,10 @@ class Finding:
 
 
 def findings(
-    frames: Frames, found: Blame, run: RecordedRun | None = None, culprits: Sequence[Culprit] = ()
+    frames: Frames,
+    found: Blame,
+    run: RecordedRun | None = None,
+    culprits: Sequence[Bottleneck] = (),
 ) -> list[Finding]:
     """Return the findings, the largest saving or share first.
 
@@ -640,7 +643,7 @@ def _of_share(owned: Share) -> Finding:
     )
 
 
-def _finding_of(adviser: Adviser, culprit: Culprit) -> Finding:
+def _finding_of(adviser: Adviser, culprit: Bottleneck) -> Finding:
     """Make a finding from a replayed bottleneck."""
     change = culprit.change
     title, figures, advice = adviser.describe(culprit)

@@ -15,7 +15,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames, numbers_of
 from rrfp.analyze.table import BYTES, COMPACT, TEXT, Column, Table, outliers, seconds
 from rrfp.errors import RrfpError
-from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import format_bytes
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import NS_PER_S, Phase, step_name
 
@@ -128,16 +128,16 @@ def memory_table(memory: Memory) -> Table:
 
 def _conclusion(memory: Memory) -> str:
     worst, freest = memory.worst, memory.freest
-    most = f"{told_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
+    most = f"{format_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
     if worst.budget_bytes is None:
         peak = f"Rank {worst.rank} held most, {most}"
         beyond = " before it held as much"
     else:
-        peak = f"Rank {worst.rank} held most, {most}, of {told_bytes(worst.budget_bytes)}"
+        peak = f"Rank {worst.rank} held most, {most}, of {format_bytes(worst.budget_bytes)}"
         beyond = ""
     if not freest.headroom_bytes:
         return f"{peak}; no rank could have held more."
-    more = told_bytes(freest.headroom_bytes)
+    more = format_bytes(freest.headroom_bytes)
     return f"{peak}; rank {freest.rank} could have held {more} more{beyond}."
 
 

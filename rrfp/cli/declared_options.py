@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 from rrfp.errors import RrfpError
 from rrfp.inputs import Declared, declared_in, is_choice
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.named_hints import AUTO, HINTS, IN_WORDS
+from rrfp.schedule.admission import Admit, AdmitAcross
+from rrfp.schedule.named_hints import AUTO, HINT_DESCRIPTIONS, HINTS
 from rrfp.schedule.policy import Knob
 from rrfp.trace.run_dir import runs_in
 
@@ -61,7 +60,7 @@ def print_completions(app: "typer.Typer") -> int:
 
 def hint_names(incomplete: str) -> list[Offer]:
     """Complete the name of a hint."""
-    return [each for each in IN_WORDS.items() if each[0].startswith(incomplete)]
+    return [each for each in HINT_DESCRIPTIONS.items() if each[0].startswith(incomplete)]
 
 
 def hint_names_or_auto(incomplete: str) -> list[Offer]:
@@ -266,8 +265,8 @@ def help_of(declared: Declared) -> str:
     text = declared.help_text
     if not (isinstance(declared.kind, Knob) and declared.kind.name == "hint"):
         return text
-    width = max(map(len, IN_WORDS))
-    lines = (f"{name:{width}} {words}" for name, words in IN_WORDS.items())
+    width = max(map(len, HINT_DESCRIPTIONS))
+    lines = (f"{name:{width}} {words}" for name, words in HINT_DESCRIPTIONS.items())
     return text + HINT_TABLE + "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from rrfp.analyze.frames import Frames, label_of, run_limit
 from rrfp.analyze.memory import activation_changes, budgets, memory
 from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
-from rrfp.schedule.knobs import byte_unit, told_bytes
+from rrfp.schedule.policy import byte_unit, format_bytes
 from rrfp.trace.records import NS_PER_S, count_of, step_name
 
 _ROW_PX = 24
@@ -205,7 +205,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
         )
     chart = faceted(alt.layer(*layers, data=table), "row", list(labels.values()), _COLUMNS, 110)
     return finished(
-        chart, f"Bytes of activations held in {which}", f"at most {told_bytes(most)}", *notes
+        chart, f"Bytes of activations held in {which}", f"at most {format_bytes(most)}", *notes
     )
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rrfp.cli.console import console
-from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import format_bytes
 from rrfp.trace.records import NS_PER_S, STEP, counted
 from rrfp.watch.alarms import (
     Alarm,
@@ -134,7 +134,7 @@ def _format_held(ranks: Sequence[RankFigures]) -> str:
     """`8  1.2 GiB`: the peak of held microbatches, and of bytes if they are known."""
     held = str(max(rank.peak_held for rank in ranks))
     most_bytes = max(rank.peak_held_bytes for rank in ranks)
-    return f"{held}  {told_bytes(most_bytes)}" if most_bytes else held
+    return f"{held}  {format_bytes(most_bytes)}" if most_bytes else held
 
 
 def _format_ranks(ranks: Sequence[RankFigures]) -> str:
