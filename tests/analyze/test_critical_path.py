@@ -160,7 +160,7 @@ def test_a_stage_reports_its_share_and_the_whole_idles_as_before() -> None:
     shares = []
     for rank, each in enumerate(of_stages):
         (told,) = path_table(each, stages).conclusions
-        found = re.search(rf"Stage {rank} owns ([\d.]+)% of it, most as \w+\.$", told)
+        found = re.search(rf"Stage {rank} takes ([\d.]+)% of it, most as \w+\.$", told)
         assert found is not None
         shares.append(float(found[1]))
     assert sum(shares) == pytest.approx(100, abs=0.21)

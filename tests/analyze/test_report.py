@@ -366,7 +366,7 @@ def test_recording_cost_and_clocks_are_reported() -> None:
     first.costs.append(CostRecord(first.phases[-1].end_ns, 2, 9, total_ns // 2))
     last.info = replace(last.info, host="other", clock_error_ns=7_000)
     told = read(recording).text
-    assert re.search(r"Recording took (49\.\d\d|50\.00)% of the steps' time", told)
+    assert re.search(r"Recording took at most (49\.\d\d|50\.00)% of a rank's time", told)
     assert "The clocks of 2 hosts were compared; times may be off by 7.00 µs" in told
 
 
