@@ -68,7 +68,7 @@ class TaskTimes(Value):
 class Transfer(Protocol):
     """Returns the time of the message for a task from one pipeline rank to another, in ns."""
 
-    def __call__(self, sender: int, receiver: int, task: Task) -> int: ...
+    def __call__(self, sender: int, receiver: int, task: Task, /) -> int: ...
 
 
 class Stretch(Protocol):
@@ -76,14 +76,14 @@ class Stretch(Protocol):
     earlier tasks of its rank and on its start. Called once per task, in the order in which a rank
     starts them."""
 
-    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int: ...
+    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int, /) -> int: ...
 
 
 class Lateness(Protocol):
     """Returns the delay with which a message reaches this member, after its group's first member,
     in ns."""
 
-    def __call__(self, member: int, task: Task) -> int: ...
+    def __call__(self, member: int, task: Task, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
