@@ -9,7 +9,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.number_format import format_time
 from rrfp.analyze.table import TEXT, Column, Table
-from rrfp.trace.completeness import ending_sentence
+from rrfp.trace.check import ending_sentence
 from rrfp.trace.records import NS_PER_S, Doing, Phase, in_order, is_evaluation, step_name
 
 BETWEEN = "between tasks"

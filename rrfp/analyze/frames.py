@@ -25,7 +25,7 @@ from rrfp.trace.records import (
     windows_of,
 )
 from rrfp.trace.run_dir import expected_ranks
-from rrfp.trace.run_policy import stated_policy
+from rrfp.trace.run_json import stated_policy
 
 Schema = Mapping[str, type[pl.DataType]]
 

@@ -17,8 +17,8 @@ from rrfp.errors import UsageError
 from rrfp.strict_json import parsed
 from rrfp.trace.outcome import Outcome, is_going, read_ending
 from rrfp.trace.run_dir import RUNS, RunDir, began_ns, runs_in
+from rrfp.trace.run_json import read_description
 from rrfp.trace.safe_files import open_regular
-from rrfp.trace.sessions import read_description
 
 _LAST_LINE = 2**16
 """More octets than a line of `metrics.jsonl` has."""

@@ -38,8 +38,7 @@ def check(path: TracePath = None) -> None:
     Exits with 1 if it finds anything. For a whole trace it also states what
     recording cost.
     """
-    from rrfp.trace.check import check_contents, recording_fraction
-    from rrfp.trace.completeness import Promise
+    from rrfp.trace.check import Promise, check_contents, recording_fraction
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 

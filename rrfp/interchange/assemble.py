@@ -37,7 +37,7 @@ from rrfp.trace.records import (
     task_of,
 )
 from rrfp.trace.run_dir import RunDir, create_run_dir, update_latest
-from rrfp.trace.run_policy import POLICY, unbound_policy
+from rrfp.trace.run_json import POLICY, unbound_policy
 
 # The order in which an imported run's ranks ran their tasks, and what replays them.
 

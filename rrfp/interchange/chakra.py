@@ -16,10 +16,20 @@ from rrfp.errors import RrfpError
 from rrfp.interchange.inferred_tasks import Kernel, Transfer, is_nccl_transfer, kind_of_call
 from rrfp.interchange.json_stream import JsonStream, open_bytes
 from rrfp.interchange.kineto import spans_of
-from rrfp.interchange.kineto_file import Event, Profile
-from rrfp.interchange.kineto_ranks import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
-from rrfp.interchange.range_names import is_overlapped, parse_profiler_step, parse_range
-from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.kineto_profile import (
+    EVALUATED,
+    MOST_SEQUENCE,
+    Event,
+    HostProfile,
+    Operator,
+    Profile,
+)
+from rrfp.interchange.range_names import (
+    is_overlapped,
+    parse_profiler_step,
+    parse_range,
+    ranks_by_name,
+)
 from rrfp.interchange.spans import RankSpans, Source
 
 _NS_PER_US = 1_000
@@ -192,7 +202,7 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 #
 # Nodes are read as the events of a torch profile: ranges that name tasks, sends and receives, and
 # the operators that autograd paired. An execution trace tells neither its rank, which the file's
-# name may tell (`rrfp.interchange.rank_names`), nor its process groups.
+# name may tell (`rrfp.interchange.range_names`), nor its process groups.
 
 
 _NAME = "execution trace of Chakra"

@@ -16,13 +16,14 @@ from rrfp.interchange.inferred_tasks import (
     number_calls,
     put_on_gpu,
 )
-from rrfp.interchange.kineto_file import Profile, read_profile
-from rrfp.interchange.kineto_ranks import (
+from rrfp.interchange.kineto_profile import (
     HostProfile,
+    Profile,
     ProfiledRank,
     calls_of_autograd,
     number_steps,
     read_host_profile,
+    read_profile,
     time_by_operators,
 )
 from rrfp.interchange.range_names import Maker

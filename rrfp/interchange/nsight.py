@@ -26,10 +26,20 @@ from rrfp.interchange.inferred_tasks import (
     kind_of_call,
 )
 from rrfp.interchange.kineto import spans_of
-from rrfp.interchange.kineto_file import Event, Profile
-from rrfp.interchange.kineto_ranks import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
-from rrfp.interchange.range_names import is_overlapped, parse_profiler_step, parse_range
-from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.kineto_profile import (
+    EVALUATED,
+    MOST_SEQUENCE,
+    Event,
+    HostProfile,
+    Operator,
+    Profile,
+)
+from rrfp.interchange.range_names import (
+    is_overlapped,
+    parse_profiler_step,
+    parse_range,
+    ranks_by_name,
+)
 from rrfp.interchange.spans import RankSpans, Source
 
 MAGIC = b"SQLite format 3\0"

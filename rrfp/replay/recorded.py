@@ -48,8 +48,7 @@ from rrfp.trace.records import (
     wrong_changes,
 )
 from rrfp.trace.run_dir import expected_ranks
-from rrfp.trace.run_policy import stated_policy
-from rrfp.trace.sessions import description_of_steps, last_policy_begins
+from rrfp.trace.run_json import description_of_steps, last_policy_begins, stated_policy
 
 # What a recording holds of one step, arranged by who ran it.
 

@@ -14,8 +14,8 @@ from typing import IO, Any, Self
 from rrfp.errors import RrfpError, StoppedError, first_line
 from rrfp.strict_json import parsed
 from rrfp.trace.run_dir import RunDir
+from rrfp.trace.run_json import read_description
 from rrfp.trace.safe_files import open_own, read_small
-from rrfp.trace.sessions import read_description
 from rrfp.trace.spill import hold, is_being_written
 
 

@@ -44,8 +44,8 @@ from rrfp.trace.records import (
     num_times,
     told_step,
 )
+from rrfp.trace.run_json import FIRST_KEPT_STEP, first_step_of
 from rrfp.trace.safe_files import WholeLines, lines_of, make_directory, open_regular
-from rrfp.trace.sessions import FIRST_KEPT_STEP, first_step_of
 
 # How much of a disk a run may take for what it records.
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir
-from rrfp.trace.run_json import describe_run
-from rrfp.trace.sessions import described
+from rrfp.trace.run_json import describe_run, described
 from rrfp.train.data.tokens import encoded
 from rrfp.train.launch.private_network import told_network
 from rrfp.train.settings import TrainSettings

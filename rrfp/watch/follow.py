@@ -16,8 +16,8 @@ from rrfp.strict_json import parsed
 from rrfp.trace.outcome import Outcome, read_ending
 from rrfp.trace.records import NS_PER_S, RankInfo, RankRecords
 from rrfp.trace.run_dir import RunDir, expected_ranks
+from rrfp.trace.run_json import description_of
 from rrfp.trace.safe_files import LONGEST_LINE_BYTES, lines_of, open_regular
-from rrfp.trace.sessions import description_of
 from rrfp.trace.spill import (
     add_flush,
     header_of,

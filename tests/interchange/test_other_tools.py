@@ -20,8 +20,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
 from rrfp.interchange.chrome import write_chrome
 from rrfp.interchange.formats import import_run
-from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
-from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.range_names import ScheduleRange, ranks_by_name, schedule_range, task_range
 from rrfp.replay.whatif import what_if
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Phase, TaskRecord, WaitRecord, evaluation_step

@@ -38,8 +38,14 @@ from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import play, simulate_step
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY, policies_by_step, stated_policy
-from rrfp.trace.sessions import description_of_steps
+from rrfp.trace.run_json import (
+    FIRST_STEP,
+    POLICIES,
+    POLICY,
+    description_of_steps,
+    policies_by_step,
+    stated_policy,
+)
 from rrfp.train.settings import TrainSettings
 from tests.train.trained import Run, run
 

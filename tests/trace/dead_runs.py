@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rrfp.trace.check import check_contents
-from rrfp.trace.completeness import Promise
+from rrfp.trace.check import Promise, check_contents
 from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.run_dir import RunDir, create_run_dir

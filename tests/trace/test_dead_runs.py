@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.trace.check import check_contents
-from rrfp.trace.completeness import Promise
+from rrfp.trace.check import Promise, check_contents
 from rrfp.trace.flight_record import FlightRing, ring_of
 from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import Outcome

@@ -20,8 +20,8 @@ from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_run_files, write_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord, num_times
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_files, runs_in
-from rrfp.trace.run_json import describe_run
-from rrfp.trace.sessions import (
+from rrfp.trace.run_json import (
+    describe_run,
     described,
     description_of,
     description_of_steps,

@@ -14,7 +14,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import plain_integer
 from rrfp.trace.records import RankInfo
-from rrfp.trace.run_policy import unbound_policy
+from rrfp.trace.run_json import unbound_policy
 
 Described = dict[str, object]
 
@@ -29,7 +29,7 @@ class Steering:
     settings: Callable[[Sequence[Any], int], Described]
     """What was asked for, by flag, of these model chunks and this number of pipeline ranks."""
     policy: Callable[[Described], Described]
-    """The effective policy of these settings, as `rrfp.trace.run_policy` defines it."""
+    """The effective policy of these settings, as `rrfp.trace.run_json` defines it."""
     connect_s: float | None
     """How long the ranks may take to meet at their first step; None: as long as the pipeline's
     process group waits."""

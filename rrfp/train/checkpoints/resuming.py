@@ -12,8 +12,8 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_run_dir
+from rrfp.trace.run_json import read_description
 from rrfp.trace.safe_files import unfinished
-from rrfp.trace.sessions import read_description
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir
 from rrfp.train.data.sources import data_contents
 from rrfp.train.description import write_description
