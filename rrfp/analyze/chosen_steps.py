@@ -14,7 +14,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.tasks import Kind
-from rrfp.trace.records import EVALUATION, counted, is_evaluation, told_step
+from rrfp.trace.records import EVALUATION, counted, is_evaluation, split_step
 
 NOT_REPLAYED = "evaluations have no backward, and only steps that train are replayed"
 """Why evaluations have no structural part."""
@@ -58,7 +58,7 @@ def choose(
         found.num_left_out = 0 if evaluations else len(tested)
     if steps is None:
         return found if with_warm_up else _without_warm_up(found)
-    asked = [step for step in found.steps if told_step(step)[1] in steps]
+    asked = [step for step in found.steps if split_step(step)[1] in steps]
     # Files of tables are filtered faster by a range than by a list.
     return found.of_steps(asked if evaluations and asked else steps)
 

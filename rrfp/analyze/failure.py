@@ -10,7 +10,7 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.number_format import format_time
 from rrfp.analyze.table import TEXT, Column, Table
 from rrfp.trace.check import ending_sentence
-from rrfp.trace.records import NS_PER_S, Doing, Phase, in_order, is_evaluation, step_name
+from rrfp.trace.records import NS_PER_S, Doing, Phase, is_evaluation, step_name, steps_in_order
 
 BETWEEN = "between tasks"
 """Neither in a task nor in a wait: it decided, or took in what had arrived."""
@@ -56,7 +56,7 @@ def fatal_of(frames: Frames) -> Fatal | None:
     if not begun:
         return None
     end_ns = max(row["end_ns"] for row in begun.values())
-    steps = in_order(row["step"] for row in begun.values())
+    steps = steps_in_order(row["step"] for row in begun.values())
     trained = [step for step in steps if not is_evaluation(step)]
     ended = _last_ended(frames)
     return Fatal(

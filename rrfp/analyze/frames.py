@@ -20,8 +20,8 @@ from rrfp.trace.records import (
     RankInfo,
     RankRecords,
     Recording,
-    in_order,
-    told_step,
+    split_step,
+    steps_in_order,
     windows_of,
 )
 from rrfp.trace.run_dir import expected_ranks
@@ -152,7 +152,7 @@ class Frames:
     @cached_property
     def steps(self) -> list[int]:
         """The steps that began: those that train in order, then the evaluations."""
-        return in_order(
+        return steps_in_order(
             pl.concat([self.scan(name).select("step") for name in ("task", "phase")])
             .unique()
             .collect()["step"]
@@ -229,7 +229,7 @@ class Frames:
     def _has_none_of_those(self) -> str:
         if not self.steps:
             return "the trace has no steps; the run ended before its first one did"
-        (sort, first), (_, last) = told_step(self.steps[0]), told_step(self.steps[-1])
+        (sort, first), (_, last) = split_step(self.steps[0]), split_step(self.steps[-1])
         return f"the trace has none of the {sort}s asked for; it has those from {first} to {last}"
 
 

@@ -15,7 +15,7 @@ from rrfp.cli.console import print_rows
 from rrfp.cli.options import RowFormat
 from rrfp.errors import UsageError
 from rrfp.strict_json import parsed
-from rrfp.trace.outcome import Outcome, is_going, read_ending
+from rrfp.trace.outcome import Outcome, is_running, read_ending
 from rrfp.trace.run_dir import RUNS, RunDir, began_ns, runs_in
 from rrfp.trace.run_json import read_description
 from rrfp.trace.safe_files import open_regular
@@ -154,7 +154,7 @@ def _outcome(
 ) -> tuple[str, str | None]:
     """How a run ended, and by which error."""
     with suppress(OSError):
-        if is_going(run):
+        if is_running(run):
             return Outcome.RUNNING, None
     with suppress(OSError):
         ending = read_ending(run)

@@ -1,8 +1,8 @@
-"""The nodes of a Chakra execution trace: JSON as torch and chakra_trace_link write it, or protobuf.
+"""Reads a run from Chakra execution traces: JSON of torch and chakra_trace_link, or protobuf.
 
 The JSON is an object with `schema` and `nodes`; chakra_trace_link (mlcommons/chakra) adds `ts` and
-`inclusive_dur`, in microseconds, to what torch's ExecutionTraceObserver wrote. The protobuf is that
-of `et_def.proto`: a GlobalMetadata, then Nodes, each behind its length as a varint; times are
+`inclusive_dur`, in microseconds, to the output of torch's ExecutionTraceObserver. The protobuf is
+that of `et_def.proto`: a GlobalMetadata, then Nodes, each after its length as a varint; times are
 `start_time_micros` (6) and `duration_micros` (7).
 """
 
@@ -36,27 +36,25 @@ _NS_PER_US = 1_000
 _MOST_US = 1 << 51
 _MOST_BYTES = 1 << 30
 _ATTRIBUTE_NAME, _INT64 = 1, 9
-"""Numbers of fields of an AttributeProto."""
+"""Field numbers of an AttributeProto."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that has a time."""
+    """A node with its time."""
 
     start_ns: int
     end_ns: int
     name: str
     sequence: int | None
-    """Its number in autograd's sequence."""
+    """The number in autograd's sequence; None without one."""
     launched_ns: int | None
-    """For what the GPU ran: when the node that launched it began."""
+    """For work of the GPU: the start of the node that launched it; None on the host."""
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """The nodes with a time, in the order of their beginnings.
-
-    Raises RrfpError when the file is no execution trace, or tells no times.
-    """
+    """The nodes with a time, in the order of their starts. Raises RrfpError if the file is not an
+    execution trace, or contains no times."""
     found = _of_protobuf(path) if path.suffix == ".et" else _of_json(path)
     nodes = sorted(found, key=lambda node: (node.start_ns, node.end_ns))
     if not nodes:
@@ -112,6 +110,7 @@ def _sequence(node: dict[str, Any]) -> int | None:
 
 
 def _ns(time_us: float) -> int:
+    """Convert microseconds to ns."""
     whole_us = math.floor(time_us)
     return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
 
@@ -152,8 +151,8 @@ def _node(message: memoryview) -> Node | None:
             case (7, int()):
                 duration_us = value
             case (10, memoryview()):
-                told = dict(_fields(value))
-                label, found = told.get(_ATTRIBUTE_NAME), told.get(_INT64)
+                attribute = dict(_fields(value))
+                label, found = attribute.get(_ATTRIBUTE_NAME), attribute.get(_INT64)
                 if isinstance(label, memoryview) and bytes(label) == b"seq_id":
                     sequence = found if isinstance(found, int) and found < 1 << 63 else None
     if not start_us or max(start_us, duration_us) > _MOST_US:
@@ -163,7 +162,7 @@ def _node(message: memoryview) -> Node | None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a message: their numbers, and their values where these are varints or bytes."""
+    """Yield the number and the value of each varint and length-delimited field of a message."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -186,6 +185,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    """Decode a varint. Returns its value and the position after it."""
     value = shift = 0
     while True:
         byte = data[position]
@@ -198,11 +198,11 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
             raise ValueError("a number is too long")
 
 
-# A run read from Chakra execution traces, a file a rank.
+# Spans from execution traces, one file per rank.
 #
-# Nodes are read as the events of a torch profile: ranges that name tasks, sends and receives, and
-# the operators that autograd paired. An execution trace tells neither its rank, which the file's
-# name may tell (`rrfp.interchange.range_names`), nor its process groups.
+# Nodes are read like the events of a torch profile: ranges of tasks, sends and receives, and
+# operators paired by autograd. An execution trace contains neither its rank, which the file's name
+# may contain (`ranks_by_name`), nor its process groups.
 
 
 _NAME = "execution trace of Chakra"
@@ -210,24 +210,25 @@ _TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "glo
 
 
 def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its execution traces. Raises RrfpError for files that are none, that
-    tell no times, or no tasks."""
+    """The spans of a run from its execution traces. Raises RrfpError for files that are not
+    execution traces, or contain no times or no tasks."""
     profiles: list[Profile] = []
     hosts: dict[int, HostProfile] = {}
     numbers, notes = ranks_by_name(paths)
     for number, path in zip(numbers, paths, strict=True):
         nodes = read_nodes(path)
         profile = Profile(path, number=number)
-        _keep_ranges(profile, nodes)
+        _add_ranges(profile, nodes)
         hosts[id(profile)] = _host(path, nodes)
         profiles.append(profile)
     spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
     if any(rank.tells_waits for rank in spans):
-        return spans, source  # Our own ranges tell their rank.
+        return spans, source  # rrfp's own ranges contain their rank.
     return spans, replace(source, notes=(*source.notes, *notes))
 
 
-def _keep_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
+def _add_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
+    """Add the ranges of tasks and the profiler's own steps to a profile."""
     for index, node in enumerate(nodes):
         if is_overlapped(node.name):
             raise RrfpError(
@@ -242,9 +243,10 @@ def _keep_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
 
 
 def _host(path: Path, nodes: Sequence[Node]) -> HostProfile:
+    """The calls, transfers, operators and kernels of an execution trace."""
     host = HostProfile(path)
-    for index, (node, name) in enumerate((node, node.name) for node in nodes):
-        start_ns, end_ns = node.start_ns, node.end_ns
+    for index, node in enumerate(nodes):
+        start_ns, end_ns, name = node.start_ns, node.end_ns, node.name
         if node.launched_ns is not None:
             host.launches[index] = node.launched_ns
             host.kernels.append(Kernel(start_ns, end_ns, index, is_nccl_transfer(name)))

@@ -17,7 +17,7 @@ import torch
 from rrfp.errors import RrfpError
 from rrfp.schedule.dispatcher import Group
 from rrfp.schedule.tasks import InputArrived, Task
-from rrfp.trace.outcome import Culprit
+from rrfp.trace.outcome import FaultOrigin
 
 Clock = Callable[[], int]
 """Nanoseconds of a monotonic clock that all ranks of a host share."""
@@ -104,7 +104,7 @@ Event = Arrived | Forecast | Reported | Decided | Ended | Left | Failed
 class PeerLostError(RrfpError):
     """A peer's process died, fell silent, or left while this rank still needed it."""
 
-    def __init__(self, sentence: str, culprit: Culprit | None = None) -> None:
+    def __init__(self, sentence: str, culprit: FaultOrigin | None = None) -> None:
         super().__init__(sentence)
         self.culprit = culprit
 

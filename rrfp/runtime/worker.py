@@ -58,7 +58,7 @@ from rrfp.schedule.tasks import (
     Wait,
     Waited,
 )
-from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.outcome import FaultOrigin, FoundBy
 from rrfp.trace.records import (
     NS_PER_S,
     BegunRecord,
@@ -66,8 +66,8 @@ from rrfp.trace.records import (
     Record,
     TaskRecord,
     WaitRecord,
-    record_of,
     step_name,
+    stimulus_record,
 )
 
 # What a rank begins, told to its flight record: a task, or a wait and what that is for.
@@ -242,7 +242,7 @@ class Worker:
 
     def _handle(self, stimulus: Stimulus) -> tuple[Instruction, ...]:
         now_ns = self._clock()
-        self._record(record_of(now_ns, self._step, stimulus))
+        self._record(stimulus_record(now_ns, self._step, stimulus))
         return self._dispatcher.handle(now_ns, stimulus)
 
     def _take_in(self, events: Iterable[Event]) -> None:
@@ -433,7 +433,7 @@ class Worker:
                     f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in "
                     f"{step_name(self._step)} for {what}; see rank {peer}'s own output for the "
                     "cause",
-                    Culprit(FoundBy.LINK, rank=peer),
+                    FaultOrigin(FoundBy.LINK, rank=peer),
                 )
 
     def _owed(self) -> dict[int, str]:

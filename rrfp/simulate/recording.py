@@ -17,7 +17,7 @@ from rrfp.trace.records import (
     SendRecord,
     TaskRecord,
     WaitRecord,
-    record_of,
+    stimulus_record,
 )
 
 HOST = "simulated"
@@ -75,7 +75,7 @@ class StepLog:
         }
 
     def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
-        record = record_of(self._origin_ns + now_ns, self._step, stimulus)
+        record = stimulus_record(self._origin_ns + now_ns, self._step, stimulus)
         self._members[rank][member].stimuli.append(record)
 
     def waited(self, rank: int, member: int, waited: Waited) -> None:

@@ -1,11 +1,11 @@
-"""Checks that a trace holds all of its run: nothing lost, open, unmatched, missing or impossible.
+"""Checks that a trace is complete: nothing lost, open, unmatched, missing or impossible.
 
 A crash loses the records of the running step, on some ranks or on all. A rank that runs out of room
 in a step loses that step's last records. Such a step is reported once; other checks skip it.
 
-A trace's own description tells how many steps its run was to make, how it ended, and which ranks
-stopped recording. The run's directory, where there is one, also tells which steps were trained, and
-of an earlier session where the next one went on.
+A trace's own description states how many steps its run should make, how it ended, and which ranks
+stopped recording. The run's directory, if it exists, also states which steps were trained, and at
+which step a later session continued.
 """
 
 import json
@@ -31,11 +31,11 @@ from rrfp.trace.records import (
     Recording,
     SendRecord,
     TaskRecord,
-    are_known,
+    are_sizes_known,
     is_evaluation,
     step_name,
     step_windows,
-    wrong_changes,
+    tasks_with_wrong_bytes,
 )
 from rrfp.trace.run_dir import RunDir, expected_ranks
 from rrfp.trace.run_json import (
@@ -47,19 +47,19 @@ from rrfp.trace.run_json import (
     first_step_after,
     first_step_of,
     read_description,
-    steps_gone,
+    removed_steps,
 )
 from rrfp.trace.safe_files import lines_of, open_regular
 
-# How a finding of `rrfp trace check` is worded.
+# The sentences of `rrfp trace check`.
 
 
 NUM_EXAMPLES = 3
 
 
 def finding(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
-    """Fill in "3 tasks" and append the first few `items`. `num_items` is given where an item stands
-    for several."""
+    """A sentence: `pattern` with a count such as "3 tasks", and the first few `items`. Give
+    `num_items` if an item stands for several."""
     num_items = len(items) if num_items is None else num_items
     count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
     examples = "; ".join(map(str, items[:NUM_EXAMPLES]))
@@ -82,18 +82,19 @@ class Promise:
     """The training steps that a trace should hold."""
 
     asked: range = range(0)
-    """Those that the run was to make; empty where nobody said how many."""
+    """The steps that the run should make; empty if their number is unknown."""
     trained: frozenset[int] = frozenset()
-    """Those that metrics.jsonl has, of the same session."""
+    """The session's steps in metrics.jsonl."""
 
     @classmethod
     def of_description(cls, description: Mapping[str, Any]) -> Self:
-        """By what a trace says itself."""
+        """The promise in a trace's own description."""
         return cls(_asked(description))
 
     @classmethod
     def of_run(cls, trace: Path, description: Mapping[str, Any]) -> Self:
-        """By the directory of a run, too, if the trace lies in that of its own."""
+        """The promise in a trace's description and, if the trace is in its run's directory, in
+        that."""
         run = RunDir(trace.parent)
         session = next((each for each in _sessions_of(run) if each.trace == trace), None)
         is_joined = trace == run.joined_trace
@@ -111,20 +112,20 @@ class Promise:
 
 
 def outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
-    """How a run ended by the description of its trace, and the sentence of the error; None and
-    empty where it does not say."""
-    told = description.get(OUTCOME)
-    if not isinstance(told, dict):
+    """How a run ended according to the description of its trace, and the error's message; None and
+    empty if the description does not state it."""
+    entry = description.get(OUTCOME)
+    if not isinstance(entry, dict):
         return None, ""
-    error = told.get("error")
+    error = entry.get("error")
     with suppress(ValueError):
-        return Outcome(str(told.get("outcome"))), error if isinstance(error, str) else ""
+        return Outcome(str(entry.get("outcome"))), error if isinstance(error, str) else ""
     return None, ""
 
 
 def ending_sentence(description: Mapping[str, Any]) -> str:
-    """Why the run did not come to its end, in a clause; empty if it did, if it was asked to stop
-    and did so after a step, or if nobody said."""
+    """Explain in a clause why the run did not finish; empty if it did, if it stopped on request
+    after a step, or if that is unknown."""
     outcome, error = outcome_of(description)
     error = error.partition("\n")[0]
     match outcome:
@@ -140,7 +141,7 @@ def ending_sentence(description: Mapping[str, Any]) -> str:
 
 
 def ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
-    """The ranks that switched recording off: each with the step whose records it could not write,
+    """The ranks that switched recording off, each with the step whose records it could not write
     and the reason."""
     listed = description.get(RECORDING_OFF)
     return {
@@ -153,6 +154,7 @@ def ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
 
 
 def check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield findings if the run did not finish, or if a flight record is damaged."""
     if why := ending_sentence(description):
         yield f"incomplete: {why}"
     unread = description.get(UNREAD_FLIGHTS)
@@ -161,50 +163,45 @@ def check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
-    """Steps that should be there, and that not every rank recorded to their end."""
+    """Yield findings about promised steps that not every rank recorded completely."""
     lossy = {loss.step for records in recording.ranks for loss in records.losses}
     whole = {step for step in step_windows(recording) if not is_evaluation(step)} - lossy
     asked: Iterable[int] = promise.asked
     outcome, error = outcome_of(recording.settings)
     if outcome is Outcome.STOPPED and not error:
-        # It ended after a step, as it was asked to, and may be resumed.
+        # It stopped after a step on request, and may be resumed.
         asked = ()
-    gone = steps_gone(recording.settings)
-    lost = [step for step in sorted(promise.trained - whole) if not _is_in(gone, step)]
-    if lost:
-        yield f"lost: {_spans(lost)}, which metrics.jsonl says {_were(lost)} trained"
-    missing = [
-        step for step in sorted(set(asked) - whole - promise.trained) if not _is_in(gone, step)
-    ]
-    if missing:
+    known = whole.union(*removed_steps(recording.settings))
+    if lost := sorted(promise.trained - known):
+        were = "was" if len(lost) == 1 else "were"
+        yield f"lost: {_spans(lost)}, which metrics.jsonl says {were} trained"
+    if missing := sorted(set(asked) - known - promise.trained):
         yield f"missing: {_spans(missing)} of the {promise.asked.stop} that the run was to make"
 
 
-def _is_in(ranges: Iterable[range], step: int) -> bool:
-    return any(step in each for each in ranges)
-
-
 def check_off(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a finding for each reason for which ranks switched recording off."""
     groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, (step, reason) in ranks_off(description).items():
         groups[step, reason].append(rank)
     for (step, reason), ranks in groups.items():
-        told = finding("{}", "ranks", sorted(ranks))
-        yield f"incomplete: {told} switched recording off in {step_name(step)}: {reason}"
+        who = finding("{}", "ranks", sorted(ranks))
+        yield f"incomplete: {who} switched recording off in {step_name(step)}: {reason}"
 
 
 def check_begun(recording: Recording) -> Iterator[str]:
-    told = [
-        f"rank {records.info.rank}: {begun_told(begun)} in {step_name(begun.step)}"
+    """Yield a finding if ranks ended during an activity."""
+    unfinished = [
+        f"rank {records.info.rank}: {describe_begun(begun)} in {step_name(begun.step)}"
         for records in recording.ranks
         for begun in records.begun
     ]
-    if told:
-        yield finding("unfinished: {} ended amid something", "ranks", told)
+    if unfinished:
+        yield finding("unfinished: {} ended amid something", "ranks", unfinished)
 
 
-def begun_told(begun: BegunRecord) -> str:
-    """`F3`, `backward_input for B3 of rank 2`, `optimizer`."""
+def describe_begun(begun: BegunRecord) -> str:
+    """Format an activity: `F3`, `backward_input, for B3 of rank 2`, `optimizer`."""
     task = f"{begun.kind}{begun.microbatch}" if begun.kind else ""
     if begun.doing == Doing.TASK:
         return task
@@ -214,7 +211,8 @@ def begun_told(begun: BegunRecord) -> str:
 
 
 def _asked(description: Mapping[str, Any]) -> range:
-    """The steps that a training was to make. A trace of several sessions has them all."""
+    """The steps that a training run should make: of a session its own, of a joined trace all of
+    them."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
@@ -229,7 +227,7 @@ def _sessions_of(run: RunDir) -> list[RunDir]:
 
 
 def _steps_in(metrics: Path) -> Iterator[int]:
-    """The steps of the lines of a file of metrics; others are none of ours, or not whole yet."""
+    """The steps in metrics.jsonl; skips lines that are incomplete or do not contain a step."""
     with suppress(OSError), open_regular(metrics) as file:
         for line in lines_of(file, metrics):
             with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -239,7 +237,7 @@ def _steps_in(metrics: Path) -> Iterator[int]:
 
 
 def _spans(steps: list[int]) -> str:
-    """`step 3`, `steps 3, 5 to 9`."""
+    """Format sorted steps: `step 3`, `steps 3, 5 to 9`; `...` after three ranges."""
     starts = [steps[0], *(b for a, b in pairwise(steps) if b != a + 1)]
     ends = [*(a for a, b in pairwise(steps) if b != a + 1), steps[-1]]
     spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
@@ -247,18 +245,12 @@ def _spans(steps: list[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(spans[:_NUM_SPANS] + more)}"
 
 
-def _were(steps: list[int]) -> str:
-    return "was" if len(steps) == 1 else "were"
-
-
-# What recording cost a run, by the run's own records.
+# The cost of recording.
 
 
 def recording_fraction(recording: Recording) -> float | None:
-    """The time spent recording over the time of the steps, on the rank where that is largest.
-
-    None if no rank has both finished a step and recorded its cost.
-    """
+    """The time spent recording divided by the time of the steps, on the rank where that is largest.
+    None if no rank has both finished a step and recorded its cost."""
     fractions = [
         records.costs[-1].cost_ns / steps_ns
         for records in recording.ranks
@@ -274,8 +266,8 @@ def _steps_ns(records: RankRecords) -> int:
 
 
 def check_contents(contents: TraceContents, promise: Promise | None = None) -> list[str]:
-    """The problems of a trace that was read, one sentence each; empty if there are none. `promise`
-    is what the run's directory says that it should hold; without one, what it says itself."""
+    """Check a trace. Returns its problems, one sentence each; empty if it is complete. `promise`
+    has the steps that it should contain; None means those in its own description."""
     recording = contents.recording
     torn = _torn_steps(recording)
     ranks = {records.info.rank for records in recording.ranks}
@@ -295,6 +287,9 @@ def check_contents(contents: TraceContents, promise: Promise | None = None) -> l
         problems += _check_tasks(records, torn)
         problems += _check_bytes(records, torn)
     return problems
+
+
+# Checks of one aspect each, which yield their findings.
 
 
 def _check_file(contents: TraceContents) -> Iterator[str]:
@@ -341,7 +336,8 @@ def _torn_steps(recording: Recording) -> dict[int, list[int]]:
 
 
 def _begun_steps(recording: Recording) -> list[int]:
-    """The steps of which anything ran, in order of time (which step numbers do not follow)."""
+    """The steps with any task or closing phase, ordered by time, which step numbers do not
+    follow."""
     begins_ns: dict[int, int] = {}
     for records in recording.ranks:
         finished = (phase for phase in records.phases if phase.phase == Phase.SCHEDULE)
@@ -352,16 +348,17 @@ def _begun_steps(recording: Recording) -> list[int]:
 
 
 def _check_losses(recording: Recording) -> Iterator[str]:
-    """Losses that a rank itself reports."""
+    """Losses that a rank itself recorded."""
     for records in recording.ranks:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
             parts = [f"{loss.num_lost} in {step_name(loss.step)}" for loss in records.losses]
-            told = finding("{}", "records", parts, num_lost)
-            yield f"lost: {told} that rank {records.info.rank} had no room for"
+            count = finding("{}", "records", parts, num_lost)
+            yield f"lost: {count} that rank {records.info.rank} had no room for"
 
 
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
+    """Steps that some ranks did not finish, unless another finding explains why."""
     begun = _begun_steps(recording)
     run_end = step_name(begun[-1]) if begun else ""
     known = {
@@ -378,27 +375,28 @@ def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[st
             last = step_name(begun[-len(end) - 1]) if len(end) < len(begun) else "no whole step"
             stopped[last].append(rank)
     for last, ranks in stopped.items():
-        told = finding("{}", "ranks", ranks)
-        yield f"incomplete: the records of {told} end with {last}, others' with {run_end}"
+        who = finding("{}", "ranks", ranks)
+        yield f"incomplete: the records of {who} end with {last}, others' with {run_end}"
     for step, torn_ranks in torn.items():
         ranks = [rank for rank in torn_ranks if (step, rank) not in known]
         if not ranks:
             continue
-        told = finding("{}", "ranks", ranks)
+        who = finding("{}", "ranks", ranks)
         if step == begun[-1]:
-            yield f"incomplete: the run ended in {step_name(step)}, which {told} did not finish"
+            yield f"incomplete: the run ended in {step_name(step)}, which {who} did not finish"
         else:
-            yield f"lost: the end of {step_name(step)} on {told}"
+            yield f"lost: the end of {step_name(step)} on {who}"
 
 
 def _end_without(rank: int, begun: list[int], torn: dict[int, list[int]]) -> list[int]:
-    """The last steps of the run, as far as the rank finished none of them."""
+    """The run's last steps that the rank did not finish, the last one first."""
     return list(takewhile(lambda step: rank in torn.get(step, ()), reversed(begun)))
 
 
 def _check_messages(
     recording: Recording, ranks: set[int], torn: Iterable[int], flow_lengths: Counter[int]
 ) -> Iterator[str]:
+    """Messages that lack an end, a task or an arrow, or travel back in time."""
     sends: dict[MessageKey, SendRecord] = {}
     receives: dict[MessageKey, ReceiveRecord] = {}
     tasks: dict[tuple[int, TaskKey], TaskRecord] = {}
@@ -422,27 +420,27 @@ def _check_messages(
         record: Any = send or receive
         if record.step in skipped or not {key.source, key.destination} <= ranks:
             continue
-        told = (
+        name = (
             f"{record.kind}{record.microbatch} of {step_name(record.step)}, "
             f"rank {key.source} to {key.destination}"
         )
         if receive is None:
-            unreceived.append(told)
+            unreceived.append(name)
             continue
         if send is None:
-            unsent.append(told)
+            unsent.append(name)
         elif receive.start_ns - send.start_ns < -(
             clock_errors_ns[key.source] + clock_errors_ns[key.destination]
         ):
-            early.append(f"{told}: {receive.start_ns - send.start_ns} ns")
+            early.append(f"{name}: {receive.start_ns - send.start_ns} ns")
         task = tasks.get((key.destination, key_of(receive)))
         if task is None:
-            unconsumed.append(told)
+            unconsumed.append(name)
         elif task.start_ns < receive.end_ns:
-            too_soon.append(f"{told}: {task.start_ns - receive.end_ns} ns")
+            too_soon.append(f"{name}: {task.start_ns - receive.end_ns} ns")
         if send and task and flow_lengths[key.flow_id] != 3:
-            arrows.append(told)
-    for pattern, told_of in (
+            arrows.append(name)
+    for pattern, lines in (
         ("lost: {} sent and never received", unreceived),
         ("lost: {} received and never sent", unsent),
         ("unmatched: {} received and taken by no task", unconsumed),
@@ -450,8 +448,8 @@ def _check_messages(
         ("negative latency: {} taken by a task before they arrived", too_soon),
         ("unmatched: {} without an arrow from send to receive to task", arrows),
     ):
-        if told_of:
-            yield finding(pattern, "messages", told_of)
+        if lines:
+            yield finding(pattern, "messages", lines)
     have_lost = {records.info.rank for records in recording.ranks if records.losses}
     yield from _check_gaps(
         (key for key in sends if key.source not in have_lost), begins_late=_begins_late(recording)
@@ -469,15 +467,15 @@ def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[s
         first = min(found) if begins_late else 0
         num_missing = max(found) + 1 - first - len(found)
         if num_missing > 0:
-            # A damaged number may be huge, so look only for the first few missing ones.
+            # A damaged sequence number may be huge, so look only for the first few missing ones.
             missing = (f"number {number}" for number in count(first) if number not in found)
             examples = list(islice(missing, min(num_missing, NUM_EXAMPLES + 1)))
-            told = finding("lost: {}", "messages", examples, num_missing)
-            yield f"{told} of the link from rank {source} to {destination}"
+            lost = finding("lost: {}", "messages", examples, num_missing)
+            yield f"{lost} of the link from rank {source} to {destination}"
 
 
 def _begins_late(recording: Recording) -> bool:
-    """Whether only some steps were recorded, or kept, and not the first ones."""
+    """True if the first steps were not recorded, or their records were removed."""
     if FIRST_KEPT_STEP in recording.settings:
         return True
     settings = recording.settings.get("settings")
@@ -488,7 +486,8 @@ def _begins_late(recording: Recording) -> bool:
 def _check_inputs(
     recording: Recording, receives: dict[MessageKey, ReceiveRecord], skipped: set[int]
 ) -> Iterator[str]:
-    """If a stage gets any input of a kind by message, each of its tasks must have one."""
+    """If any task of a kind on a stage got its input by message, each of them must have a
+    message."""
     received: defaultdict[int, set[TaskKey]] = defaultdict(set)
     for key, receive in receives.items():
         received[key.destination].add(key_of(receive))
@@ -515,11 +514,11 @@ def _check_times(records: RankRecords) -> Iterator[str]:
         if hasattr(record, "end_ns") and record.end_ns < record.start_ns
     ]
     if backward:
-        told = finding("negative duration: {}", "events", backward)
-        yield f"{told} on rank {records.info.rank}"
+        yield finding("negative duration: {}", "events", backward) + f" on rank {records.info.rank}"
 
 
 def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
+    """Tasks that overlap, ran more than once, or are missing."""
     rank = records.info.rank
     overlapping = []
     by_start = sorted(records.tasks)
@@ -540,16 +539,16 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
-    """The bytes held must add up, and stay within the bound in force."""
+    """Recorded activation bytes must be consistent and within the bound."""
     skipped = set(torn)
     tasks = [task for task in records.tasks if task.step not in skipped]
-    if not are_known(tasks):
+    if not are_sizes_known(tasks):
         return
     rank = records.info.rank
-    wrong = [_name(task) for task in wrong_changes(tasks)]
+    wrong = [_name(task) for task in tasks_with_wrong_bytes(tasks)]
     if wrong:
-        told = finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
-        yield f"{told} on rank {rank}"
+        found = finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
+        yield f"{found} on rank {rank}"
     budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
     over = [
         f"{_name(task)}: {task.held_bytes} of {budget} bytes"
@@ -561,7 +560,8 @@ def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
-    """In a finished step, a stage must run each of its kinds for the same microbatches."""
+    """The tasks that are missing in finished steps, where a stage must run each of its kinds for
+    the same microbatches."""
     microbatches: defaultdict[int, set[int]] = defaultdict(set)
     groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)
     for step, kind, stage, microbatch in found:

@@ -24,17 +24,17 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import open_whole, read_small
 
 POLICY = "policy"
-"""The description's key for the effective policy, keyed by flag; a null bound withholds nothing."""
+"""The key of the effective policy: a value by flag; a bound of null means no bound."""
 
 POLICIES = "policies"
-"""Its key for the policies that were chosen during the run: a list, each with the `first_step` that
-it steered, and the `policy` from then on."""
+"""The key of the policies chosen during the run: a list of entries with a `first_step` and the
+`policy` from that step on."""
 FIRST_STEP = "first_step"
 """The first step of a session, or of an entry of `policies`."""
 
 
-def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
-    """The policy of a run that our dispatcher did not steer."""
+def policy_without_dispatcher(hint: str, dispatch: Dispatch) -> dict[str, object]:
+    """The policy of a run without rrfp's dispatcher: the defaults, with this hint and dispatch."""
     usual = {name: each.describe(each.default) for name, each in KNOBS.items()}
     return usual | {"hint": hint, "dispatch": str(dispatch)}
 
@@ -42,7 +42,7 @@ def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
 def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
     """The effective policy of a run, unvalidated; empty if the description states none.
 
-    Earlier versions kept its parts among the settings and left out the usual limit, which only
+    Earlier versions stored its parts among the settings and omitted the default limit, which only
     simulated runs could lack.
     """
     policy = description.get(POLICY)
@@ -59,7 +59,7 @@ def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def policies_by_step(policies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What a description says of the policies of steps 0, 1, ..; nothing if they are the same."""
+    """The description's entry for the policies of steps 0, 1, ...; empty if all are equal."""
     begun = [
         {FIRST_STEP: step, POLICY: dict(policy)}
         for step, policy in enumerate(policies)
@@ -69,7 +69,8 @@ def policies_by_step(policies: Sequence[Mapping[str, object]]) -> dict[str, obje
 
 
 def stated_policy_of_step(description: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The policy that steered a step of a session, likewise."""
+    """The policy in effect in a step of a session, unvalidated; empty if the description states
+    none."""
     chosen = description.get(POLICIES)
     found = [
         each[POLICY]
@@ -86,22 +87,23 @@ def stated_policy_of_step(description: Mapping[str, Any], step: int) -> dict[str
 
 
 RECORDING_OFF = "recording_off"
-"""In a trace's description: the ranks that switched their recording off, each with the `step` whose
+"""In a trace's description: the ranks that switched recording off, each with the `step` whose
 records it could not write, and the `reason`."""
 UNREAD_FLIGHTS = "unread_flights"
-"""Likewise: the ranks whose flight record is damaged."""
+"""In a trace's description: the ranks whose flight record is damaged."""
 OUTCOME = "outcome"
-"""Likewise: how the run ended, and the `error` that ended it, as in outcome.json."""
+"""In a trace's description: how the run ended, and the `error` that ended it, as in
+outcome.json."""
 SESSIONS = "sessions"
 _SESSION = "session"
 FIRST_KEPT_STEP = "first_kept_step"
-"""In the description of a session whose records are bounded: the first training step that its trace
-has, if earlier ones have gone for room."""
+"""In a session's description: the first training step in its trace, if the records of earlier ones
+were removed to stay within the disk budget."""
 
 
-def described(run: RunDir, first_step: int) -> dict[str, object]:
-    """What run.json says of a session that begins with this step, besides what it says of any run.
-    Empty for the first one."""
+def describe_session(run: RunDir, first_step: int) -> dict[str, object]:
+    """The entries of run.json for a resumed session that begins with this step: its number, and the
+    earlier sessions. Empty for the first session."""
     if run.session == 1:
         return {}
     *earlier, last = map(_alone, _sessions_of(read_description(run.run_json)))
@@ -111,75 +113,79 @@ def described(run: RunDir, first_step: int) -> dict[str, object]:
 
 
 def next_session(path: Path) -> RunDir:
-    """The session that a run's directory will have next."""
+    """The next session of a run's directory, numbered after all sessions that recorded or began."""
     run = RunDir(path)
-    told = read_description(run.run_json)
+    description = read_description(run.run_json)
     numbers = [each.session for each in run.sessions()]
-    if _has_begun(told):
-        numbers.append(_number_of(told))
+    if _has_begun(description):
+        numbers.append(_number_of(description))
     return RunDir(path, max(numbers, default=0) + 1)
 
 
 def _has_begun(description: Mapping[str, Any]) -> bool:
-    """Whether a session came so far that its ranks knew each other."""
+    """True if the ranks of a session had connected to each other."""
     return bool(description.get("ranks"))
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The content of run.json; empty if its launcher died before it wrote it."""
+    """Read run.json; empty if the file is missing, as its launcher may have died before writing it.
+    Raises RrfpError if it cannot be read or is not a JSON object."""
     try:
-        settings = parsed(read_small(path))
+        description = parsed(read_small(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise RrfpError(f"{path} cannot be read: {reason_of(error)}") from error
-    if not isinstance(settings, dict):
+    if not isinstance(description, dict):
         raise RrfpError(f"{path} is not a JSON object")
-    return settings
+    return description
 
 
 def description_of(run: RunDir) -> dict[str, Any]:
-    """What run.json says of one session."""
-    told = read_description(run.run_json)
-    return _alone(session_in(told, run.session) or told)
+    """Read the description of one session from run.json, without the other sessions."""
+    description = read_description(run.run_json)
+    return _alone(session_in(description, run.session) or description)
 
 
 def session_in(description: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """The part of run.json that describes this session; None if there is no such part."""
+    """The part of run.json that describes session `number`; None if there is no such part."""
     every = reversed(_sessions_of(description))
     return next((each for each in every if _number_of(each) == number), None)
 
 
 def _sessions_of(description: dict[str, Any]) -> list[dict[str, Any]]:
-    """What describes each session, the last one last. What is no description is passed over."""
-    told = description.get(SESSIONS)
-    earlier = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    """The description of each session, the last one last; invalid entries are skipped."""
+    listed = description.get(SESSIONS)
+    earlier = (
+        [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    )
     return [*earlier, description]
 
 
 def _alone(description: Mapping[str, Any]) -> dict[str, Any]:
-    """What a description says of its own session."""
+    """A description without those of earlier sessions."""
     return {key: value for key, value in description.items() if key != SESSIONS}
 
 
 def _number_of(description: Mapping[str, Any]) -> int:
-    told = description.get(_SESSION, 1)
-    return told if isinstance(told, int) else 1
+    number = description.get(_SESSION, 1)
+    return number if isinstance(number, int) else 1
 
 
 def is_last(run: RunDir) -> bool:
-    """Whether run.json describes this session as the last one, whose end outcome.json tells."""
+    """True if this session is the run's last one in run.json; outcome.json is about that one."""
     return _number_of(read_description(run.run_json)) == run.session
 
 
 def first_step_of(description: Mapping[str, Any]) -> int:
-    """The step that the session so described began with."""
-    told = description.get(FIRST_STEP, 0)
-    return told if isinstance(told, int) else 0
+    """The first step of the session with this description."""
+    step = description.get(FIRST_STEP, 0)
+    return step if isinstance(step, int) else 0
 
 
-def steps_gone(description: dict[str, Any]) -> list[range]:
-    """The training steps that have gone for room, of each session so described."""
+def removed_steps(description: dict[str, Any]) -> list[range]:
+    """The training steps of each session whose records were removed to stay within the disk
+    budget."""
     return [
         range(first_step_of(each), first)
         for each in _sessions_of(description)
@@ -188,15 +194,16 @@ def steps_gone(description: dict[str, Any]) -> list[range]:
 
 
 def first_step_after(description: dict[str, Any], session: int) -> int | None:
-    """The first step that a later session than this one ran, by run.json; None for the last."""
+    """The first step that a later session than this one ran, according to run.json; None for the
+    last session."""
     later = [each for each in _sessions_of(description) if _number_of(each) > session]
     return min(map(first_step_of, later), default=None)
 
 
 def description_of_steps(description: dict[str, Any], steps: Iterable[int]) -> dict[str, Any]:
-    """What a trace says of the sessions that ran these steps, and of the policy that steered them;
-    the description itself for a run of one session and policy. Raises RrfpError if they ran under
-    several policies."""
+    """The description of the session that ran the first of these steps, with the policy in effect
+    in them. `description` is a whole trace's. Raises RrfpError if the steps ran under several
+    policies."""
     sessions = [*map(_alone, _sessions_of(description))]
     steps = sorted(steps)
     found = [sessions[_session_of(sessions, step)] for step in steps]
@@ -221,7 +228,7 @@ def description_of_steps(description: dict[str, Any], steps: Iterable[int]) -> d
 
 
 def last_policy_begins(description: Mapping[str, Any]) -> int:
-    """The first step of the policy that was chosen last during the run; 0 where none was."""
+    """The first step of the policy that was chosen last during the run; 0 if none was chosen."""
     chosen = description.get(POLICIES)
     begun = [each.get(FIRST_STEP) for each in chosen] if isinstance(chosen, list) else []
     return max((step for step in begun if isinstance(step, int)), default=0)
@@ -236,7 +243,7 @@ def _session_of(sessions: list[dict[str, Any]], step: int) -> int:
 # Writing run.json.
 
 
-_OF_RECORDING = ("recording_off", "dropped_steps", "first_kept_step")
+_ABOUT_RECORDS = (RECORDING_OFF, "dropped_steps", FIRST_KEPT_STEP)
 _log = logging.getLogger(__name__)
 _PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
 
@@ -249,10 +256,9 @@ def describe_run(
     ranks: Sequence[RankInfo],
     session: Mapping[str, object] | None = None,
 ) -> None:
-    """Write all settings, the effective policy, versions, the world size, the ranks, and what a
-    run that was resumed adds (`rrfp.trace.run_json.described`). Concurrent readers never see half a
-    file."""
-    described = {
+    """Write run.json atomically: all settings, the effective policy, versions, the world size, the
+    ranks, and the entries of a resumed `session` (`describe_session`)."""
+    description = {
         "settings": dict(settings),
         POLICY: dict(policy),
         "versions": versions(),
@@ -271,30 +277,30 @@ def describe_run(
         ],
         **(session or {}),
     }
-    _write(path, described)
+    _write(path, description)
 
 
 def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
-    """Add what carries the tensors of each link, which the ranks know once they are connected.
-    Raises RrfpError or OSError if the file cannot be read or written."""
+    """Add the data plane of each link, which the ranks know once they are connected. Raises
+    RrfpError or OSError if the file cannot be read or written."""
     description = read_description(run_json)
     description["transport"] = dict(transport)
     _write(run_json, description)
 
 
-def describe_recording(run: RunDir, told: Mapping[str, object]) -> None:
-    """Add to `run.json` what the trace of a session says of its records: what is missing, and why.
-    A run that nobody describes, or whose description cannot be written, is left as it is."""
+def describe_recording(run: RunDir, of_trace: Mapping[str, object]) -> None:
+    """Copy the entries about missing records from the description of a session's trace to run.json.
+    Does nothing if run.json does not describe the session, or cannot be read or written."""
     with suppress(RrfpError, OSError):
         description = read_description(run.run_json)
         session = session_in(description, run.session)
-        missing = {key: told[key] for key in _OF_RECORDING if key in told}
+        missing = {key: of_trace[key] for key in _ABOUT_RECORDS if key in of_trace}
         if session is None or missing.items() <= session.items():
             return
         session |= missing
         status = run.run_json.stat()
         _write(run.run_json, description)
-        # The run did not begin now.
+        # Restore the mtime, which states when the run began.
         os.utime(run.run_json, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
@@ -304,25 +310,25 @@ def _write(path: Path, description: Mapping[str, object]) -> None:
 
 
 class PolicyLog:
-    """Tells in `run.json` which policy steered from which step on, where it was chosen during the
-    run. Of one session; one rank writes it. What a disk refuses is told with the next step."""
+    """Adds the policies chosen during one session to `run.json`, each with its first step. One rank
+    writes them. An entry that the disk refuses is written again in the next step."""
 
     def __init__(self, run_json: Path) -> None:
         """`run_json` describes the session."""
         self._path = run_json
         self._last: Mapping[str, object] | None = None
-        self._untold: list[dict[str, object]] = []
+        self._unwritten: list[dict[str, object]] = []
         self._has_warned = False
 
-    def steered(self, step: int, policy: Mapping[str, object]) -> None:
-        """A step was steered by this policy."""
+    def record(self, step: int, policy: Mapping[str, object]) -> None:
+        """Write the policy of this step, if it differs from the step before. Never raises."""
         if policy != self._last:
-            self._untold.append({FIRST_STEP: step, POLICY: dict(policy)})
+            self._unwritten.append({FIRST_STEP: step, POLICY: dict(policy)})
             self._last = policy
-        if not self._untold:
+        if not self._unwritten:
             return
         try:
-            self._tell()
+            self._write_all()
         except (RrfpError, OSError) as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -334,21 +340,21 @@ class PolicyLog:
                     reason_of(error),
                 )
 
-    def _tell(self) -> None:
+    def _write_all(self) -> None:
         description = read_description(self._path)
-        told = description.get(POLICIES, [])
-        if not told and description.get(POLICY) == self._untold[0][POLICY]:
-            # It says so already.
-            del self._untold[0]
-        if self._untold:
-            description[POLICIES] = [*told, *self._untold]
+        written = description.get(POLICIES, [])
+        if not written and description.get(POLICY) == self._unwritten[0][POLICY]:
+            # The session began with this policy, and run.json states it already.
+            del self._unwritten[0]
+        if self._unwritten:
+            description[POLICIES] = [*written, *self._unwritten]
             _write(self._path, description)
-        self._untold = []
+        self._unwritten = []
 
 
 def versions(*more: str) -> dict[str, str]:
-    """The versions of Python and of the packages that a run's figures depend on; `more` names
-    further ones."""
+    """The versions of Python and of the packages that a run's figures depend on, and of the
+    packages `more`."""
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in (*_PACKAGES, *more)},

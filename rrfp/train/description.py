@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir
-from rrfp.trace.run_json import describe_run, described
+from rrfp.trace.run_json import describe_run, describe_session
 from rrfp.train.data.tokens import encoded
 from rrfp.train.launch.private_network import told_network
 from rrfp.train.settings import TrainSettings
@@ -22,7 +22,7 @@ def write_description(
         policy,
         settings.layout.world_size,
         ranks,
-        {**_network(), **_tokenizer(settings), **described(run, first_step)},
+        {**_network(), **_tokenizer(settings), **describe_session(run, first_step)},
     )
 
 

@@ -479,7 +479,7 @@ def _train(
         if policy is not None and planner is not None:
             planner.follow(policy)
         if policy is not None and policies is not None:
-            policies.steered(step, policy.policy.described())
+            policies.record(step, policy.policy.described())
         hint, choice = _told(settings, policy)
         metrics.write(step, result, report.summary, seconds, tally, plan, hint, choice)
         if planner is not None and orders is not None:

@@ -305,4 +305,4 @@ def dealing_file(
     """The file of what a run deals, on rank 0."""
     if layout.rank > 0:
         return None
-    return DealingFile(run.dealing, layout.dp, settings.data.microbatches, first_step)
+    return DealingFile(run.assignments, layout.dp, settings.data.microbatches, first_step)

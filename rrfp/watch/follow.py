@@ -22,8 +22,8 @@ from rrfp.trace.spill import (
     add_flush,
     header_of,
     is_being_written,
-    number_of,
     segment_after,
+    segment_number,
     segments_in,
 )
 from rrfp.watch.alarms import Alarm, Alarms, Alert
@@ -53,7 +53,7 @@ class RecordsTail:
         """The file that is read now."""
         self.info: RankInfo | None = None
         """Who records; None until the rank has written that."""
-        self.begins_late = number_of(path) > 1
+        self.begins_late = segment_number(path) > 1
         """Whether earlier steps were left out."""
         self.grown_ns: int | None = None
         """When the file last grew, in ns since 1970."""
@@ -134,7 +134,7 @@ class RecordsTail:
             return b""
         rest = self._file.read()
         self._file.close()
-        self.begins_late |= number_of(following) > number_of(self.path) + 1
+        self.begins_late |= segment_number(following) > segment_number(self.path) + 1
         self.path, self._file, self.has_more = following, file, True
         return rest
 

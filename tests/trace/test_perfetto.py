@@ -18,9 +18,9 @@ from rrfp.trace.perfetto import reader as perfetto_reader
 from rrfp.trace.perfetto.format import (
     MAX_SKIPPED_NAMED,
     HintedDispatch,
-    assign_lanes,
-    beside_hint,
+    assign_rows,
     bounds_of,
+    compare_with_hint,
 )
 from rrfp.trace.perfetto.protobuf import DecodeError, Spans, buffer_of, find, read_fields
 from rrfp.trace.perfetto.reader import read_contents, read_trace
@@ -310,7 +310,7 @@ def test_slices_of_a_track_do_not_overlap(packets: list[Any]) -> None:
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=12))
 def test_lanes_hold_no_overlap_and_are_as_few_as_can_be(spans: list[tuple[int, int]]) -> None:
     intervals = [(start, start + length) for start, length in spans]
-    lanes = assign_lanes(intervals)
+    lanes = assign_rows(intervals)
     deepest = 0
     for time in range(41):
         here = [
@@ -573,7 +573,7 @@ def _tasks(*positions: int, step: int = 0) -> list[TaskRecord]:
 
 
 def _known(tasks: Sequence[TaskRecord]) -> list[HintedDispatch]:
-    return [dispatch for dispatch in beside_hint(tasks) if dispatch is not None]
+    return [dispatch for dispatch in compare_with_hint(tasks) if dispatch is not None]
 
 
 def test_what_was_wanted_stands_beside_what_ran() -> None:
@@ -595,7 +595,7 @@ def test_steps_are_apart_and_one_that_was_cut_short_is_compared_as_far_as_it_ran
 
 
 def test_a_step_whose_hint_is_not_known_is_passed_over() -> None:
-    assert beside_hint([*_tasks(-1, -1), *_tasks(0, step=1)])[:2] == [None, None]
+    assert compare_with_hint([*_tasks(-1, -1), *_tasks(0, step=1)])[:2] == [None, None]
     assert len(_known([*_tasks(-1, -1), *_tasks(0, step=1)])) == 1
 
 

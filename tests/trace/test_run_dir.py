@@ -14,7 +14,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import find_run, resolve_trace
-from rrfp.trace.merge import encode_run
+from rrfp.trace.merge import encode_run, joined
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_run_files, write_trace
@@ -22,14 +22,13 @@ from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord, num_
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_files, runs_in
 from rrfp.trace.run_json import (
     describe_run,
-    described,
+    describe_session,
     description_of,
     description_of_steps,
     first_step_after,
-    joined,
     next_session,
     read_description,
-    steps_gone,
+    removed_steps,
 )
 from rrfp.trace.spill import SpillWriter, row_of
 from tests.analyze.recordings import make_recording
@@ -451,7 +450,9 @@ def test_run_json_keeps_the_descriptions_of_all_sessions(tmp_path: Path) -> None
         run = next_session(path)
         assert run.session == number
         for ranks in ([], infos):  # the launcher's, then rank 0's
-            describe_run(run.run_json, {}, {"hint": hint}, 4, ranks, described(run, number - 1))
+            describe_run(
+                run.run_json, {}, {"hint": hint}, 4, ranks, describe_session(run, number - 1)
+            )
     told = json.loads((path / "run.json").read_text())
     assert (told["session"], told["first_step"]) == (3, 2)
     assert [each["policy"]["hint"] for each in told["sessions"]] == ["bf", "bfw"]
@@ -476,15 +477,15 @@ def test_what_describes_no_session_is_passed_over(tmp_path: Path, damage: dict[s
     told = read_description(run.run_json)
     assert description_of(run)["policy"] == {"hint": "bf"}
     assert next_session(tmp_path).session == 2
-    assert described(next_session(tmp_path), 4)["session"] == 2
+    assert describe_session(next_session(tmp_path), 4)["session"] == 2
     assert first_step_after(told, 9) is None
-    assert steps_gone(told) == []
+    assert removed_steps(told) == []
     assert description_of_steps(told, [0, 1])["policy"] == {"hint": "bf"}
 
 
 def test_a_session_that_never_began_does_not_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    describe_run(run.run_json, {}, {}, 4, [], described(run, 0))
+    describe_run(run.run_json, {}, {}, 4, [], describe_session(run, 0))
     assert next_session(tmp_path) == run
 
 

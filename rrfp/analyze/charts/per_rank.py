@@ -24,7 +24,7 @@ from rrfp.analyze.memory import budgets, kept_changes, memory
 from rrfp.analyze.number_format import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import byte_unit, told_bytes
-from rrfp.trace.records import NS_PER_S, count_of, step_name
+from rrfp.trace.records import NS_PER_S, format_step_counts, step_name
 
 # Bubble causes: how much of each rank's window was idle, and why.
 
@@ -89,7 +89,7 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
     chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
     return finished(
         chart,
-        f"Why ranks idled, over {count_of(divided.steps)} of "
+        f"Why ranks idled, over {format_step_counts(divided.steps)} of "
         f"{format_time(divided.window_ns / len(divided.steps))}",
         *notes,
     )

@@ -14,7 +14,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import plain_integer
 from rrfp.trace.records import RankInfo
-from rrfp.trace.run_json import unbound_policy
+from rrfp.trace.run_json import policy_without_dispatcher
 
 Described = dict[str, object]
 
@@ -74,7 +74,7 @@ def undispatched() -> Steering:
         "native",
         Placement.LOOP,
         settings,
-        lambda settings: unbound_policy(str(settings["hint"]), Dispatch.MEGATRON),
+        lambda settings: policy_without_dispatcher(str(settings["hint"]), Dispatch.MEGATRON),
         DispatchSettings().connect_s,
     )
 

@@ -54,8 +54,8 @@ from rrfp.trace.records import (
     PhaseRecord,
     RankInfo,
     Record,
-    count_of,
     evaluation_step,
+    format_step_counts,
     is_evaluation,
 )
 from rrfp.trace.run_dir import RunDir, empty
@@ -162,7 +162,7 @@ class JobRecording:
         if report.policy is not None and step is not None and self._run is not None:
             if self._policies is None:
                 self._policies = PolicyLog(self._run.run_json)
-            self._policies.steered(step, report.policy.policy.described())
+            self._policies.record(step, report.policy.policy.described())
         if report.order is not None:
             self._write_order(report.order)
         if report.hands is not None:
@@ -181,7 +181,7 @@ class JobRecording:
         if self._run is None:
             return
         if self._dealings is None:
-            self._dealings = DealingFile(self._run.dealing, len(hands), len(hands[0]))
+            self._dealings = DealingFile(self._run.assignments, len(hands), len(hands[0]))
         self._dealings.write(hands)
 
     def safely(self, record: Callable[[], T]) -> T | None:
@@ -391,7 +391,7 @@ class JobRecording:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
         join_orders(run.admission)
-        told = f"{count_of(self._recorded)} recorded in {run.path}"
+        told = f"{format_step_counts(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
             tell(
                 f"{told}; this environment lacks {lacking}, so the first rrfp command that opens "

@@ -46,7 +46,7 @@ class OrdersFile:
 
     def __init__(self, path: Path, replica: int) -> None:
         """`path` is that of the joined file."""
-        self._file = open_own(_part(path, replica), anew=True)
+        self._file = open_own(_part(path, replica), truncate=True)
 
     def write(self, order: Sequence[int]) -> None:
         """The order of the next step."""

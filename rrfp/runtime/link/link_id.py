@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.outcome import FaultOrigin, FoundBy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class LinkId:
         return f"the link from {source} to {destination}"
 
     @property
-    def link_origin(self) -> Culprit:
+    def link_origin(self) -> FaultOrigin:
         """Fault origin: the link, reported by one of its ends."""
         ranks = (self.own, self.peer) if self.is_source else (self.peer, self.own)
-        return Culprit(FoundBy.LINK, link=ranks)
+        return FaultOrigin(FoundBy.LINK, link=ranks)
 
     @property
-    def peer_origin(self) -> Culprit:
+    def peer_origin(self) -> FaultOrigin:
         """Fault origin: the peer, reported over the link."""
-        return Culprit(FoundBy.LINK, rank=self.peer)
+        return FaultOrigin(FoundBy.LINK, rank=self.peer)
 
     def describe_lost(self, what: str) -> str:
         """Format the loss of the peer; `what` is what it did."""
