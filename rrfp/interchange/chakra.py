@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.inferred_tasks import Kernel, Transfer, is_nccl_transfer, kind_of_call
+from rrfp.interchange.inferred_tasks import Kernel, is_nccl_transfer
 from rrfp.interchange.json_stream import JsonStream, open_bytes
 from rrfp.interchange.kineto import spans_of
 from rrfp.interchange.kineto_profile import (
-    EVALUATED,
-    MOST_SEQUENCE,
     Event,
     HostProfile,
-    Operator,
     Profile,
 )
 from rrfp.interchange.range_names import (
@@ -250,13 +247,7 @@ def _host(path: Path, nodes: Sequence[Node]) -> HostProfile:
         if node.launched_ns is not None:
             host.launches[index] = node.launched_ns
             host.kernels.append(Kernel(start_ns, end_ns, index, is_nccl_transfer(name)))
-        elif kind := kind_of_call(name):
-            host.ranges.append((Event(start_ns, end_ns, name, None), kind))
-        elif name in _TRANSFERS:
-            host.transfers.append(Transfer(start_ns, end_ns, _TRANSFERS[name]))
-        elif name.startswith(EVALUATED):
-            number = MOST_SEQUENCE if node.sequence is None else node.sequence
-            host.backwards.append(Operator(start_ns, end_ns, number))
-        elif node.sequence is not None and not name.startswith("c10d::"):
-            host.forwards.append(Operator(start_ns, end_ns, node.sequence))
+        else:
+            sequence = None if name.startswith("c10d::") else node.sequence
+            host.add(Event(start_ns, end_ns, name, None), sequence, _TRANSFERS.get(name))
     return host

@@ -266,6 +266,20 @@ class HostProfile:
     """The host's launch time of each kernel, by its correlation."""
     kernels: list[Kernel] = field(default_factory=list)
 
+    def add(self, event: Event, sequence: int | None, is_receive: bool | None) -> None:
+        """Add a range by its name: a call, a transfer (`is_receive` is not None), a node of a
+        backward, or an operator of a forward (`sequence` is its number in autograd's sequence)."""
+        start_ns, end_ns, name, _ = event
+        if kind := kind_of_call(name):
+            self.ranges.append((event, kind))
+        elif is_receive is not None:
+            self.transfers.append(Transfer(start_ns, end_ns, is_receive))
+        elif name.startswith(EVALUATED):
+            number = MOST_SEQUENCE if sequence is None else sequence
+            self.backwards.append(Operator(start_ns, end_ns, number))
+        elif sequence is not None:
+            self.forwards.append(Operator(start_ns, end_ns, sequence))
+
 
 def read_host_profile(path: Path) -> HostProfile:
     """Read calls, transfers, operators and kernels. Raises RrfpError if the file is not a

@@ -15,23 +15,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rrfp.errors import RrfpError
 from rrfp.interchange.inferred_tasks import (
     Kernel,
-    Transfer,
     is_nccl_transfer,
     is_transfer,
-    kind_of_call,
 )
 from rrfp.interchange.kineto import spans_of
 from rrfp.interchange.kineto_profile import (
-    EVALUATED,
-    MOST_SEQUENCE,
     Event,
     HostProfile,
-    Operator,
     Profile,
 )
 from rrfp.interchange.range_names import (
@@ -72,20 +67,12 @@ _COLUMNS = {
 }
 
 
-class Range(NamedTuple):
-    """An NVTX range of a process."""
-
-    start_ns: int
-    end_ns: int
-    name: str
-
-
 @dataclass(slots=True)
 class Process:
     """The NVTX ranges and the kernels of one process."""
 
     pid: int
-    ranges: list[Range] = field(default_factory=list)
+    ranges: list[Event] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     launches: dict[int, int] = field(default_factory=dict)
     """The launch time of each kernel, by its correlation."""
@@ -108,7 +95,7 @@ def read_processes(path: Path) -> list[Process]:
             tables = _tables(path, database)
             for start_ns, end_ns, name, thread in _rows(path, database, _RANGES, text_at=2):
                 if isinstance(name, str):
-                    process_of(thread).ranges.append(Range(start_ns, end_ns, name))
+                    process_of(thread).ranges.append(Event(start_ns, end_ns, name, None))
             if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
                 for start_ns, end_ns, correlation, name, owner in _rows(
                     path, database, _KERNELS, text_at=3
@@ -238,7 +225,7 @@ def _profile(path: Path, process: Process, number: int) -> Profile:
                 f"{path} has ranges of a forward and a backward at once, such as '{name[:40]}', "
                 "which nothing tells apart; profile a schedule without OVERLAP_F_B"
             )
-        event = Event(each.start_ns, each.end_ns, name, index)
+        event = each._replace(name=name, external_id=index)
         if parse_profiler_step(name) is not None:
             profile.steps.append(event)
         elif parse_range(name) is not None:
@@ -256,18 +243,11 @@ def _profile(path: Path, process: Process, number: int) -> Profile:
 def _host(path: Path, process: Process) -> HostProfile:
     """The calls, transfers, operators and kernels of a process."""
     host = HostProfile(path, kernels=sorted(process.kernels), launches=process.launches)
-    for start_ns, end_ns, name in process.ranges:
-        name, sequence = _split_name(name)
-        if kind := kind_of_call(name):
-            host.ranges.append((Event(start_ns, end_ns, name, None), kind))
-        elif name in _TRANSFERS or is_transfer(name):
-            is_receive = _TRANSFERS.get(name, "recv" in name)
-            host.transfers.append(Transfer(start_ns, end_ns, is_receive))
-        elif name.startswith(EVALUATED):
-            number = MOST_SEQUENCE if sequence is None else sequence
-            host.backwards.append(Operator(start_ns, end_ns, number))
-        elif sequence is not None and not name.startswith(("c10d::", "nccl:")):
-            host.forwards.append(Operator(start_ns, end_ns, sequence))
+    for each in process.ranges:
+        name, sequence = _split_name(each.name)
+        is_receive = _TRANSFERS.get(name, "recv" in name if is_transfer(name) else None)
+        is_operator = not name.startswith(("c10d::", "nccl:"))
+        host.add(each._replace(name=name), sequence if is_operator else None, is_receive)
     return host
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.shape import sending_stage
@@ -61,28 +61,19 @@ class RankSpans:
 
     def shift(self, by_ns: int) -> None:
         """Add `by_ns` to all times."""
-        self.tasks = [_shifted(span, by_ns) for span in self.tasks]
-        self.waits = [_shifted(span, by_ns) for span in self.waits]
-        self.transfers = [_shifted(span, by_ns) for span in self.transfers]
-        self.phases = [_shifted(span, by_ns) for span in self.phases]
+        for spans in self._lists():
+            spans[:] = [
+                each._replace(start_ns=each.start_ns + by_ns, end_ns=each.end_ns + by_ns)
+                for each in spans
+            ]
 
     def renumber(self, steps: Mapping[int, int]) -> None:
         """Change step numbers by a mapping from old to new ones; other steps stay."""
-        self.tasks = [_renumbered(span, steps) for span in self.tasks]
-        self.waits = [_renumbered(span, steps) for span in self.waits]
-        self.transfers = [_renumbered(span, steps) for span in self.transfers]
-        self.phases = [_renumbered(span, steps) for span in self.phases]
+        for spans in self._lists():
+            spans[:] = [each._replace(step=steps.get(each.step, each.step)) for each in spans]
 
-
-_Span = TypeVar("_Span", TaskSpan, WaitRecord, TransferSpan, PhaseRecord)
-
-
-def _shifted(span: _Span, by_ns: int) -> _Span:
-    return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
-
-
-def _renumbered(span: _Span, steps: Mapping[int, int]) -> _Span:
-    return span._replace(step=steps.get(span.step, span.step))
+    def _lists(self) -> tuple[list[Any], ...]:
+        return self.tasks, self.waits, self.transfers, self.phases
 
 
 @dataclass(frozen=True, slots=True)

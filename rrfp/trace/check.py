@@ -111,7 +111,7 @@ class Promise:
         return cls(asked, frozenset(s for s in steps if s >= first and (stop is None or s < stop)))
 
 
-def outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
+def _outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
     """How a run ended according to the description of its trace, and the error's message; None and
     empty if the description does not state it."""
     entry = description.get(OUTCOME)
@@ -126,7 +126,7 @@ def outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
 def ending_sentence(description: Mapping[str, Any]) -> str:
     """Explain in a clause why the run did not finish; empty if it did, if it stopped on request
     after a step, or if that is unknown."""
-    outcome, error = outcome_of(description)
+    outcome, error = _outcome_of(description)
     error = error.partition("\n")[0]
     match outcome:
         case Outcome.FAILED:
@@ -140,7 +140,7 @@ def ending_sentence(description: Mapping[str, Any]) -> str:
     return ""
 
 
-def ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
+def _ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
     """The ranks that switched recording off, each with the step whose records it could not write
     and the reason."""
     listed = description.get(RECORDING_OFF)
@@ -153,7 +153,7 @@ def ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
     }
 
 
-def check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
+def _check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield findings if the run did not finish, or if a flight record is damaged."""
     if why := ending_sentence(description):
         yield f"incomplete: {why}"
@@ -162,12 +162,12 @@ def check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
         yield f"lost: the flight record of {finding('{}', 'ranks', unread)}, which is damaged"
 
 
-def check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
+def _check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
     """Yield findings about promised steps that not every rank recorded completely."""
     lossy = {loss.step for records in recording.ranks for loss in records.losses}
     whole = {step for step in step_windows(recording) if not is_evaluation(step)} - lossy
     asked: Iterable[int] = promise.asked
-    outcome, error = outcome_of(recording.settings)
+    outcome, error = _outcome_of(recording.settings)
     if outcome is Outcome.STOPPED and not error:
         # It stopped after a step on request, and may be resumed.
         asked = ()
@@ -179,20 +179,20 @@ def check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
         yield f"missing: {_spans(missing)} of the {promise.asked.stop} that the run was to make"
 
 
-def check_off(description: Mapping[str, Any]) -> Iterator[str]:
+def _check_off(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield a finding for each reason for which ranks switched recording off."""
     groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-    for rank, (step, reason) in ranks_off(description).items():
+    for rank, (step, reason) in _ranks_off(description).items():
         groups[step, reason].append(rank)
     for (step, reason), ranks in groups.items():
         who = finding("{}", "ranks", sorted(ranks))
         yield f"incomplete: {who} switched recording off in {step_name(step)}: {reason}"
 
 
-def check_begun(recording: Recording) -> Iterator[str]:
+def _check_begun(recording: Recording) -> Iterator[str]:
     """Yield a finding if ranks ended during an activity."""
     unfinished = [
-        f"rank {records.info.rank}: {describe_begun(begun)} in {step_name(begun.step)}"
+        f"rank {records.info.rank}: {_describe_begun(begun)} in {step_name(begun.step)}"
         for records in recording.ranks
         for begun in records.begun
     ]
@@ -200,7 +200,7 @@ def check_begun(recording: Recording) -> Iterator[str]:
         yield finding("unfinished: {} ended amid something", "ranks", unfinished)
 
 
-def describe_begun(begun: BegunRecord) -> str:
+def _describe_begun(begun: BegunRecord) -> str:
     """Format an activity: `F3`, `backward_input, for B3 of rank 2`, `optimizer`."""
     task = f"{begun.kind}{begun.microbatch}" if begun.kind else ""
     if begun.doing == Doing.TASK:
@@ -275,11 +275,11 @@ def check_contents(contents: TraceContents, promise: Promise | None = None) -> l
         *_check_file(contents),
         *_check_ranks(recording, ranks),
         *_check_losses(recording),
-        *check_outcome(recording.settings),
-        *check_promise(recording, promise or Promise.of_description(recording.settings)),
-        *check_off(recording.settings),
+        *_check_outcome(recording.settings),
+        *_check_promise(recording, promise or Promise.of_description(recording.settings)),
+        *_check_off(recording.settings),
         *_check_torn(recording, torn),
-        *check_begun(recording),
+        *_check_begun(recording),
         *_check_messages(recording, ranks, torn, contents.flow_lengths),
     ]
     for records in recording.ranks:
@@ -364,7 +364,7 @@ def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[st
     known = {
         (loss.step, records.info.rank) for records in recording.ranks for loss in records.losses
     }
-    off = ranks_off(recording.settings)
+    off = _ranks_off(recording.settings)
     stopped: defaultdict[str, list[int]] = defaultdict(list)
     for records in recording.ranks:
         rank = records.info.rank

@@ -332,21 +332,6 @@ def is_being_written(path: Path) -> bool:
     return False
 
 
-def read_spill(path: Path) -> RankRecords | None:
-    """All records in a spill file, on the rank's own clock; None if the rank died before its header
-    was complete. Raises RrfpError, with the line, for any corruption other than a torn last
-    line."""
-    lines = iter_lines(path)
-    first = next(lines, None)
-    if first is None:
-        return None
-    records = RankRecords(header_of(path, first.value))
-    lists = records.by_name()
-    for line in lines:
-        add_flush(path, line.number, line.value, lists)
-    return records
-
-
 class Line(NamedTuple):
     """A decoded line of a spill file."""
 

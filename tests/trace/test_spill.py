@@ -26,12 +26,12 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import (
     SpillWriter,
     is_being_written,
-    read_spill,
     records_bytes,
     row_of,
     segments_in,
 )
 from tests.analyze.recordings import make_recording
+from tests.trace.spills import read_spill
 
 INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)
 

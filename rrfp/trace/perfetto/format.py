@@ -195,48 +195,6 @@ PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
 are in a group that the viewer shows collapsed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
-    """A track as its descriptor states it; `parent` is 0 at the top."""
-
-    uuid: int
-    parent: int
-    name: str
-    place: int
-    """The place among its siblings."""
-    is_counter: bool = False
-
-
-class Tracks:
-    """Creates tracks by path, and lists new ones, whose descriptors are yet to be written."""
-
-    def __init__(self, first: int = 1) -> None:
-        self._first = first
-        self._tracks: dict[tuple[tuple[int, str, int], ...], Track] = {}
-        self._new: list[Track] = []
-
-    def get(self, *path: Node, row: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path from the top; creates missing tracks."""
-        key: tuple[tuple[int, str, int], ...] = ()
-        parent = 0
-        for depth, (place, name) in enumerate(path, start=1):
-            is_leaf = depth == len(path)
-            key = (*key, (place, name, row if is_leaf else 0))
-            track = self._tracks.get(key)
-            if track is None:
-                uuid = self._first + len(self._tracks)
-                track = Track(uuid, parent, name, place, is_counter and is_leaf)
-                self._tracks[key] = track
-                self._new.append(track)
-            parent = track.uuid
-        return parent
-
-    def take_new(self) -> list[Track]:
-        """The tracks created since the last call, parents first."""
-        new, self._new = self._new, []
-        return new
-
-
 def stage_name(info: RankInfo) -> str:
     """Name a rank by its stages: `stage 0`, or `stages 0 7` with several chunks."""
     label = "stage" if len(info.stages) == 1 else "stages"

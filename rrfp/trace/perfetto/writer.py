@@ -33,7 +33,6 @@ from rrfp.trace.perfetto.format import (
     Node,
     RowAssigner,
     TaskKey,
-    Tracks,
     compare_with_hint,
     key_of,
     received_by,
@@ -125,7 +124,8 @@ class PacketWriter:
     def __init__(self, file: IO[bytes], first_track: int = 1) -> None:
         self._file = file
         self._batch = bytearray()
-        self._tracks = Tracks(first_track)
+        self._first_track = first_track
+        self._tracks: dict[tuple[tuple[int, str, int], ...], int] = {}
         self._begun: set[int] = set()
         self._sequence = self._timed = b""
         self._shift_ns = 0
@@ -141,21 +141,27 @@ class PacketWriter:
             self._append(_encoded(pb.TracePacket(sequence_flags=cleared)))
 
     def track(self, *path: Node, row: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path; writes its descriptor at first use."""
-        uuid = self._tracks.get(*path, row=row, is_counter=is_counter)
-        for track in self._tracks.take_new():
-            packet = pb.TracePacket()
-            descriptor = packet.track_descriptor
-            descriptor.uuid = track.uuid
-            if track.parent:
-                descriptor.parent_uuid = track.parent
-            descriptor.name = _text(track.name)
-            descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
-            descriptor.sibling_order_rank = track.place
-            if track.is_counter:
-                descriptor.counter.unit = pb.CounterDescriptor.UNIT_COUNT
-            self._append(_encoded(packet))
-        return uuid
+        """The uuid of the track at a path; writes the descriptors of new tracks, parents first."""
+        key: tuple[tuple[int, str, int], ...] = ()
+        parent = 0
+        for depth, (place, name) in enumerate(path, start=1):
+            is_leaf = depth == len(path)
+            key = (*key, (place, name, row if is_leaf else 0))
+            if key not in self._tracks:
+                self._tracks[key] = self._first_track + len(self._tracks)
+                packet = pb.TracePacket()
+                descriptor = packet.track_descriptor
+                descriptor.uuid = self._tracks[key]
+                if parent:
+                    descriptor.parent_uuid = parent
+                descriptor.name = _text(name)
+                descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
+                descriptor.sibling_order_rank = place
+                if is_counter and is_leaf:
+                    descriptor.counter.unit = pb.CounterDescriptor.UNIT_COUNT
+                self._append(_encoded(packet))
+            parent = self._tracks[key]
+        return parent
 
     def slice(
         self,
