@@ -8,7 +8,7 @@ from rrfp.trace.spill import add_flush, header_of, iter_lines
 
 def read_spill(path: Path) -> RankRecords | None:
     """All records in a spill file, on the rank's own clock; None if the rank died before its header
-    was complete. Raises RrfpError, with the line, for any corruption other than a torn last line."""
+    was complete. Raises RrfpError, with the line, for corruption other than a torn last line."""
     lines = iter_lines(path)
     first = next(lines, None)
     if first is None:
