@@ -102,7 +102,7 @@ def work() -> None:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model

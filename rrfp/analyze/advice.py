@@ -8,7 +8,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.memory import memory
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import format_time
+from rrfp.analyze.table import format_time
 from rrfp.replay.bottlenecks import LEAST_SAVING, Culprit, CulpritKind
 from rrfp.replay.layer_split import even_split
 from rrfp.replay.recorded import RecordedRun

@@ -22,11 +22,9 @@ from typing import Any
 
 import polars as pl
 
-from rrfp.analyze.chosen_steps import NOT_REPLAYED
 from rrfp.analyze.colors import CAUSE_COLORS
-from rrfp.analyze.frames import Frames, numbers_of, recording_of
-from rrfp.analyze.number_format import apportioned, format_tenths, outliers
-from rrfp.analyze.table import TENTHS, TEXT, Column, Table
+from rrfp.analyze.frames import NOT_REPLAYED, Frames, numbers_of, recording_of
+from rrfp.analyze.table import TENTHS, TEXT, Column, Table, apportioned, format_tenths, outliers
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import BubbleParts, Structural, structural
 from rrfp.replay.measured import StepSample, measure

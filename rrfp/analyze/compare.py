@@ -19,8 +19,7 @@ import polars as pl
 from rrfp.analyze.bubbles import CAUSES, divide
 from rrfp.analyze.frames import Frames, run_settings
 from rrfp.analyze.memory import peak_bytes
-from rrfp.analyze.number_format import Times, format_time
-from rrfp.analyze.table import RATIO, TEXT, Column, Table, Unit
+from rrfp.analyze.table import RATIO, TEXT, Column, Table, Times, Unit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import told_bytes
 from rrfp.simulate.jitter import uniforms_in_parts

@@ -34,8 +34,16 @@ from rrfp.analyze.misalignment import (
     is_simulated,
     transfers_block,
 )
-from rrfp.analyze.number_format import Times, apportioned, format_time, outliers
-from rrfp.analyze.table import TENTHS, TEXT, Column, Table
+from rrfp.analyze.table import (
+    TENTHS,
+    TEXT,
+    Column,
+    Table,
+    Times,
+    apportioned,
+    format_time,
+    outliers,
+)
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.blocking import BlockingRank, Meeting
 from rrfp.schedule.shape import sending_stage

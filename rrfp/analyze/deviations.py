@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 import polars as pl
 
 from rrfp.analyze.frames import Frames, label_of, numbers_of
-from rrfp.analyze.number_format import outliers
-from rrfp.analyze.table import PERCENT, TEXT, Column, Table, figure
+from rrfp.analyze.table import PERCENT, TEXT, Column, Table, figure, outliers
 from rrfp.errors import RrfpError
 
 DEVIATIONS = {

@@ -7,8 +7,7 @@ from typing import Any
 import polars as pl
 
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.number_format import format_time
-from rrfp.analyze.table import TEXT, Column, Table
+from rrfp.analyze.table import TEXT, Column, Table, format_time
 from rrfp.trace.check import ending_sentence
 from rrfp.trace.records import NS_PER_S, Doing, Phase, is_evaluation, step_name, steps_in_order
 

@@ -16,12 +16,10 @@ import polars as pl
 
 from rrfp.analyze.advice import Adviser
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.chosen_steps import step_time_ns
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
-from rrfp.analyze.frames import Frames, recording_of, run_settings
+from rrfp.analyze.frames import Frames, recording_of, run_settings, step_time_ns
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import format_time
-from rrfp.analyze.table import Column, Table
+from rrfp.analyze.table import Column, Table, format_time
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import Culprit, culprits
 from rrfp.replay.change import replay

@@ -21,8 +21,7 @@ import polars as pl
 from polars.exceptions import PolarsError
 
 import rrfp
-from rrfp.analyze.chosen_steps import choose
-from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, run_frame
+from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, choose, run_frame
 from rrfp.errors import RrfpError
 from rrfp.strict_json import parsed
 from rrfp.trace.perfetto.format import FIELDS
@@ -203,7 +202,7 @@ def load_frames(
     with_warm_up: bool = False,
 ) -> Frames:
     """The tables of a trace's steps that train, or of its evaluations. `steps` chooses among these
-    by number; None takes all but the warm-up (`rrfp.analyze.chosen_steps.warm_up_of`), or with
+    by number; None takes all but the warm-up (`rrfp.analyze.frames.warm_up_of`), or with
     `with_warm_up` all.
 
     Raises RrfpError for a file that is missing, empty, cut off, or not a trace of a run, and

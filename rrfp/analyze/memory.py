@@ -14,8 +14,7 @@ from typing import Any
 import polars as pl
 
 from rrfp.analyze.frames import Frames, numbers_of
-from rrfp.analyze.number_format import outliers
-from rrfp.analyze.table import BYTES, COMPACT, TEXT, Column, Table, seconds
+from rrfp.analyze.table import BYTES, COMPACT, TEXT, Column, Table, outliers, seconds
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import told_bytes
 from rrfp.schedule.tasks import Kind

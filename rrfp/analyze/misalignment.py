@@ -16,8 +16,7 @@ from typing import NamedTuple
 import polars as pl
 
 from rrfp.analyze.frames import MESSAGES, Frames, Schema, numbers_of, recording_of
-from rrfp.analyze.number_format import outliers
-from rrfp.analyze.table import TEXT, Column, Table, Unit, seconds
+from rrfp.analyze.table import TEXT, Column, Table, Unit, outliers, seconds
 from rrfp.errors import RrfpError
 from rrfp.replay.blocking import BlockingRank, meet
 from rrfp.replay.recorded import RecordedLayout, RecordedSettings

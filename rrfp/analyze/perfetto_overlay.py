@@ -8,10 +8,9 @@ from pathlib import Path
 
 import polars as pl
 
-from rrfp.analyze.chosen_steps import choose, evaluations_of
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frame_files import CachedTrace
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import Frames, choose, evaluations_of
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.errors import RrfpError
 from rrfp.schedule.tasks import Kind

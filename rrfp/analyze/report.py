@@ -16,7 +16,6 @@ from rrfp.analyze.charts.durations import message_times, misalignment_map, task_
 from rrfp.analyze.charts.export import VEGA_LITE, spec_of
 from rrfp.analyze.charts.gantt import gantt, gantts
 from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, memory_held, progress
-from rrfp.analyze.chosen_steps import choose, step_time_ns
 from rrfp.analyze.compare import Comparison, Differences, comparison_tables, warning
 from rrfp.analyze.critical_path import critical_path, path_table
 from rrfp.analyze.deviations import deviation_table, deviations
@@ -30,7 +29,7 @@ from rrfp.analyze.findings import (
     headline,
     replays,
 )
-from rrfp.analyze.frames import Frames, frames_of, run_settings
+from rrfp.analyze.frames import Frames, choose, frames_of, run_settings, step_time_ns
 from rrfp.analyze.html import (
     Markup,
     advice,
@@ -45,8 +44,7 @@ from rrfp.analyze.html import (
 )
 from rrfp.analyze.memory import memory, memory_table, peak_bytes
 from rrfp.analyze.misalignment import link_table, misalignment
-from rrfp.analyze.number_format import format_time
-from rrfp.analyze.table import TEXT, Column, Table
+from rrfp.analyze.table import TEXT, Column, Table, format_time
 from rrfp.analyze.whatif import whatif_table
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import CulpritKind

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from rrfp.analyze.number_format import format_time
-from rrfp.analyze.table import BYTES, CHANGE, COMPACT, TEXT, Column, Table, times
+from rrfp.analyze.table import BYTES, CHANGE, COMPACT, TEXT, Column, Table, format_time, times
 from rrfp.replay.whatif import WhatIf
 from rrfp.schedule.knobs import described_hold
 from rrfp.trace.records import NS_PER_S, STEP, counted

@@ -14,14 +14,14 @@ from rrfp.cli.bench import bench
 from rrfp.cli.chaos import chaos
 from rrfp.cli.declared_options import listed
 from rrfp.cli.doctor import doctor
-from rrfp.cli.help_screens import Command
-from rrfp.cli.run.command import OPTIONS, run
+from rrfp.cli.options import Command
+from rrfp.cli.run import OPTIONS, run
 from rrfp.cli.runs import runs
-from rrfp.cli.simulate.command import simulate
+from rrfp.cli.simulate import simulate
 from rrfp.cli.train import TrainCommand, train
-from rrfp.cli.tune.command import tune
+from rrfp.cli.tune import tune
 from rrfp.cli.verify import verify
-from rrfp.cli.watch.command import watch
+from rrfp.cli.watch import watch
 
 app = typer.Typer(
     name="rrfp",

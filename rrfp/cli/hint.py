@@ -9,7 +9,7 @@ import typer
 from rrfp.analyze.table import Column, Table
 from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import hint_names
-from rrfp.cli.help_screens import Command
+from rrfp.cli.options import Command
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
 from rrfp.schedule.order import Order, format_order

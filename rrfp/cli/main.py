@@ -15,7 +15,7 @@ from rrfp.cli import declared_options as completion
 from rrfp.cli import errors
 from rrfp.cli.errors import give_interrupts_back, take_interrupts
 from rrfp.errors import UsageError
-from rrfp.train.launch.hosts.timeouts import is_asking
+from rrfp.train.launch.store import is_asking
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     words = sys.argv[1:]
     take_interrupts()
     if words[:1] == ["run"]:
-        from rrfp.cli.run.command import parsed
+        from rrfp.cli.run import parsed
 
         done = errors.handled(partial(parsed, words[1:]))
     elif lacking := requirements.lacking(requirements.OF_COMMANDS):

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.help_screens import Command
-from rrfp.cli.options import TracePath
+from rrfp.cli.options import Command, TracePath
 from rrfp.cli.progress import working
 from rrfp.errors import UsageError
 from rrfp.interchange.torch_flight_recorder import Group, Hang, Operation, Wait

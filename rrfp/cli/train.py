@@ -14,7 +14,7 @@ import typer
 from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import option_of, with_parameters
 from rrfp.cli.errors import bug, interruptible
-from rrfp.cli.help_screens import SettingsCommand, show_all
+from rrfp.cli.options import SettingsCommand, show_all
 from rrfp.cli.output import note_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
@@ -27,7 +27,7 @@ from rrfp.train.settings import DECLARED, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.trace.run_dir import RunDir
-    from rrfp.train.checkpoints.resuming import Beginning
+    from rrfp.train.checkpoints.run_start import Beginning
 
 
 _CONFIG = Declared(
@@ -142,7 +142,7 @@ def _check_policy(settings: TrainSettings) -> None:
 
 def _check_admission(settings: TrainSettings) -> None:
     from rrfp.inputs import resolve_admission
-    from rrfp.megatron.item_costs import resolve_cost
+    from rrfp.planning.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
 
     admission = resolve_admission(settings.step.admit, settings.data.microbatches)
@@ -168,7 +168,7 @@ def _check_pace(settings: TrainSettings) -> None:
 def _run(settings: TrainSettings) -> None:
     from rrfp.replay.cost_sources import settled
     from rrfp.trace.run_dir import RunDir
-    from rrfp.train.checkpoints.resuming import beginning_of, has_trained_all
+    from rrfp.train.checkpoints.run_start import beginning_of, has_trained_all
     from rrfp.train.launch.launcher import launch
     from rrfp.train.launch.processes import remove_abandoned
 

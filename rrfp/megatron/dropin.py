@@ -18,15 +18,16 @@ import torch.distributed as dist
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.groups import (
-    expert_parallel_of,
+    data_parallel_group,
+    expert_parallel_group,
     refuse_multi_module,
     virtual_pipeline_size,
 )
 from rrfp.megatron.adapters.schedules import start_embedding_gradients
-from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
+from rrfp.megatron.installation import NO_PIPELINING, refuse_unknown_arguments
 from rrfp.megatron.look_ahead import LookAhead
 from rrfp.megatron.memory.bound import StepMemory
-from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, tell_of_failure
+from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, publish_failure
 from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import StepData, data_of
@@ -39,13 +40,13 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_plan import StepCall, StepPlan
-from rrfp.megatron.step_policy import StepPolicies
 from rrfp.megatron.step_report import StepObserver, StepReport
+from rrfp.planning.step_policy import StepPolicies
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
-from rrfp.runtime.rendezvous import default_store, tell_of_end
+from rrfp.runtime.rendezvous import default_store, publish_early_end
 from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
@@ -121,8 +122,8 @@ class ForwardBackward:
         self._recorded: LayoutLinks | None = None
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
-        at_end.call(self.close)
-        at_end.call(tell_of_end)
+        at_end.register(self.close)
+        at_end.register(publish_early_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.report: StepReport | None = None
@@ -165,9 +166,9 @@ class ForwardBackward:
         PeerLostError and StallError. After any error the links are closed and the neighbours
         notified, and so are ranks that wait for links to open.
         """
-        refuse_newer(NO_PIPELINING, newer)
+        refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
-        at_end.note(None)
+        at_end.note_step_error(None)
         observed = None
         if self._observer is not None:
             observed = self._observer.begin(
@@ -199,7 +200,7 @@ class ForwardBackward:
         try:
             data, self.report = self._run(links, plan, arguments)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             links.close(farewell=False)
             raise
         if self._observer is not None:
@@ -224,9 +225,9 @@ class ForwardBackward:
             links.timeout_s = timeout_s_of(call.groups.pp)
             self._connect(links, opening, plan)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             if opening is not None:
-                tell_of_failure(default_store(), opening, call.place.rank, error)
+                publish_failure(default_store(), opening, call.place.rank, error)
             # With a farewell: the neighbours may still be in the step before.
             links.close()
             raise
@@ -248,11 +249,14 @@ class ForwardBackward:
         shape = Shape(
             len(call.place.pipeline), num_microbatches, len(models), self._settings.placement
         )
-        chooser = links.chooser_of(self._settings.policy)
+        chooser = links.hint_chooser(self._settings.policy)
         if chooser is None or forward_only:
             policy = self._step_policies.of(shape, forward_only=forward_only)
         else:
-            policy = chooser.steering(step, shape, config, call.groups, device, call.has_experts)
+            replicas = data_parallel_group(call.groups)
+            policy = chooser.steering(
+                step, shape, config, call.groups, replicas, device, call.has_experts
+            )
         if not forward_only and call.place.rank == 0:
             self._step_policies.warn_once(shape)
         # What the step's microbatches keep by the model that paces them.
@@ -302,11 +306,11 @@ class ForwardBackward:
             order = self._looks_ahead.order(plan.step, data, len(order), groups, device)
         if plan.measures_memory:
             features = self._looks_ahead.features(data, order, groups, device)
-            bound = links.bound_of(call.models, self._settings.policy.hold, device)
+            bound = links.memory_bound_of(call.models, self._settings.policy.hold, device)
             memory = bound.plan(
                 features,
                 sharing_groups(groups, has_experts=call.has_experts),
-                expert_parallel_of(groups) if call.has_experts else None,
+                expert_parallel_group(groups) if call.has_experts else None,
             )
         links.record(PhaseRecord(since_ns, monotonic(), plan.step, Phase.DATA))
         return replace(plan, order=order, memory=memory)
@@ -357,7 +361,7 @@ class ForwardBackward:
             finish_embedding()
         compute.finish()
         if memory.bound is not None:
-            memory.bound.leave_room_for(compute.peak_waiting_gradient_bytes)
+            memory.bound.reserve_for_gradients(compute.peak_waiting_gradient_bytes)
             if memory.measures:
                 memory.bound.learn(compute.kept_bytes())
         if finish_embedding is not None:

@@ -12,20 +12,20 @@ from torch.distributed import Store
 from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.look_ahead import AheadIterators
 from rrfp.megatron.memory.bound import MemoryBound, StepMemory
-from rrfp.megatron.planning.chooser import HintChooser
-from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits
 from rrfp.megatron.step_groups import Place, coupled_pipelines
-from rrfp.megatron.step_policy import StepPolicy
-from rrfp.runtime.agreement import StarAgreement
-from rrfp.runtime.device_worker import make_worker
-from rrfp.runtime.net.transport import SocketTransport, TransportMaker, data_planes
+from rrfp.planning.hint_chooser import HintChooser
+from rrfp.planning.order_planner import EntryPlanner
+from rrfp.planning.step_policy import StepPolicy
+from rrfp.runtime.agreement import GroupAgreement
+from rrfp.runtime.net.transport import SocketTransport, TransportFactory, make_planes
 from rrfp.runtime.pace import Delays, StepPace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
-from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.stall import StallBoard
+from rrfp.runtime.worker import make_worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.knobs import Auto, Bytes
 from rrfp.schedule.named_hints import AutoHint
@@ -40,7 +40,7 @@ _LEAST_STALL_S = 600.0
 class Pipeline:
     """This rank's links, from their opening to their close."""
 
-    transport: ClassVar[TransportMaker] = SocketTransport
+    transport: ClassVar[TransportFactory] = SocketTransport
     """Constructor of the transport."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Pipeline:
         neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
         neighbours |= _star(place.rank, members)
         inbox = Inbox()
-        self._planes = data_planes(device, settings.transport, settings.outbox_mb)
+        self._planes = make_planes(device, settings.transport, settings.outbox_mb)
         self._transport = type(self).transport(
             place.rank,
             store,
@@ -94,14 +94,14 @@ class Pipeline:
             tls=settings.tls,
         )
         self._transport.open()
-        self._agreement = StarAgreement(place.rank, members, self._transport, record)
+        self._agreement = GroupAgreement(place.rank, members, self._transport, record)
         self._worker = make_worker(
             place.pipeline,
             inbox,
             self._transport,
             self._agreement,
             record,
-            StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
+            StallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
             stall_s=settings.stall_s or max(timeout_s, _LEAST_STALL_S),
             device=self._planes.device,
@@ -143,7 +143,7 @@ class Pipeline:
         self._transport.close(farewell=farewell)
 
 
-def tell_of_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
+def publish_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
     """Tell the ranks that wait for this one in the opening called `name` that it has failed."""
     reason = first_line(str(error))
     sentence = reason if isinstance(error, RrfpError) else f"{type(error).__name__}: {reason}"
@@ -196,14 +196,16 @@ class LayoutLinks:
     def __post_init__(self) -> None:
         self.num_trained = whole_number(self.num_trained, "the first step")
 
-    def chooser_of(self, policy: Policy) -> HintChooser | None:
+    def hint_chooser(self, policy: Policy) -> HintChooser | None:
         """What chooses the policies of training steps; None if they have the one that they were
         given."""
         if self.chooser is None and isinstance(policy.hint, AutoHint):
             self.chooser = HintChooser(policy)
         return self.chooser
 
-    def bound_of(self, models: Sequence[Any], hold: object, device: torch.device) -> MemoryBound:
+    def memory_bound_of(
+        self, models: Sequence[Any], hold: object, device: torch.device
+    ) -> MemoryBound:
         """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
         assert isinstance(hold, Bytes | Auto)
         key = tuple(map(id, models))

@@ -9,7 +9,7 @@ from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.step.microbatch_data import StepData
 from rrfp.megatron.step.random_streams import RandomStreams
 from rrfp.megatron.step_groups import Place, place_in, step_groups
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.step_policy import StepPolicy
 
 
 @dataclass(frozen=True, slots=True)

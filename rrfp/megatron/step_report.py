@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rrfp.megatron.step_policy import StepPolicy
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.planning.step_policy import StepPolicy
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.balance import Hands
 

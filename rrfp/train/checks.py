@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import cache
 
 from rrfp.errors import UsageError
-from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import FLAGS, GradOrder, check_step
-from rrfp.runtime.device.cuda_runtime import Gpu, cuda_presence, has_bindings
+from rrfp.planning.item_costs import CostName
+from rrfp.requirements import install_hint
+from rrfp.runtime.device.cuda_runtime import Gpu, check_cuda, has_bindings
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import TransportName, is_installed
 from rrfp.schedule.admission import Admit
@@ -51,7 +52,7 @@ def too_few_gpus(num_ranks: int, num_gpus: int, where: str) -> UsageError:
 @cache
 def gpus_here() -> tuple[Gpu, ...]:
     """The GPUs that this process and its ranks see. Raises UsageError where CUDA cannot be used."""
-    presence = cuda_presence()
+    presence = check_cuda()
     if presence.problem is not None:
         raise UsageError(presence.problem)
     return presence.gpus
@@ -111,18 +112,18 @@ DEVICES_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     ),
     (
         lambda s: s.layout.transport == TransportName.CUDA_IPC and not has_bindings(),
-        "--transport cuda-ipc needs the package cuda-bindings, which is not installed; pip install "
-        "'rrfp[cuda]', or leave --transport out",
+        "--transport cuda-ipc needs the package cuda-bindings, which is not installed; "
+        f"{install_hint('cuda')}, or leave --transport out",
     ),
     (
         lambda s: s.layout.transport == TransportName.NIXL and not is_installed(),
-        "--transport nixl needs the package nixl, which is not installed; pip install "
-        "'rrfp[nixl]', or leave --transport out",
+        "--transport nixl needs the package nixl, which is not installed; "
+        f"{install_hint('nixl')}, or leave --transport out",
     ),
     (
         lambda s: s.layout.tls and not tls.is_installed(),
-        "--tls needs the package cryptography, which is not installed; pip install 'rrfp[tls]', or "
-        "leave --tls out",
+        "--tls needs the package cryptography, which is not installed; "
+        f"{install_hint('tls')}, or leave --tls out",
     ),
 )
 """Combinations that do not work, as in `rrfp.train.checks`."""

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
+from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step_policy import StepPolicy
 from rrfp.megatron.step_report import StepReport
-from rrfp.megatron.transport_log import TransportLog
 from rrfp.planning.candidates import in_words
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime import rendezvous as introduction
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.runtime.recorder import Recorder
@@ -32,12 +32,11 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import PolicyLog
 from rrfp.trace.safe_files import ReportFile
 from rrfp.trace.spill import records_bytes
+from rrfp.train.checkpoints.run_start import write_description
 from rrfp.train.checkpoints.saving import Session, session_of
-from rrfp.train.data.batches import Batch, Batches
-from rrfp.train.data.open import open_data
-from rrfp.train.description import write_description
-from rrfp.train.launch.heartbeat import enter
+from rrfp.train.data.batches import Batch, Batches, open_data
 from rrfp.train.launch.process_groups import Layout
+from rrfp.train.launch.rank_status import enter
 from rrfp.train.launch.watchdog import C_CALL
 from rrfp.train.models.model import ModelChunks, build_model
 from rrfp.train.pacing import PaceTally, pace_of
@@ -192,12 +191,12 @@ class Trainer:
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_of
+            from rrfp.megatron.adapters.groups import data_parallel_group
 
             loss = sum(item["loss"].item() for item in losses) / len(losses)
             own = torch.tensor([loss, tokens], dtype=torch.float64)
             replicas = [torch.empty_like(own) for _ in range(layout.dp)]
-            dist.all_gather(replicas, own, group=data_parallel_of(None))
+            dist.all_gather(replicas, own, group=data_parallel_group(None))
             shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
             shared[1] = sum(replica[1].item() for replica in replicas)
         dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
@@ -361,9 +360,9 @@ class Evaluation:
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_of
+            from rrfp.megatron.adapters.groups import data_parallel_group
 
-            dist.all_reduce(sums, group=data_parallel_of(None))
+            dist.all_reduce(sums, group=data_parallel_group(None))
         dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
         loss = (sums[0] / sums[1]).item()
         if not math.isfinite(loss):
@@ -511,7 +510,7 @@ def _train(
 def _tell_transport(transport: TransportLog, report: StepReport | None) -> None:
     """Log what carries the tensors; Megatron's own schedule has none of our links."""
     if report is not None and report.planes is not None:
-        transport.tell(report.planes)
+        transport.publish(report.planes)
 
 
 def _told(
@@ -571,15 +570,15 @@ def introduce(layout: Layout) -> RankInfo:
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    return introduction.introduce(
-        *(default_store(), _INTRODUCTIONS, own, layout.world_size, device_at(layout.device)),
+    return introduction.publish_rank_info(
+        *(default_store(), _INTRODUCTIONS, own, layout.world_size, make_device(layout.device)),
         timeout_s=_MEETING_S,
     )
 
 
 def _introduced(layout: Layout) -> list[RankInfo]:
     """Who all ranks are, by rank."""
-    return introduction.introduced(
+    return introduction.wait_for_rank_infos(
         default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
     )
 

@@ -18,7 +18,7 @@ from rrfp.inputs import resolve_admission, resolve_dealing
 from rrfp.planning.balanced_costs import DealtCosts
 from rrfp.planning.order_search import Known, known_of
 from rrfp.replay.cost_sources import resolve_costs
-from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
+from rrfp.runtime.pace import Sleep, reduce_timer_slack, sleep_until
 from rrfp.schedule.admission import Admission, ListedOrders
 from rrfp.schedule.balance import AdmitAcross, Hands, ListedDealings
 from rrfp.schedule.bounds import Sizes
@@ -277,7 +277,7 @@ def make_pace(
     """
     if costs is None and not jitter.factors and not jitter.delays_tasks:
         return None
-    sharpen_sleep()
+    reduce_timer_slack()
     return StepPacer(costs, jitter, admit, seed, shape, pp_rank, dp_rank)
 
 

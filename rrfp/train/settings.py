@@ -159,7 +159,7 @@ class LayoutSettings:
         metavar="MIB",
     )
     tls: bool = setting(
-        False, "Encrypt the messages between pipeline ranks of different hosts (`rrfp[tls]`)."
+        False, "Encrypt the messages between pipeline ranks of different hosts (extra `tls`)."
     )
 
     @property

@@ -12,10 +12,10 @@ import pytest
 import vl_convert
 
 from rrfp.analyze.bubbles import CAUSES, bubbles
+from rrfp.analyze.charts import ChartKind
 from rrfp.analyze.charts.durations import message_times, misalignment_map, task_times
 from rrfp.analyze.charts.export import VEGA_LITE, draw, save, spec_of
 from rrfp.analyze.charts.gantt import gantt
-from rrfp.analyze.charts.names import ChartKind
 from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, progress
 from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS, LINK_COLOR
 from rrfp.analyze.frames import Frames, frames_of, run_limit

@@ -17,8 +17,8 @@ import pytest
 import vl_convert
 from hypothesis import given
 
+from rrfp.analyze.charts import ChartKind
 from rrfp.analyze.charts.export import VEGA_LITE, draw, spec_of
-from rrfp.analyze.charts.names import ChartKind
 from rrfp.analyze.compare import compare
 from rrfp.analyze.findings import blame, findings, replays
 from rrfp.analyze.frames import frames_of, recording_of

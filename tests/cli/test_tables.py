@@ -19,8 +19,18 @@ from rich.console import Console
 from rich.text import Text
 
 from rrfp.analyze.compare import Comparison, Estimate, comparison_tables
-from rrfp.analyze.number_format import Times, apportioned, format_time, outliers
-from rrfp.analyze.table import NAME, TEXT, Column, Table, csv_of_frame, without_formula
+from rrfp.analyze.table import (
+    NAME,
+    TEXT,
+    Column,
+    Table,
+    Times,
+    apportioned,
+    csv_of_frame,
+    format_time,
+    outliers,
+    without_formula,
+)
 from rrfp.cli import main as cli
 from rrfp.cli.console import console, print_table
 from rrfp.cli.progress import progress

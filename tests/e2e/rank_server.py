@@ -15,7 +15,7 @@ for _name in (
     "rrfp.race.rank",
     "rrfp.race.peer_schedules",
     "rrfp.train.checkpoints.saving",
-    "rrfp.train.data.open",
+    "rrfp.train.data.batches",
     "rrfp.train.models.vlm",
     "rrfp.train.loop",
     "rrfp.verify.rank",

@@ -24,7 +24,7 @@ from rrfp.trace.records import Recording
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import SpillWriter, row_of
 from rrfp.train.checkpoints.directory import FILE, METRICS, CheckpointDir, Manifest
-from rrfp.train.checkpoints.resuming import check_continues
+from rrfp.train.checkpoints.run_start import check_continues
 from rrfp.train.data.images import Part, PictureFolder
 from rrfp.train.data.sources import check_data, data_contents, open_corpus
 from rrfp.train.data.tokens import write_index

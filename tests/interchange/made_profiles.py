@@ -445,7 +445,7 @@ def profile_megatron(settings: dict[str, Any], with_stack: bool) -> PlainRun:
     prepare_cpu()
     from megatron.core.pipeline_parallel import schedules
 
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import parallel_groups, seed_random_states
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model

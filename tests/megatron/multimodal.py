@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rrfp.train.checks import check_settings
-from rrfp.train.data.open import ImageBatch
+from rrfp.train.data.batches import ImageBatch
 from rrfp.train.settings import TrainSettings
 
 PATCH_SIZE = 4
@@ -149,7 +149,7 @@ class Rig:
         }
 
     def parameters(self) -> dict[str, Any]:
-        from rrfp.train.models.parameters import whole_name
+        from rrfp.train.models.gpt import whole_name
 
         return {
             whole_name(name, chunk.module, self.settings, self.layout): parameter

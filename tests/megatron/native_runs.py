@@ -62,7 +62,7 @@ def run_steps(
     """The steps of a run, by whatever Megatron's function is at its usual place."""
     from megatron.core.pipeline_parallel import schedules
 
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import seed_random_states
     from rrfp.train.loop import Trainer, run_schedule
     from rrfp.train.models.model import build_model

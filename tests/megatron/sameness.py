@@ -26,8 +26,7 @@ from rrfp.schedule.balance import deal, even_times, format_dealing
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.train.data.batches import Batch
-from rrfp.train.data.open import open_data
+from rrfp.train.data.batches import Batch, open_data
 from rrfp.train.settings import TrainSettings
 from tests.doubles.simulated_device import SimulatedDevice
 from tests.megatron import multimodal

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings, GradOrder
-from rrfp.megatron.step_policy import step_policy
+from rrfp.planning.step_policy import step_policy
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hints import WeightGradients

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.chosen_steps import choose
 from rrfp.analyze.critical_path import critical_path
-from rrfp.analyze.frames import frames_of
+from rrfp.analyze.frames import choose, frames_of
 from rrfp.analyze.report import report
 from rrfp.errors import UsageError
 from rrfp.replay.whatif import what_if

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step_policy import StepPolicy
+from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Record, TaskRecord
@@ -76,7 +76,7 @@ def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]
 
 def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
     """Train on this rank, from the start, in groups that it has joined."""
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.process_groups import seed_random_states
     from rrfp.train.loop import Trainer, evaluation_of, schedule_of
     from rrfp.train.models.model import build_model
@@ -190,7 +190,7 @@ class Rig:
     """One rank's chunks of a small GPT, their data, and their place."""
 
     def __init__(self, settings: dict[str, Any], layout: Any) -> None:
-        from rrfp.train.data.open import open_data
+        from rrfp.train.data.batches import open_data
         from rrfp.train.models.model import build_model
 
         chosen = TrainSettings(**settings)

@@ -50,7 +50,7 @@ def train(settings: Any, layout: Any, schedule: Any, *, evaluates: bool) -> dict
     """What one rank sees of its training."""
     import torch
 
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.loop import Trainer, run_schedule
     from rrfp.train.models.model import build_model
 

@@ -48,10 +48,10 @@ from rrfp.runtime.device.cuda_runtime import (
     CudaPresence,
     CudaRuntimeError,
     Gpu,
-    cuda_problem,
+    check_cuda,
     has_bindings,
 )
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.runtime.launchers import NETWORK
 from rrfp.runtime.planes.registry import is_installed
 from rrfp.train.settings import DeviceKind, Network
@@ -82,7 +82,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
                 raise told
             return told
 
-        monkeypatch.setattr(file, "probe", told_or_raised)
+        monkeypatch.setattr(file, "call_isolated", told_or_raised)
 
     return answer
 
@@ -110,7 +110,7 @@ def test_this_machine_can_train_on_its_cpu(tmp_path: Path) -> None:
         assert each["state"] in [*State]
         assert (each["figure"] is None) is (each["state"] in ("absent", "fails"))
         assert each["advice"]
-    if (problem := cuda_problem()) is not None:
+    if (problem := check_cuda().problem) is not None:
         assert told["checks"][0]["advice"] == problem
 
 
@@ -119,7 +119,7 @@ def test_a_run_is_refused_with_what_the_doctor_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("rrfp.train.checks.cuda_presence", lambda: NO_GPU)
+    monkeypatch.setattr("rrfp.train.checks.check_cuda", lambda: NO_GPU)
     code, _, stderr = found([*gpus(NO_GPU)], "--device", "cuda")
     train = rrfp_here(tmp_path, "train", "--device", "cuda")
     assert (code, train.returncode) == (1, 2)
@@ -142,7 +142,7 @@ def test_only_what_a_run_needs_ends_it(
     code, stdout, stderr = found([check], "--format", "json")
     assert (code, json.loads(stdout)) == (on_cpu, {"checks": [check.as_json()]})
     assert stderr == (f"rrfp: {check.advice}\n" if on_cpu else "")
-    assert check.ends_runs_on(DeviceKind.CUDA) is bool(on_cuda)
+    assert check.prevents_runs_on(DeviceKind.CUDA) is bool(on_cuda)
 
 
 # Of each check, what it says of a machine that is not this one.
@@ -183,7 +183,7 @@ def test_few_open_files_are_too_few(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (63, most))
     check = open_files()
     assert (check.state, check.figure) == (state, figure)
-    assert check.ends_runs_on(DeviceKind.CPU) is (state is State.FAILS)
+    assert check.prevents_runs_on(DeviceKind.CPU) is (state is State.FAILS)
 
 
 def test_a_run_with_too_few_open_files_is_refused_with_what_the_doctor_says(
@@ -254,7 +254,7 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     assert (torch_check.state, torch_check.figure) == (State.SLOW, 25.0)
     assert megatron.advice == (
         "rrfp.train.loop cannot be imported (ModuleNotFoundError: No module named "
-        "'rrfp.no_such_module'); install rrfp anew, or raise the limit (ulimit -a) that keeps it "
+        "'rrfp.no_such_module'); install rrfp again, or raise the limit (ulimit -a) that keeps it "
         "from loading"
     )
     denied = "cannot be imported (PermissionError: [Errno 13] Permission denied: 'core.py')"
@@ -263,7 +263,7 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     assert megatron.advice.endswith("; let this user read that file and the directories above it")
     answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
     for check in imports():
-        assert check.ends_runs_on(DeviceKind.CPU)
+        assert check.prevents_runs_on(DeviceKind.CPU)
         assert "cannot be imported (it was killed: Illegal instruction)" in check.advice
 
 
@@ -273,7 +273,7 @@ def test_torch_is_not_blamed_for_what_crashes_after_it(monkeypatch: pytest.Monke
             raise NoAnswerError("it was killed: Aborted")
         return {"torch": 1.0}
 
-    monkeypatch.setattr(imports_file, "probe", crash_after_torch)
+    monkeypatch.setattr(imports_file, "call_isolated", crash_after_torch)
     torch_check, megatron = imports()
     assert torch_check.state is State.OK
     assert "rrfp.train.loop cannot be imported (it was killed: Aborted)" in megatron.advice
@@ -285,7 +285,7 @@ def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
     assert gloo().state is State.SLOW
     answers(gloo_file, NoAnswerError("it did not answer within 120 s"))
     check = gloo()
-    assert check.ends_runs_on(DeviceKind.CPU)
+    assert check.prevents_runs_on(DeviceKind.CPU)
     assert check.advice == (
         "gloo does not work on 127.0.0.1 (it did not answer within 120 s); see whether torch can be"
         " imported, and no firewall fences loopback"
@@ -323,7 +323,7 @@ def test_the_doctor_names_what_a_container_refuses(tmp_path: Path) -> None:
 def test_gloo_is_tried_in_the_network_that_ranks_enter() -> None:
     network = {NETWORK: f"{Network.PRIVATE}:/proc/self/ns/no-such"}
     with pytest.raises(NoAnswerError, match="this rank cannot enter the network"):
-        probe(sum_us, network, limit_s=60.0)
+        call_isolated(sum_us, network, limit_s=60.0)
 
 
 def test_without_a_place_for_temporary_files_nothing_else_is_tried(
@@ -385,12 +385,12 @@ def test_a_fabric_is_as_fast_as_its_fastest_active_port(ports: Callable[..., Pat
 def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_file, "is_installed", lambda: False)
     assert nixl().state is State.ABSENT
-    assert nixl().advice.endswith("; pip install 'rrfp[nixl]'")
+    assert nixl().advice.endswith("; pip install '.[nixl]' in a checkout of rrfp")
     monkeypatch.setattr(nixl_file, "is_installed", lambda: True)
     answers(nixl_file, NoAnswerError("it was killed: Segmentation fault"))
     assert nixl().advice == (
-        "a READ on this host fails (it was killed: Segmentation fault); pip install 'rrfp[nixl]'"
-        " anew"
+        "a READ on this host fails (it was killed: Segmentation fault); reinstall it: "
+        "pip install '.[nixl]' in a checkout of rrfp"
     )
     answers(nixl_file, 0.2)
     assert nixl().state is State.SLOW
@@ -399,7 +399,7 @@ def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nixl_reads_what_was_there() -> None:
     if not is_installed():
         pytest.skip("NIXL is not installed")
-    assert probe(read_gb_s, limit_s=60) > 0
+    assert call_isolated(read_gb_s, limit_s=60) > 0
 
 
 # What GPUs are said to reach is made up; benchmarks/gpu has the real ones.
@@ -456,7 +456,7 @@ def test_one_gpu_has_no_peer_and_a_failing_one_ends_runs_on_it(answers: Answers)
     answers(gpus_file, NoAnswerError("RuntimeError: CUDA error: unspecified launch failure"))
     check, *_ = gpus(TWO_GPUS)
     assert check.state is State.FAILS
-    assert check.ends_runs_on(DeviceKind.CUDA)
+    assert check.prevents_runs_on(DeviceKind.CUDA)
     assert "unspecified launch failure" in check.advice
 
 
@@ -483,13 +483,13 @@ def in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 @pytest.mark.usefixtures("in_files")
 def test_two_processes_exchange_memory_and_free_it_in_order(tmp_path: Path) -> None:
-    assert probe(pull_s, 3 << 20, 5, limit_s=60) > 0
+    assert call_isolated(pull_s, 3 << 20, 5, limit_s=60) > 0
     assert [*(tmp_path / "memory").glob("*.open")] == []
 
 
 @pytest.mark.usefixtures("in_files")
 def test_bare_calls_carry_messages(tmp_path: Path) -> None:
-    assert probe(one_way_us, 1 << 16, 5, limit_s=60) > 0
+    assert call_isolated(one_way_us, 1 << 16, 5, limit_s=60) > 0
     assert [*(tmp_path / "memory").glob("*.open")] == []
 
 
@@ -509,14 +509,14 @@ def test_what_goes_wrong_in_the_importing_process_is_told(
 ) -> None:
     in_files(fault)
     with pytest.raises(NoAnswerError) as refused:
-        probe(pull_s, 1 << 20, 1, limit_s=60)
+        call_isolated(pull_s, 1 << 20, 1, limit_s=60)
     assert reason in str(refused.value)
 
 
 def test_cuda_ipc_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_ipc(NO_GPU).state is State.ABSENT
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: False)
-    assert "pip install 'rrfp[cuda]'" in cuda_ipc(TWO_GPUS).advice
+    assert "pip install '.[cuda]' in a checkout of rrfp" in cuda_ipc(TWO_GPUS).advice
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: True)
     answers(ipc_file, (1 << 26) / 300e9)
     check = cuda_ipc(TWO_GPUS)

@@ -45,7 +45,7 @@ THIRD_PARTIES = {
     "interchange": "polars",
     "runtime": "cryptography torch cuda",
     "simulate": "numpy",
-    "planning": "numpy",
+    "planning": "numpy torch",
     "tune": "numpy",
     "megatron": "torch numpy megatron",
     "train": "torch numpy megatron PIL polars tokenizers",

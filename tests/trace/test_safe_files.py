@@ -194,9 +194,8 @@ ALLOWED = {
     ("trace/locate.py", "symlink_to"): _PRIVATE,
     ("analyze/frame_files.py", "TemporaryDirectory"): _TEMPORARY,
     ("analyze/frame_files.py", "mkdir"): "a new directory under an unpredictable name",
-    ("watch/exporters/wandb_offline.py", "mkdir"): "a directory that the user names for output",
-    ("watch/exporters/tensorboard_files.py", "mkdir"): "a directory that the user names",
-    ("watch/exporters/tensorboard_files.py", "SummaryWriter"): "the library's own unique names",
+    ("watch/exporters.py", "mkdir"): "a directory that the user names for output",
+    ("watch/exporters.py", "SummaryWriter"): "the library's own unique names",
     ("chaos/campaign.py", "mkdir"): _PRIVATE,
     ("chaos/campaign.py", "copytree"): "to --keep, a directory that the user names",
     ("chaos/campaign.py", "copyfile"): "to --keep, a directory that the user names",
@@ -222,8 +221,8 @@ ALLOWED = {
     ("doctor/cuda_ipc.py", "open"): "memory of a GPU",
     ("runtime/planes/cuda_ipc.py", "open"): "memory of a GPU",
     ("interchange/json_stream.py", "gzip.open"): "reads",
-    ("train/launch/failure.py", "mkfifo"): _PRIVATE,
-    ("train/launch/failure.py", "os.open"): _PRIVATE,
+    ("train/launch/rank_status.py", "mkfifo"): _PRIVATE,
+    ("train/launch/rank_status.py", "os.open"): _PRIVATE,
 }
 """Other calls that create files, by file (or folder) and call, each with the reason why it follows
 no planted link. `*` means every call of that file."""

@@ -22,7 +22,7 @@ from rrfp.train.checkpoints.directory import (
     digest_of,
 )
 from rrfp.train.checkpoints.reading import read_tensors
-from rrfp.train.checkpoints.resuming import beginning_of
+from rrfp.train.checkpoints.run_start import beginning_of
 from rrfp.train.checks import check_settings
 from rrfp.train.data.sources import data_contents
 from rrfp.train.settings import TrainSettings

@@ -19,7 +19,7 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints import saving as session
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
 from rrfp.train.checkpoints.reading import differences, read_tensors
-from rrfp.train.checkpoints.resuming import beginning_of, check_continues
+from rrfp.train.checkpoints.run_start import beginning_of, check_continues
 from rrfp.train.data.sources import data_contents
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import RankFailedError

@@ -31,7 +31,7 @@ from rrfp.train.checkpoints import directory as directory_module
 from rrfp.train.checkpoints.directory import LOCK, CheckpointDir, Manifest, digest_of
 from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
 from rrfp.train.checkpoints.reading import differences, read_tensors
-from rrfp.train.checkpoints.resuming import beginning_of
+from rrfp.train.checkpoints.run_start import beginning_of
 from tests.e2e.ranks import RankFailedError, run_ranks
 from tests.train.checkpointed import (
     FLAGS,

@@ -22,7 +22,7 @@ from rrfp.train.checkpoints import saving as session
 from rrfp.train.checkpoints import tensors as loading
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.checkpoints.reading import differences
-from rrfp.train.checkpoints.resuming import beginning_of
+from rrfp.train.checkpoints.run_start import beginning_of
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import RankFailedError, run_ranks
 from tests.train.checkpointed import (
@@ -259,7 +259,7 @@ def save_again(settings: str, source: str, target: str) -> None:
     prepare_cpu()
     from rrfp.train.checkpoints.saving import Saver, Session
     from rrfp.train.checkpoints.tensors import TrainedTensors, load
-    from rrfp.train.data.open import open_data
+    from rrfp.train.data.batches import open_data
     from rrfp.train.launch.collectives import no_objects
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models.model import build_model

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.data.open import TextBatches
+from rrfp.train.data.batches import TextBatches
 from rrfp.train.data.sources import document_lengths, open_corpus
 from rrfp.train.data.tokens import DOCUMENT_END, ByteCorpus, Corpus
 from rrfp.train.loop import Evaluation

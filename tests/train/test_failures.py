@@ -29,9 +29,9 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.train.launch import processes as children
 from rrfp.train.launch import rank_process as process
 from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_objects
-from rrfp.train.launch.failure import ERROR_FILE, FailureReport, hearing
 from rrfp.train.launch.launcher import TRAINING, _first_failure
 from rrfp.train.launch.processes import Failure, SignalledError, own_directory, run_to_end
+from rrfp.train.launch.rank_status import ERROR_FILE, FailureReport, hearing
 from rrfp.train.launch.stopping import StopRequestedError
 from rrfp.train.launch.watchdog import Standstill, Why
 from rrfp.train.settings import TrainSettings
@@ -236,7 +236,7 @@ ALLOWED = {
     ("rrfp/interchange/torch_flight_recorder.py", "pickle"),
     ("rrfp/interchange/torch_flight_recorder.py", "_Unpickler"),
     ("rrfp/interchange/torch_flight_recorder.py", "UnpicklingError"),
-    ("rrfp/megatron/memory/saved_tensors.py", "torch.multiprocessing.reductions.StorageWeakRef"),
+    ("rrfp/megatron/memory/activation_bytes.py", "torch.multiprocessing.reductions.StorageWeakRef"),
     ("rrfp/planning/process_pool.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "own_pickle"),
@@ -421,7 +421,7 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
 
 RANK = """
 import logging, sys
-from rrfp.train.launch.failure import warn_launcher
+from rrfp.train.launch.rank_status import warn_launcher
 logging.basicConfig(format="%(message)s")
 warn_launcher(int(sys.argv[1]))
 log = logging.getLogger("rrfp.somewhere")
@@ -454,7 +454,7 @@ def test_each_warning_of_a_rank_is_heard_once(tmp_path: Path) -> None:
 def test_a_launcher_that_is_gone_holds_up_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rrfp.train.launch import failure as warnings
+    from rrfp.train.launch import rank_status as warnings
 
     with hearing(tmp_path, lambda _: None) as environment:
         for name, value in environment.items():
@@ -494,7 +494,7 @@ if how == "die":
 if how in ("wait", "stubborn", "abort-when-asked"):
     time.sleep(60)
 if how == "end":
-    from rrfp.train.launch.heartbeat import StatusPage
+    from rrfp.train.launch.rank_status import StatusPage
     StatusPage(int(os.environ["RRFP_LIVENESS"].partition(",")[0])).finish()
 sys.exit(0 if how in ("end", "end-too-early") else 3)
 """
@@ -604,7 +604,7 @@ def test_a_signal_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
 
 REQUESTED = """
 import os, pathlib, signal, sys, time
-from rrfp.train.launch.heartbeat import StatusPage
+from rrfp.train.launch.rank_status import StatusPage
 rank, here, how = os.environ["RANK"], pathlib.Path(sys.argv[1]), sys.argv[2]
 asked = []
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every rank does, whatever it inherits

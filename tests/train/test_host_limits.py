@@ -218,7 +218,7 @@ ALLOWED = {
     "cli/trace.py": "tells when a job hung",
     "megatron/job": "names a run's directory",
     "runtime/net/tls.py": "certificates have dates",
-    "train/launch/failure.py": "torchrun reads the second of an error file",
+    "train/launch/rank_status.py": "torchrun reads the second of an error file",
     "trace/run_dir.py": "names a run's directory",
     "watch/follow.py": "tells the hour, and compares with a file of another user's",
 }

@@ -29,7 +29,7 @@ from rrfp.trace.spill import is_being_written
 from rrfp.train.launch.hosts import gathering
 from rrfp.train.launch.hosts.host_status import Pulse
 from rrfp.train.launch.hosts.joining import Met
-from rrfp.train.launch.hosts.timeouts import AnsweringStore
+from rrfp.train.launch.store import AnsweringStore
 from rrfp.train.settings import TrainSettings
 from tests.runtime.link_pairs import needs_nixl, needs_tls
 from tests.security.sandbox import refusing

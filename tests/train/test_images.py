@@ -20,6 +20,7 @@ from PIL import Image
 
 from rrfp.errors import UsageError
 from rrfp.train.data import images as picture_folder
+from rrfp.train.data.batches import ImageBatch, ImageData, cut, open_data, pack
 from rrfp.train.data.images import (
     COLOURS,
     FORMS,
@@ -30,7 +31,6 @@ from rrfp.train.data.images import (
     Scenes,
     draw_scene,
 )
-from rrfp.train.data.open import ImageBatch, ImageData, cut, open_data, pack
 from rrfp.train.data.sources import check_data
 from rrfp.train.data.tokens import DOCUMENT_END
 from rrfp.train.settings import TrainSettings

@@ -13,7 +13,8 @@ import pytest
 
 import rrfp
 from rrfp.train.launch import watchdog as vigil_module
-from rrfp.train.launch.heartbeat import (
+from rrfp.train.launch.processes import Failure, run_to_end
+from rrfp.train.launch.rank_status import (
     Frame,
     StatusPage,
     Waits,
@@ -23,9 +24,7 @@ from rrfp.train.launch.heartbeat import (
     standing_at,
     waits_of,
 )
-from rrfp.train.launch.proc_status import Sight, family_of, sight
-from rrfp.train.launch.processes import Failure, run_to_end
-from rrfp.train.launch.watchdog import Standstill, Vigil, Why
+from rrfp.train.launch.watchdog import Sight, Standstill, Vigil, Why, family_of, sight
 
 STD = threading.__file__
 TORCHS = f"{Path(pytest.__file__).parent.parent}/torch/distributed/distributed_c10d.py"
@@ -333,7 +332,7 @@ def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
 
 RANK = """
 import ctypes, os, pathlib, signal, socket, subprocess, sys, threading, time
-from rrfp.train.launch.heartbeat import end_with_launcher, enter, finish, show_life
+from rrfp.train.launch.rank_status import end_with_launcher, enter, finish, show_life
 end_with_launcher()
 how, here = sys.argv[1].split(",")[int(os.environ["RANK"])], pathlib.Path(sys.argv[2])
 child = subprocess.Popen(["sleep", "300"])

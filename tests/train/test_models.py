@@ -14,7 +14,7 @@ import torch
 from rrfp.errors import UsageError
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.checks import check_settings
-from rrfp.train.data.open import open_data
+from rrfp.train.data.batches import open_data
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.sameness import LAYOUTS, variants_of, verify
 from tests.e2e.ranks import run_ranks

@@ -13,10 +13,10 @@ from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
 from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
+from rrfp.train.launch import store as answers
 from rrfp.train.launch.hosts import host_status as pulse
-from rrfp.train.launch.hosts import timeouts as answers
 from rrfp.train.launch.hosts.host_status import Pulse
-from rrfp.train.launch.hosts.timeouts import AnsweringStore
+from rrfp.train.launch.store import AnsweringStore
 
 SILENCE_S = 1.0
 NAME = socket.gethostname()

@@ -15,9 +15,9 @@ import pytest
 
 from rrfp.trace.outcome import Outcome, read_ending
 from rrfp.trace.run_dir import RunDir
-from rrfp.train.launch.failure import FailureReport
 from rrfp.train.launch.launcher import _first_failure
 from rrfp.train.launch.processes import CgroupLimits, Failure
+from rrfp.train.launch.rank_status import FailureReport
 from tests.train.trained import (
     ENDLESS,
     Training,
@@ -52,8 +52,8 @@ STAGES = {
     "import-of-megatron": Stage("megatron.core"),
     "joining-the-world": Stage("torch.distributed.distributed_c10d", "init_process_group"),
     "making-groups": Stage("torch.distributed.distributed_c10d", "new_group", 4),
-    "introducing-itself": Stage("rrfp.runtime.rendezvous", "introduce"),
-    "opening-data": Stage("rrfp.train.data.open", "open_data"),
+    "introducing-itself": Stage("rrfp.runtime.rendezvous", "publish_rank_info"),
+    "opening-data": Stage("rrfp.train.data.batches", "open_data"),
     "building-the-model": Stage("rrfp.train.models.model", "build_model"),
     "connecting": Stage("rrfp.runtime.net.transport", "SocketTransport.open", told="in step 0"),
     "a-step": Stage("rrfp.train.loop", "Trainer.train_step", 3, told="in step 2"),

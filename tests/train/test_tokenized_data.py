@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from rrfp.errors import RrfpError, UsageError
 from rrfp.train.checks import check_settings
 from rrfp.train.data import tokens as token_cache
-from rrfp.train.data.open import TextData
+from rrfp.train.data.batches import TextData
 from rrfp.train.data.sources import check_data, document_lengths, open_corpus
 from rrfp.train.data.tokens import Corpus, token_type, write_index
 from rrfp.train.settings import DataSettings, TrainSettings

@@ -26,7 +26,7 @@ from rrfp.cli.progress import TrainDisplay
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.outcome import Ending, Outcome, read_ending
 from rrfp.trace.run_dir import RunDir
-from rrfp.train.checkpoints import resuming as beginning
+from rrfp.train.checkpoints import run_start as beginning
 from rrfp.train.launch import processes as children
 from rrfp.train.launch.hosts import gathering
 from rrfp.train.launch.hosts import joining as meeting
@@ -400,7 +400,7 @@ def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 
 DONE = """
-from rrfp.train.launch.heartbeat import finish, show_life
+from rrfp.train.launch.rank_status import finish, show_life
 show_life(waits_on_device=False)
 finish()
 """

@@ -1,1 +1,16 @@
-"""Charts of a run, one module a family: each takes the run's frames and returns an altair chart."""
+"""Charts of a run as altair objects, one module for each family of charts."""
+
+from enum import StrEnum
+
+
+class ChartKind(StrEnum):
+    """A chart's name on the command line."""
+
+    BUBBLES = "bubbles"
+    GANTT = "gantt"
+    HINT = "hint"
+    MEMORY = "memory"
+    MISALIGNMENT = "misalignment"
+    PROGRESS = "progress"
+    TASK_TIMES = "task-times"
+    MESSAGE_TIMES = "message-times"

@@ -11,7 +11,7 @@ from rrfp.analyze.charts.style import WIDTH_PX, by_value, faceted, finished, sho
 from rrfp.analyze.colors import KIND_COLORS
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import TimeUnit
+from rrfp.analyze.table import TimeUnit
 from rrfp.errors import RrfpError
 
 _COLUMNS = 2

@@ -8,9 +8,9 @@ import altair as alt
 import vl_convert
 
 from rrfp.analyze.bubbles import structural_shares
+from rrfp.analyze.charts import ChartKind
 from rrfp.analyze.charts.durations import message_times, misalignment_map, task_times
 from rrfp.analyze.charts.gantt import gantt
-from rrfp.analyze.charts.names import ChartKind
 from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, memory_held, progress
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import figure, page

@@ -22,8 +22,8 @@ from rrfp.analyze.charts.style import (
 from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
 from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.number_format import TimeUnit, format_time
 from rrfp.analyze.perfetto_overlay import replica_of
+from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.trace.records import step_name
 

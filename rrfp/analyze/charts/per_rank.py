@@ -21,7 +21,7 @@ from rrfp.analyze.charts.style import (
 from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
 from rrfp.analyze.frames import Frames, label_of, run_limit
 from rrfp.analyze.memory import budgets, kept_changes, memory
-from rrfp.analyze.number_format import TimeUnit, format_time
+from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import byte_unit, told_bytes
 from rrfp.trace.records import NS_PER_S, format_step_counts, step_name

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rrfp.cli.help_screens import Command
+from rrfp.cli.options import Command
 from rrfp.trace.run_dir import RUNS
 
 _FIRST = (

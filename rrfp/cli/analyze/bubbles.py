@@ -51,8 +51,8 @@ def bubbles(
 
     from rrfp.analyze.bubbles import bubble_table
     from rrfp.analyze.bubbles import bubbles as divide
-    from rrfp.analyze.chosen_steps import NOT_REPLAYED, choose
     from rrfp.analyze.frame_files import CachedTrace
+    from rrfp.analyze.frames import NOT_REPLAYED, choose
     from rrfp.trace.locate import resolve_trace
 
     with working("Reading the trace"):

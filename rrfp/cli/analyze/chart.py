@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rrfp.analyze.charts.names import ChartKind
+from rrfp.analyze.charts import ChartKind
 from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
 from rrfp.cli.output import check_report_extra, note_evaluations, note_warm_up, read_frames
 

@@ -154,10 +154,10 @@ def findings(
     """
     asked = None if steps is None else parse_steps(steps)
 
-    from rrfp.analyze.chosen_steps import choose
     from rrfp.analyze.failure import fatal_of
     from rrfp.analyze.findings import finding_table
     from rrfp.analyze.frame_files import CachedTrace
+    from rrfp.analyze.frames import choose
     from rrfp.trace.locate import find_run, resolve_trace
 
     run = find_run(path)

@@ -30,8 +30,7 @@ def report(
     check_report_extra()
 
     from rrfp.analyze.charts.export import write_file
-    from rrfp.analyze.chosen_steps import choose
-    from rrfp.analyze.frames import frames_of
+    from rrfp.analyze.frames import choose, frames_of
     from rrfp.analyze.report import report_of, report_on
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents

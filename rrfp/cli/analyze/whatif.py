@@ -132,8 +132,7 @@ def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
     in every row, and each --hint makes one; without any, a sensible set is shown.
     Savings are shares of the run's own replayed time.
     """
-    from rrfp.analyze.chosen_steps import step_time_ns
-    from rrfp.analyze.frames import recording_of
+    from rrfp.analyze.frames import recording_of, step_time_ns
     from rrfp.analyze.whatif import whatif_table
     from rrfp.replay.change import Change
     from rrfp.replay.whatif import what_if

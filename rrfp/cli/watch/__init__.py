@@ -1,1 +1,109 @@
-"""`rrfp watch`: the command, its page, and what it says line by line."""
+"""`rrfp watch`: a live page on a run that is going, alerts, and measures for dashboards."""
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rrfp.cli.declared_options import run_names
+from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.locate import find_run
+from rrfp.trace.run_dir import RUNS, runs_in
+
+_POLL_S = 0.5
+
+
+class WatchFormat(StrEnum):
+    """How a run is told of."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def watch(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run: its directory, its name in runs/, or @-1 for the newest; none means the "
+            "newest one.",
+            autocompletion=run_names,
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show the run once and exit.")] = False,
+    alert: Annotated[
+        bool,
+        typer.Option(
+            "--alert",
+            help="No page: a line when something has been slow for 10 steps, and when it has "
+            "recovered.",
+        ),
+    ] = False,
+    alert_command: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CMD",
+            help="Run this in the shell for each of those lines; $RRFP_ALERT_TEXT holds the line, "
+            "and other variables that begin with RRFP_ALERT_ its parts.",
+        ),
+    ] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND:WHERE",
+            help="Send the figures of each step to a dashboard: tensorboard:DIR, prometheus:FILE, "
+            "otel:URL or wandb:DIR (offline). May be given several times.",
+        ),
+    ] = None,
+    output_format: Annotated[
+        WatchFormat,
+        typer.Option("--format", help="json: an object a line for each step, alert and change."),
+    ] = WatchFormat.TABLE,
+) -> None:
+    """Watch a run that is going: how busy each stage is, why it waits, who has become slow.
+
+    It only reads the run's directory, so the run is not disturbed. It ends with
+    the run; Ctrl-C ends it sooner.
+    """
+    path = _find(run)
+    if alert and once:
+        raise UsageError("--alert waits for steps to come and --once does not; leave one out")
+    # Imported late: numpy and rich.
+    from rrfp.cli.watch.loop import AlertCommand, watch_run
+    from rrfp.cli.watch.views import Lines, LivePage, OncePage, Teller, has_terminal
+    from rrfp.watch.exporters import open_exporter
+    from rrfp.watch.follow import Follower
+
+    name = path.resolve().name
+    exporters = {asked: open_exporter(asked, name) for asked in export or []}
+    follower = Follower(path)
+    teller: Teller
+    if output_format is WatchFormat.JSON:
+        teller = Lines(follower, as_json=True, only_alerts=alert)
+    elif once:
+        teller = OncePage(follower)
+    elif alert or not has_terminal():
+        teller = Lines(follower, as_json=False, only_alerts=alert)
+    else:
+        teller = LivePage(follower)
+    command = None if alert_command is None else AlertCommand(alert_command)
+    watch_run(follower, teller, exporters, command, once=once, sleep=lambda: time.sleep(_POLL_S))
+
+
+def _find(run: Path | None) -> Path:
+    """The directory of the run that is meant; none means the newest, though it has recorded
+    nothing yet."""
+    if run is None:
+        found = runs_in()
+        if not found:
+            raise RrfpError(f"there is no run yet in {RUNS}; make one with 'rrfp train'")
+        return found[0]
+    path = find_run(run)
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} is not the directory of a run, which is what is watched; 'rrfp analyze' reads "
+            "a trace"
+        )
+    return path

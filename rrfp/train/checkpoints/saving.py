@@ -34,7 +34,7 @@ from rrfp.trace.safe_files import open_whole, remove_unfinished
 from rrfp.train.checkpoints import tensors as random_states
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
 from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
-from rrfp.train.checkpoints.resuming import check_continues, check_unused
+from rrfp.train.checkpoints.run_start import check_continues, check_unused
 from rrfp.train.checkpoints.tensors import TrainedTensors, load
 from rrfp.train.data.sources import data_contents
 from rrfp.train.launch.collectives import all_gather_json, broadcast_json

@@ -32,8 +32,8 @@ from rrfp.train.checkpoints.directory import Checkpoint
 from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
 from rrfp.train.checkpoints.reading import executing_nothing
 from rrfp.train.launch.process_groups import Layout, seed_random_states
+from rrfp.train.models.gpt import is_second_copy, whole_name
 from rrfp.train.models.model import ModelChunks
-from rrfp.train.models.parameters import is_second_copy, whole_name
 from rrfp.train.settings import DeviceKind, TrainSettings
 
 # The random states of a rank in a checkpoint.

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs import read_text, sha256_of
+from rrfp.requirements import install_hint
 from rrfp.strict_json import parsed
 from rrfp.trace.safe_files import create_new, write_whole
 from rrfp.train.data.text_files import text_files, texts
@@ -433,8 +434,8 @@ def _opened(file: Path) -> Any:
         import tokenizers
     except ImportError:
         raise RrfpError(
-            "--tokenizer needs the package tokenizers, which this installation lacks; install the "
-            "extra 'tokenizers' (pip install 'rrfp[tokenizers]')"
+            "--tokenizer needs the package tokenizers, which this installation lacks; "
+            f"{install_hint('tokenizers')}"
         ) from None
     try:
         opened = tokenizers.Tokenizer.from_str(json.dumps(told))

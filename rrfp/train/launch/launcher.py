@@ -17,8 +17,6 @@ from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import open_own
 from rrfp.train.data.sources import data_contents
-from rrfp.train.launch.failure import hearing
-from rrfp.train.launch.heartbeat import frames_in_dump, standing_at
 from rrfp.train.launch.hosts.endpoint import local_ranks, place_of
 from rrfp.train.launch.private_network import network_of, warn_of_open_ports
 from rrfp.train.launch.processes import (
@@ -28,6 +26,7 @@ from rrfp.train.launch.processes import (
     own_directory,
     run_to_end,
 )
+from rrfp.train.launch.rank_status import frames_in_dump, hearing, standing_at
 from rrfp.train.launch.stopping import failing_for_good
 from rrfp.train.launch.store import file_store
 from rrfp.train.launch.watchdog import Standstill, Why

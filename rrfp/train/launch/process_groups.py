@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.adapters.fallbacks import (
+from rrfp.megatron.cpu.patches import (
+    prepare_cpu,
     prepare_without_transformer_engine,
     reduce_losses_among_several,
     reduce_one_by_one,
 )
-from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.runtime import launchers as variables
-from rrfp.runtime.net.source_filter import let_in, let_in_nobody, named_sources
+from rrfp.runtime.net.source_filter import accept_nobody, accept_only, run_host_addresses
 from rrfp.runtime.rendezvous import reachable_address
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.train.checks import index_of_gpu
@@ -74,15 +74,15 @@ def one_device_at(address: str) -> Iterator[None]:
             options._threads = _NUM_THREADS
             options._timeout = timeout
             # The others learn of the port in the constructor, so none comes before.
-            let_in(door, named_sources())
+            accept_only(door, run_host_addresses())
             try:
                 super().__init__(store, rank, size, options)
             finally:
-                let_in_nobody(door)
+                accept_nobody(door)
 
     (descriptor,) = _listening() - others
     with socket.socket(fileno=os.dup(descriptor)) as door:
-        let_in_nobody(door)
+        accept_nobody(door)
         module.ProcessGroupGloo = OnOneDevice
         try:
             yield
@@ -271,7 +271,7 @@ def _megatrons_groups(
 
 def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
     """Reset torch's and Megatron's random states; joining the groups does this too."""
-    from rrfp.megatron.adapters.random_states import seed_states
+    from rrfp.megatron.adapters.global_state import seed_states
 
     seed = settings.run.seed + _SEED_STRIDE * layout.pp_rank
     torch.manual_seed(seed)

@@ -22,11 +22,17 @@ from pathlib import Path
 from rrfp.errors import RrfpError
 from rrfp.runtime import launchers as variables
 from rrfp.system import temporary_directory
-from rrfp.train.launch.failure import ERROR_FILE, FailureReport
-from rrfp.train.launch.heartbeat import BEAT_S, STACK_SIGNAL, StatusPage, nameless_file, page_file
-from rrfp.train.launch.proc_status import signal_main_thread
+from rrfp.train.launch.rank_status import (
+    BEAT_S,
+    ERROR_FILE,
+    STACK_SIGNAL,
+    FailureReport,
+    StatusPage,
+    nameless_file,
+    page_file,
+)
 from rrfp.train.launch.stopping import StopRequestedError, ignore_sigterm
-from rrfp.train.launch.watchdog import LOOK_S, Standstill, Vigil
+from rrfp.train.launch.watchdog import LOOK_S, Standstill, Vigil, signal_main_thread
 
 # Whether this process' cgroups have reached a limit, by the kernel's own counters.
 #
@@ -378,7 +384,7 @@ def run_to_end(
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
     until all have ended; returns the failures. A rank has failed unless it ends with 0 and has
-    noted that it has done all its work (`rrfp.train.launch.heartbeat.finish`). As soon as
+    noted that it has done all its work (`rrfp.train.launch.rank_status.finish`). As soon as
     one rank fails, the others are ended, and so it is if one stands still for `silence_s`
     (`rrfp.train.launch.watchdog`); `warn` gets the rank, its process, how it stands still, and its
     stacks, if it may do so for longer. `is_whole` says that the run has no other ranks than these.

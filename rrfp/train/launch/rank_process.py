@@ -19,9 +19,15 @@ from rrfp.system import is_of_too_many, told_of_too_many
 from rrfp.trace.outcome import FaultOrigin, FoundBy
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import make_directory, open_own
-from rrfp.train.launch.failure import FailureReport, warn_launcher
-from rrfp.train.launch.heartbeat import end_with_launcher, enter, finish, show_life
 from rrfp.train.launch.private_network import enter_network
+from rrfp.train.launch.rank_status import (
+    FailureReport,
+    end_with_launcher,
+    enter,
+    finish,
+    show_life,
+    warn_launcher,
+)
 from rrfp.train.launch.stopping import ignore_sigterm, take_sigterm_as_request
 
 

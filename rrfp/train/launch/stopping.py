@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from rrfp.train.launch.heartbeat import show_request
+from rrfp.train.launch.rank_status import show_request
 
 _asked = False
 

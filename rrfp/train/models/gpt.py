@@ -1,7 +1,15 @@
-"""A stage of a GPT, perhaps with experts or without attention: Megatron-Core's `GPTModel` and its
-forward step."""
+"""A GPT stage, with or without experts or attention: its parameters, Megatron-Core's `GPTModel` and
+its forward step.
 
+Initial values depend on the layer, not on the rank. Each parameter is drawn whole from its own
+generator, seeded by the run's seed and the parameter's name in the whole model, then cut to this
+rank's slice. All layouts whose `tp` divides 64, to which the vocabulary is padded, start from the
+same function.
+"""
+
+import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,8 +18,155 @@ import torch
 
 from rrfp.train.data.batches import Batch
 from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
-from rrfp.train.models.parameters import finish_chunk
-from rrfp.train.settings import ModelKind, TrainSettings
+from rrfp.train.settings import (
+    NUM_EXPERTS_PER_TOKEN,
+    DeviceKind,
+    Dtype,
+    ModelKind,
+    Recompute,
+    TrainSettings,
+)
+
+# Megatron's TransformerConfig for a run's settings.
+
+
+_AUX_LOSS_COEFFICIENT = 1e-2
+"""The weight of the experts' load-balancing loss."""
+
+
+def transformer_config(settings: TrainSettings) -> Any:
+    """The configuration of all layers, and of Megatron's schedules."""
+    import torch
+    from megatron.core.transformer import TransformerConfig, enums
+
+    dtype = torch.bfloat16 if settings.model.dtype == Dtype.BF16 else torch.float32
+    recomputes_layers = settings.model.recompute == Recompute.FULL
+    has_experts = settings.model.num_experts is not None
+    return TransformerConfig(
+        num_layers=settings.model.layers,
+        hidden_size=settings.model.hidden,
+        num_attention_heads=settings.model.heads,
+        tensor_model_parallel_size=settings.layout.tp,
+        pipeline_model_parallel_size=settings.layout.pp,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
+        context_parallel_size=settings.layout.cp,
+        expert_model_parallel_size=settings.layout.ep,
+        sequence_parallel=settings.layout.sequence_parallel,
+        bf16=settings.model.dtype == Dtype.BF16,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        hidden_dropout=settings.model.dropout,
+        attention_dropout=settings.model.dropout,
+        recompute_granularity=None
+        if settings.model.recompute == Recompute.NONE
+        else settings.model.recompute,
+        recompute_method="uniform" if recomputes_layers else None,
+        recompute_num_layers=1 if recomputes_layers else None,
+        num_moe_experts=settings.model.num_experts,
+        moe_ffn_hidden_size=4 * settings.model.hidden if has_experts else None,
+        moe_router_topk=NUM_EXPERTS_PER_TOKEN,
+        moe_aux_loss_coeff=_AUX_LOSS_COEFFICIENT,
+        # Megatron divides experts among tensor-parallel ranks only if they have no biases.
+        add_bias_linear=not has_experts,
+        variable_seq_lengths=settings.data.variable_lengths or settings.model.kind == ModelKind.VLM,
+        # Megatron demands this token dispatcher for variable lengths, in dense models too.
+        moe_token_dispatcher_type="alltoall",
+        deallocate_pipeline_outputs=True,
+        # Fused kernels need CUDA, or torch.compile, which needs a C++ compiler at run time.
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        # Sums in a fixed order, where a GPU has a quicker one.
+        deterministic_mode=settings.run.device == DeviceKind.CUDA,
+        # What a graph would capture: Megatron warns of its own default. The name is of 0.18.
+        **{"cuda_graph_modules" if hasattr(enums, "CudaGraphModule") else "cuda_graph_scope": []},
+    )
+
+
+_LOCAL_LAYER = re.compile(r"(?<=coder\.layers\.)\d+")
+"""A layer of a decoder, or of an image encoder."""
+_LOCAL_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
+
+_OUTPUT_WEIGHT = "output_layer.weight"
+_EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+
+_SCALED_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+"""Weights that write to the residual stream: Megatron scales them down by the number of layers."""
+
+
+def finish_chunk(
+    chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, num_before: int
+) -> Any:
+    """Give a chunk with these `layers`, of which the stages before have `num_before`, their layer
+    numbers and parameters, in the run's type and on the rank's device."""
+    _number_layers(layers, num_before)
+    _initialise(chunk, settings, layout)
+    # Megatron makes its own layers on the GPU, and torch's norms on the CPU.
+    chunk = chunk.to(layout.device)
+    # As Megatron's Float16Module does, except that it would also cast the outputs of the last
+    # *rank*, which in a V does not hold the last stage. The loss is in fp32 without it.
+    return chunk.bfloat16() if chunk.config.bf16 else chunk
+
+
+def _number_layers(layers: Any, num_before: int) -> None:
+    """Continue the layer numbers of the stages before: Megatron cannot count them in a V."""
+    if not len(layers):
+        return
+    shift = num_before + 1 - layers[0].layer_number
+    for module in layers.modules():
+        if getattr(module, "layer_number", None) is not None:
+            module.layer_number += shift
+
+
+def _initialise(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
+    config = chunk.config
+    std = config.init_method_std
+    scaled_std = std / math.sqrt(2.0 * config.num_layers)
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() < 2:
+            continue  # biases and norms start as constants
+        shape = list(parameter.shape)
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        if is_cut:
+            assert parameter.partition_stride == 1
+            shape[parameter.partition_dim] *= layout.tp
+        whole = torch.empty(shape)
+        seed = _seed_of(settings.run.seed, whole_name(name, chunk, settings, layout))
+        generator = torch.Generator().manual_seed(seed)
+        whole.normal_(
+            0.0, scaled_std if name.endswith(_SCALED_WEIGHTS) else std, generator=generator
+        )
+        if is_cut:
+            whole = whole.chunk(layout.tp, parameter.partition_dim)[layout.tp_rank]
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+
+def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -> str:
+    """The name of a chunk's parameter in the whole model."""
+    if is_second_copy(name, settings):
+        return _EMBEDDING_WEIGHT
+
+    def whole_layer(match: re.Match[str]) -> str:
+        return str(chunk.get_submodule(name[: match.end()]).layer_number - 1)
+
+    first_expert = layout.ep_rank * ((settings.model.num_experts or 0) // layout.ep)
+    return _LOCAL_EXPERT.sub(
+        lambda match: str(first_expert + int(match[0])), _LOCAL_LAYER.sub(whole_layer, name)
+    )
+
+
+def is_second_copy(name: str, settings: TrainSettings) -> bool:
+    """Whether a chunk's parameter is the output's copy of the embedding's weight."""
+    return settings.model.tie_embeddings and name == _OUTPUT_WEIGHT
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
 
 _VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this for every tensor-parallel size. Padded tokens have

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rrfp.train.launch.process_groups import Layout
-from rrfp.train.models.parameters import transformer_config
+from rrfp.train.models.gpt import transformer_config
 from rrfp.train.settings import ModelKind, TrainSettings
 
 _CLIP_NORM = 1.0

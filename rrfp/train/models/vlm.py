@@ -25,10 +25,9 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.utils import make_viewless_tensor
 
-from rrfp.train.data.open import ImageBatch
+from rrfp.train.data.batches import ImageBatch
 from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
-from rrfp.train.models.gpt import gpt_stage, mean_loss
-from rrfp.train.models.parameters import finish_chunk
+from rrfp.train.models.gpt import finish_chunk, gpt_stage, mean_loss
 from rrfp.train.settings import TrainSettings, num_vision_stages
 
 _NUM_COLOURS = 3

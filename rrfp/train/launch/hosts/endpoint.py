@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
-from rrfp.runtime.launchers import Started, started
-from rrfp.train.launch.hosts.timeouts import NoAnswerError, answer_of
+from rrfp.runtime.launchers import LaunchPlace, find_place
+from rrfp.train.launch.store import NoAnswerError, answer_of
 from rrfp.train.settings import TrainSettings
 
 # The hosts of a run, where `rrfp train` itself is one of several processes of torchrun or srun.
@@ -26,7 +26,7 @@ from rrfp.train.settings import TrainSettings
 def among_started(settings: TrainSettings) -> TrainSettings:
     """The settings with the hosts that this process' environment tells; unchanged if they name
     their hosts themselves. Raises UsageError for an environment that does not fit."""
-    place = None if settings.run.nnodes > 1 else started()
+    place = None if settings.run.nnodes > 1 else find_place()
     if place is None or place.count == 1:
         return settings
     num_ranks = settings.layout.world_size
@@ -53,9 +53,9 @@ def local_ranks(settings: TrainSettings) -> range:
     return range(first, first + num_own)
 
 
-def place_of(settings: TrainSettings) -> Started | None:
+def place_of(settings: TrainSettings) -> LaunchPlace | None:
     """What `among_started` took the hosts from; None if they stand for themselves."""
-    place = None if settings.run.nnodes == 1 else started()
+    place = None if settings.run.nnodes == 1 else find_place()
     is_it = place is not None and (place.count, place.index) == (
         settings.run.nnodes,
         settings.run.node_rank,

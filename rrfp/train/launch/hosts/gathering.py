@@ -24,7 +24,7 @@ from rrfp.trace.safe_files import create_new, make_directory, open_own
 from rrfp.trace.spill import NUM_SEGMENTS, lock_for_writing, segments_in
 from rrfp.train.launch.hosts.host_status import Pulse, printable
 from rrfp.train.launch.hosts.joining import Met
-from rrfp.train.launch.hosts.timeouts import AnsweringStore
+from rrfp.train.launch.store import AnsweringStore
 from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18

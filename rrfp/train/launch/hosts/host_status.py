@@ -22,7 +22,7 @@ from typing import Self
 from rrfp.errors import RrfpError, first_line
 from rrfp.strict_json import integer, items, parsed, text
 from rrfp.trace.outcome import FaultOrigin, RunFailedError
-from rrfp.train.launch.hosts.timeouts import AnsweringStore
+from rrfp.train.launch.store import AnsweringStore
 
 _BEAT_S = 1.0
 _QUICK_BEAT_S = 0.1

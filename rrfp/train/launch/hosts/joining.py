@@ -25,17 +25,16 @@ from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs import admission_file, order_file, sha256_of
 from rrfp.replay.cost_sources import costs_file
 from rrfp.runtime import launchers as variables
-from rrfp.runtime.launchers import Started
-from rrfp.runtime.net.source_filter import let_in
-from rrfp.runtime.rendezvous import host_identity, own_address_towards, reachable_address
+from rrfp.runtime.launchers import LaunchPlace
+from rrfp.runtime.net.source_filter import accept_only
+from rrfp.runtime.rendezvous import host_identity, own_address_for_reaching, reachable_address
 from rrfp.strict_json import integer, items, mapping, parsed, text
 from rrfp.train.checks import gpus_here, index_of_gpu, too_few_gpus
 from rrfp.train.data.tokens import tokenizer_file
 from rrfp.train.launch.hosts.endpoint import Endpoint, local_ranks, obstacle_at, place_of
 from rrfp.train.launch.hosts.host_status import Pulse, printable
-from rrfp.train.launch.hosts.timeouts import AnsweringStore, answer_of
 from rrfp.train.launch.stopping import failing_for_good
-from rrfp.train.launch.store import port_store
+from rrfp.train.launch.store import AnsweringStore, answer_of, port_store
 from rrfp.train.settings import DECLARED, DeviceKind, Network, TrainSettings
 
 # Where the processes of a torchrun meet: it serves a store itself at the port that it names, so
@@ -49,7 +48,7 @@ class TorchrunStore:
     """torchrun's store, as one of its processes sees it. Every method may raise torch's
     DistError."""
 
-    def __init__(self, place: Started) -> None:
+    def __init__(self, place: LaunchPlace) -> None:
         self._place = place
         self._store = TCPStore(
             place.host,
@@ -334,7 +333,7 @@ class _Meeting:
 
     def _follow(self) -> None:
         self._find_store()
-        self.own_address = own_address_towards(self.host)
+        self.own_address = own_address_for_reaching(self.host)
         store = self._store = self._answering(self._silence_s)
         run_token, first = self._first(store)
         with self._refusing(store):
@@ -348,12 +347,12 @@ class _Meeting:
     def _let_in_hosts_alone(self) -> None:
         """A host may take another of its addresses on its way to each of the others."""
         addresses = self._all_tell("address", self.own_address, text)
-        towards = {own_address_towards(address) for address in addresses} - {""}
+        towards = {own_address_for_reaching(address) for address in addresses} - {""}
         told = self._all_tell("sources", sorted(towards), _addresses)
         self.sources = sorted({source for of_host in told for source in of_host})
         if self._listening is not None:
             with socket.socket(fileno=os.dup(self._listening)) as listening:
-                let_in(listening, self.sources)
+                accept_only(listening, self.sources)
 
     def _all_tell(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
         """What all hosts tell under a name, by host."""

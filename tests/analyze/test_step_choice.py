@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from polars.testing import assert_frame_equal
 
-from rrfp.analyze.chosen_steps import choose, evaluations_of, step_time_ns, warm_up_of
 from rrfp.analyze.frame_files import CachedTrace, load_frames
-from rrfp.analyze.frames import SCHEMAS, Frames, frames_of, recording_of
+from rrfp.analyze.frames import (
+    SCHEMAS,
+    Frames,
+    choose,
+    evaluations_of,
+    frames_of,
+    recording_of,
+    step_time_ns,
+    warm_up_of,
+)
 from rrfp.analyze.perfetto_overlay import find_initial_view
 from rrfp.analyze.report import report
 from rrfp.analyze.whatif import whatif_table

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.collectives import told_by_first
-from rrfp.megatron.item_costs import ItemCost, resolve_cost
+from rrfp.planning.collectives import told_by_first
 from rrfp.planning.forecast import NUM_ROWS, MeasuredTasks, Numbers
+from rrfp.planning.item_costs import ItemCost, resolve_cost
 from rrfp.planning.memory_model import features_of
 from rrfp.planning.order_process import Learned, Modelled, PlanRequest, Setting
 from rrfp.planning.order_search import Known
@@ -112,7 +112,7 @@ class EntryPlanner:
         self._told: set[str] = set()
         self.last: PlanFigures | None = None
         """How the order of the step that began last was chosen; None if it was not planned."""
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def order(
         self,

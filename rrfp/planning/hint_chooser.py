@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.adapters.groups import data_parallel_of
-from rrfp.megatron.collectives import told_by_first
-from rrfp.megatron.planning.planner import Gathering
-from rrfp.megatron.step_policy import ChoiceFigures, StepPolicy, step_policy
 from rrfp.planning.candidates import Candidate
+from rrfp.planning.collectives import told_by_first
 from rrfp.planning.forecast import MeasuredTasks, Numbers
 from rrfp.planning.hint_process import NUM_STEPS, ChoiceRequest, Choices
+from rrfp.planning.order_planner import Gathering
 from rrfp.planning.process_pool import PlannerProcess
+from rrfp.planning.step_policy import ChoiceFigures, StepPolicy, step_policy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.named_hints import HINTS, AutoHint
@@ -75,7 +74,7 @@ class HintChooser:
         """The part of a backward, by stage, that is W, as it last was where it was split."""
         self._is_asking = False
         self._process: PlannerProcess | None = None
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def watched(self, record: Callable[[Record], None]) -> Callable[[Record], None]:
         """What a schedule's records go to from now on, on their way to `record`."""
@@ -90,6 +89,7 @@ class HintChooser:
         shape: Shape,
         config: Any,
         groups: Any,
+        replicas: Any,
         device: torch.device,
         has_experts: bool,
     ) -> StepPolicy:
@@ -102,7 +102,6 @@ class HintChooser:
             self._begin(choices)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         self._take_in()
-        replicas = data_parallel_of(groups)
         leads_all = replicas.rank() == 0 and all(
             group.rank() == 0 for group in (groups.tp, groups.cp, groups.pp)
         )

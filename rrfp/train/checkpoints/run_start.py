@@ -1,23 +1,56 @@
-"""Where a call of `rrfp train` begins: which run's directory, and from which step.
+"""Start or resume a run: its directory, its `run.json`, and the step at which it begins.
 
-Imports no torch: the launcher decides this before it starts any process. The ranks look again,
+Imports no torch: the launcher decides this before it starts any process. The ranks check again
 when they hold the lock of the checkpoints (`rrfp.train.checkpoints.saving`).
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import UsageError
+from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_run_dir
-from rrfp.trace.run_json import read_description
+from rrfp.trace.run_json import describe_run, describe_session, read_description
 from rrfp.trace.safe_files import unfinished
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir
 from rrfp.train.data.sources import data_contents
-from rrfp.train.description import write_description
+from rrfp.train.data.tokens import encoded
+from rrfp.train.launch.private_network import told_network
 from rrfp.train.settings import DECLARED, ModelKind, TrainSettings, num_vision_stages
+
+# The description of a run.
+
+
+def write_description(
+    run: RunDir, settings: TrainSettings, ranks: Sequence[RankInfo], first_step: int = 0
+) -> None:
+    """Describe a run, of which this session begins with `first_step`; `ranks` is empty as long as
+    they are unknown. A tokenizer is stated with its digest and vocabulary."""
+    policy = settings.effective_policy.described()
+    describe_run(
+        run.run_json,
+        settings.described(),
+        policy,
+        settings.layout.world_size,
+        ranks,
+        {**_network(), **_tokenizer(settings), **describe_session(run, first_step)},
+    )
+
+
+def _network() -> dict[str, object]:
+    """The launcher, which describes the run first, has not made it yet."""
+    told = told_network()
+    return {"network": told} if told else {}
+
+
+def _tokenizer(settings: TrainSettings) -> dict[str, object]:
+    return (
+        {} if settings.data.tokenizer is None else {"tokenizer": encoded(settings.data).tokenizer}
+    )
+
 
 # Whether a checkpoint can go on under given settings: they must train the same thing.
 #
