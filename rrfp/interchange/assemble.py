@@ -212,6 +212,7 @@ class _Message:
 
 
 def _messages(run: RunSpans) -> Iterator[_Message]:
+    """Yield the message to each task whose input comes from another rank."""
     for rank in run.ranks:
         waits = sorted(rank.waits, key=lambda wait: wait.end_ns)
         ends_ns = [wait.end_ns for wait in waits]

@@ -64,6 +64,7 @@ def read_nodes(path: Path) -> list[Node]:
 
 
 def _of_json(path: Path) -> Iterator[Node]:
+    """The nodes with a time in a JSON file."""
     stream = JsonStream(path)
     starts_us: dict[object, float] = {}
     timed: list[tuple[float, float, dict[str, Any]]] = []
@@ -91,6 +92,7 @@ def _of_json(path: Path) -> Iterator[Node]:
 
 
 def _time(node: object, key: str) -> float | None:
+    """A time of a JSON node in microseconds; None if it is missing or impossible."""
     value = node.get(key) if isinstance(node, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -98,6 +100,7 @@ def _time(node: object, key: str) -> float | None:
 
 
 def _sequence(node: dict[str, Any]) -> int | None:
+    """A JSON node's number in autograd's sequence; None without one."""
     attributes = node.get("attrs")
     for attribute in attributes if isinstance(attributes, list) else ():
         if isinstance(attribute, dict) and attribute.get("name") == "seq_id":
@@ -113,6 +116,7 @@ def _ns(time_us: float) -> int:
 
 
 def _of_protobuf(path: Path) -> Iterator[Node]:
+    """The nodes with a time in a protobuf file. Raises RrfpError if it is damaged."""
     data = bytearray()
     for chunk in open_bytes(path):
         data += chunk
@@ -138,6 +142,7 @@ def _of_protobuf(path: Path) -> Iterator[Node]:
 
 
 def _node(message: memoryview) -> Node | None:
+    """Decode a protobuf node; None without a possible time."""
     name, start_us, duration_us, sequence = "", 0, 0, None
     for number, value in _fields(message):
         match number, value:

@@ -87,6 +87,7 @@ def _events(recording: Recording) -> Iterator[_Event]:
 def _of_rank(
     category: str, records: RankRecords, pid: int, threads: "_Threads", has_chunks: bool
 ) -> Iterator[_Event]:
+    """The events of a rank's records of one category."""
     rank = records.info.rank
     received = records.receives if category == "task" else ()
     arrows = {key_of(receive): received_by(rank, receive) for receive in received}
@@ -141,6 +142,7 @@ def _fields(record: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _title(category: str, record: Any, has_chunks: bool) -> str:
+    """The name of a record's slice, as in the Perfetto trace."""
     match category:
         case "wait":
             return str(record.cause)
@@ -206,4 +208,5 @@ class _Threads:
 
 
 def _named(what: str, pid: int, tid: int, arguments: _Event) -> _Event:
+    """A metadata event, which names or orders a process or a thread."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": arguments}

@@ -191,6 +191,7 @@ def groups_of(described: Mapping[str, Sequence[int]]) -> Groups:
 
 
 def _first(described: Mapping[str, Sequence[int]], names: Sequence[str]) -> tuple[int, ...]:
+    """The ranks of the first of these descriptions that exists; empty without one."""
     return next((tuple(described[name]) for name in names if name in described), ())
 
 

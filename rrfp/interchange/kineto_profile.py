@@ -204,6 +204,7 @@ def _ns(time_us: float) -> int:
 
 
 def _whole(value: object) -> int | None:
+    """The value if it is a non-negative integer; otherwise None."""
     return value if type(value) is int and value >= 0 else None
 
 
@@ -402,6 +403,7 @@ _Span = TypeVar("_Span", Event, Transfer, Operator, Kernel)
 
 
 def _later(span: _Span, by_ns: int) -> _Span:
+    """Add `by_ns` to both times."""
     return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
 
 

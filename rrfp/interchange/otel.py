@@ -128,6 +128,7 @@ def _drop_repeated(exporter: _Exporter) -> Iterator[int]:
 def _rank(
     number: int, exporter: _Exporter, num_ranks: int, sizes: Mapping[str, int]
 ) -> InferredRank:
+    """Sort a rank's spans into calls, transfers, gradient reductions and schedules."""
     host = exporter.attributes.get("host.name")
     rank = InferredRank(number, writable(host) if isinstance(host, str) else "unknown")
     rank.groups = _groups(number, num_ranks, sizes)
@@ -216,6 +217,7 @@ def _number(attributes: Mapping[str, object]) -> int | None:
 
 
 def _span(path: Path, span: Mapping[str, Any]) -> _Span:
+    """Decode a span. Raises RrfpError for an invalid name or time."""
     name = span.get("name")
     times = [str(span.get(key)) for key in ("startTimeUnixNano", "endTimeUnixNano")]
     if not isinstance(name, str) or not all(map(_TIME.fullmatch, times)):

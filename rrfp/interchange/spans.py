@@ -73,6 +73,7 @@ class RankSpans:
             spans[:] = [each._replace(step=steps.get(each.step, each.step)) for each in spans]
 
     def _lists(self) -> tuple[list[Any], ...]:
+        """All lists of spans."""
         return self.tasks, self.waits, self.transfers, self.phases
 
 
@@ -146,6 +147,7 @@ class RunSpans:
         self._find()
 
     def _find(self) -> None:
+        """Sort the tasks and index them by their keys, after times or tasks have changed."""
         for rank in self.ranks:
             rank.tasks.sort()
             for task in rank.tasks:

@@ -92,6 +92,7 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
 
 
 def _read(path: Path) -> pl.DataFrame:
+    """Read a CSV or Parquet file. Raises RrfpError if it is damaged."""
     try:
         if path.suffix == ".parquet":
             with _without_stderr():
@@ -213,6 +214,7 @@ def _without_overlaps(tasks: list[TaskSpan]) -> list[TaskSpan]:
 
 
 def _largest(column: pl.Series) -> int:
+    """The greatest value of a column of integers."""
     most = column.max()
     assert isinstance(most, int)
     return most

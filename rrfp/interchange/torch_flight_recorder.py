@@ -138,6 +138,7 @@ def _differ(one: Dump, other: Dump) -> bool:
 
 
 def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
+    """Read all dumps in a directory. Raises RrfpError if there are none."""
     found: list[Dump] = []
     skipped: list[_NoDumpError] = []
     for file in sorted(file for file in directory.iterdir() if file.is_file()):
@@ -158,6 +159,7 @@ def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
 
 
 def _rank_of(file: Path) -> int:
+    """The rank at the end of a file's name. Raises _NoDumpError without one."""
     match = _RANK.search(file.name)
     if match is None:
         raise _NoDumpError(
@@ -317,6 +319,7 @@ def _text(value: object) -> str:
 
 
 def _whole(value: object) -> int:
+    """The value if it is an integer of at most 63 bits; otherwise 0."""
     return value if type(value) is int and abs(value) < _MOST_WHOLE else 0
 
 

@@ -1,17 +1,17 @@
 """The drop-in: Megatron's forward-backward function, with tasks dispatched by readiness.
 
-`get_forward_backward_func` returns a function with the signature and the contract of
-`megatron.core.pipeline_parallel.get_forward_backward_func()`. It opens links at its first call, and
-runs every step through the runtime's worker. Losses, gradients and gradient norms are those of
-Megatron's own schedule, bit for bit.
+`get_forward_backward_func` returns a function with the signature and the contract of the one that
+Megatron's `get_forward_backward_func` returns. It opens links at its first call and runs every step
+on the runtime's worker. Losses, gradients and gradient norms equal those of Megatron's own schedule
+bit for bit.
 """
 
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,32 @@ from rrfp.megatron.adapters.groups import (
     data_parallel_group,
     expert_parallel_group,
     refuse_multi_module,
+    replica_group,
     virtual_pipeline_size,
 )
+from rrfp.megatron.adapters.models import config_of, may_have_experts
 from rrfp.megatron.adapters.schedules import start_embedding_gradients
 from rrfp.megatron.installation import NO_PIPELINING, refuse_unknown_arguments
-from rrfp.megatron.look_ahead import LookAhead
+from rrfp.megatron.look_ahead import StepDataItems, reason_to_look
 from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, publish_failure
 from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import StepData, data_of
+from rrfp.megatron.step.microbatch_data import StepData, data_per_chunk
 from rrfp.megatron.step.random_streams import RandomStreams
 from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
+    place_in,
     sharing_groups,
+    step_groups,
     timeout_s_of,
 )
-from rrfp.megatron.step_plan import StepCall, StepPlan
 from rrfp.megatron.step_report import StepObserver, StepReport
-from rrfp.planning.step_policy import StepPolicies
+from rrfp.planning.collectives import exchange_items
+from rrfp.planning.step_admission import StepAdmission
+from rrfp.planning.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.selection import AcceptedPlanes
@@ -64,14 +69,14 @@ def get_forward_backward_func(
     pace: Pace | None = None,
     observer: StepObserver | None = None,
 ) -> "ForwardBackward":
-    """The function that a Megatron training loop calls once per step.
+    """Return the function that a Megatron training loop calls once per step.
 
-    Megatron's own arguments come first. Each call passes the ranks and chunks, so `vp_size` is only
-    checked against the placement. `record` receives every trace record of this rank's first
-    pipeline, from several threads. `delays` delays tasks and messages, to show that the result does
-    not depend on timing; `pace` holds those of training steps to modelled times. `observer` is
-    told of every step of this rank. Raises UsageError for chunks that the placement does not allow,
-    and a `schedule_pg_collection` of several modules.
+    The positional arguments are Megatron's. `vp_size` is only checked against the placement,
+    because each call passes its chunks. `record` receives every trace record of this rank's first
+    pipeline, from several threads. `delays` delays tasks and messages at random, to test that the
+    result does not depend on timing. `pace` delays those of training steps to modelled times.
+    `observer` is called for every step. Raises UsageError for chunks that the placement does not
+    allow, and for a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
@@ -82,17 +87,67 @@ def get_forward_backward_func(
             f"placement v takes 2 chunks per rank, not a virtual pipeline size of {vp_size}; "
             "choose 2, or placement loop"
         )
-    # Megatron's loops call this again for training and every evaluation: all share the links.
-    asked = (settings, record or discard, delays, pace, observer)
-    if asked not in _schedules:
-        _schedules[asked] = ForwardBackward(*asked)
-    return _schedules[asked]
+    # Megatron's loops call this for training and for every evaluation; all share the links.
+    key = (settings, record or discard, delays, pace, observer)
+    if key not in _schedules:
+        _schedules[key] = ForwardBackward(*key)
+    return _schedules[key]
 
 
 _schedules: dict[object, "ForwardBackward"] = {}
-"""The functions of this process, by their arguments. Each closes its links as the process ends."""
+"""The functions of this process, by their arguments. Each closes its links at exit."""
 
 _names = itertools.count()
+
+
+# A step before it runs: the training loop's call, and the plan of the step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """The arguments of a training loop's call that say where and on which models to run."""
+
+    models: list[Any]
+    """The chunks of this rank, in model order."""
+    config: Any
+    """Megatron's configuration of the models."""
+    groups: Any
+    """The process groups of the step."""
+    place: Place
+    has_experts: bool
+    forward_only: bool
+
+    @classmethod
+    def of(
+        cls, models: list[Any], p2p_communicator: Any, pg_collection: Any, *, forward_only: bool
+    ) -> Self:
+        """Make the call of these chunks, in the groups of Megatron's two arguments. Raises
+        UsageError for groups without the ranks of the pipeline."""
+        config, has_experts = config_of(models[0]), may_have_experts(models[0])
+        groups = step_groups(p2p_communicator, pg_collection)
+        place = place_in(groups, has_experts=has_experts)
+        return cls(models, config, groups, place, has_experts, forward_only)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How a step is to run on this rank. It is made before the step and does not change."""
+
+    step: int
+    """The number of the step in records and on links."""
+    call: StepCall
+    policy: StepPolicy
+    data: StepData
+    streams: RandomStreams
+    memory: StepMemory
+    order: Sequence[int]
+    """By microbatch: the number of its item in the data's own order."""
+    admits_given: bool
+    """True if items enter in the data's own order."""
+    plans_order: bool
+    """True if a search plans the order in which items enter."""
+    measures_memory: bool
+    """True if the sizes of microbatches are predicted from measured ones."""
 
 
 class ForwardBackward:
@@ -111,28 +166,29 @@ class ForwardBackward:
         self._record = record
         self._delays = delays
         self._pace = pace
-        self._looks_ahead = LookAhead(settings)
+        self._admission = StepAdmission(settings)
+        self._reason_to_look = reason_to_look(settings, admits_given=self._admission.admits_given)
         self._holds_bytes = not counts_microbatches(settings.policy.hold)
-        # Equal on every rank, because all ranks make their functions in the same order.
+        # Equal on every rank, because all ranks create their functions in the same order.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
         self._links: defaultdict[tuple[Place, int], LayoutLinks] = defaultdict(LayoutLinks)
-        """By this rank's place and number of chunks: an actor and a critic in one process may
+        """Keyed by this rank's place and number of chunks. An actor and a critic in one process may
         differ in both."""
         self._recorded: LayoutLinks | None = None
-        """The links whose records are taken: a recording has one pipeline, the first one opened."""
+        """The recorded links. A recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
         at_end.register(self.close)
         at_end.register(publish_early_end)
         self.was_called = False
-        """Whether a step has begun, on any links."""
+        """True once a step has started, on any links."""
         self.report: StepReport | None = None
-        """How the last step went on this rank; None before the first one has ended."""
+        """The report of the last finished step on this rank."""
         self._planes: AcceptedPlanes | None = None
-        """What carries the tensors of the recorded links from this rank; None before these are."""
+        """The data planes of the recorded links from this rank; None before they are open."""
 
     def start_at(self, step: int) -> None:
-        """Number the first training step so, as a run that goes on from a checkpoint does. Call it
+        """Set the number of the first training step, for a run resumed from a checkpoint. Call it
         before the first step, on all ranks."""
         self._links.default_factory = partial(LayoutLinks, num_trained=step)
 
@@ -155,16 +211,16 @@ class ForwardBackward:
         force_all_reduce: bool | None = False,
         **newer: Any,
     ) -> list[Any]:
-        """Run one step, by Megatron's contract. Returns what the loss function returned for each
-        microbatch, in microbatch order, or in admission order with `admit` (empty except on the
-        rank of the last stage).
+        """Run one step with Megatron's arguments. Returns the loss function's result for each
+        microbatch, in microbatch order or, with `admit`, in admission order. The list is empty
+        except on the rank of the last stage.
 
         If a rank has several chunks, `model` and `data_iterator` are lists by chunk;
-        `rrfp.megatron.step.microbatch_data` says which objects work as data iterators.
-        `seq_length`, `micro_batch_size`, `decoder_seq_length` and `adjust_tensor_shapes_fn` are
-        ignored: messages carry their shapes. Raises UsageError for what cannot run out of order,
-        PeerLostError and StallError. After any error the links are closed and the neighbours
-        notified, and so are ranks that wait for links to open.
+        `rrfp.megatron.step.microbatch_data` documents the accepted data iterators. `seq_length`,
+        `micro_batch_size`, `decoder_seq_length` and `adjust_tensor_shapes_fn` are ignored, because
+        messages carry their shapes. Raises UsageError if something cannot run out of order,
+        PeerLostError and StallError. After any error the links are closed, and the neighbors and
+        the ranks that wait for links to open are notified.
         """
         refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
@@ -186,7 +242,7 @@ class ForwardBackward:
         call = StepCall.of(models, p2p_communicator, pg_collection, forward_only=forward_only)
         links = self._links[call.place, len(models)]
         plan = self._open(links, call, data_iterator, num_microbatches)
-        plan = self._look_ahead(links, plan)
+        plan = self._plan_data(links, plan)
         arguments = StepArguments(
             forward_step_func,
             plan.data,
@@ -214,26 +270,26 @@ class ForwardBackward:
         data_iterator: Any,
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
-        """Plan a step as far as its arguments say how it is to run, and open its links unless they
-        are open."""
+        """Plan a step from its arguments, without its data, and open its links unless they are
+        open."""
         step = links.count_step(forward_only=call.forward_only)
         opening = None
         if links.pipeline is None:
             opening = self._next_opening(call.place, len(call.models))
         try:
-            plan = self._planned(links, step, call, data_iterator, num_microbatches)
+            plan = self._plan_step(links, step, call, data_iterator, num_microbatches)
             links.timeout_s = timeout_s_of(call.groups.pp)
             self._connect(links, opening, plan)
         except BaseException as error:
             at_end.note_step_error(error)
             if opening is not None:
                 publish_failure(default_store(), opening, call.place.rank, error)
-            # With a farewell: the neighbours may still be in the step before.
+            # With a farewell, because the neighbors may still be in the previous step.
             links.close()
             raise
         return plan
 
-    def _planned(
+    def _plan_step(
         self,
         links: LayoutLinks,
         step: int,
@@ -241,10 +297,10 @@ class ForwardBackward:
         data_iterator: Any,
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
-        """The plan of a step before anything of its data is looked at. Raises UsageError for what
-        cannot run out of order."""
+        """Plan a step without looking at its data. Raises UsageError if something cannot run out of
+        order."""
         models, config, forward_only = call.models, call.config, call.forward_only
-        given = data_of(data_iterator, len(models))
+        given = data_per_chunk(data_iterator, len(models))
         device = device_of(models, call.groups)
         shape = Shape(
             len(call.place.pipeline), num_microbatches, len(models), self._settings.placement
@@ -253,25 +309,30 @@ class ForwardBackward:
         if chooser is None or forward_only:
             policy = self._step_policies.of(shape, forward_only=forward_only)
         else:
-            replicas = data_parallel_group(call.groups)
-            policy = chooser.steering(
-                step, shape, config, call.groups, replicas, device, call.has_experts
+            policy = chooser.policy(
+                step,
+                shape,
+                _splits_backward(config),
+                call.groups,
+                data_parallel_group(call.groups),
+                device,
+                call.has_experts,
             )
         if not forward_only and call.place.rank == 0:
             self._step_policies.warn_once(shape)
-        # What the step's microbatches keep by the model that paces them.
+        # The activation sizes of the microbatches in the model that paces them.
         pace = None if forward_only else self._pace
         sizes = None if pace is None else pace.sizes(step, policy.shape)
         measures = self._holds_bytes and sizes is None and not forward_only
-        admits_given = forward_only or self._looks_ahead.admits_given
+        admits_given = forward_only or self._admission.admits_given
         keeps_order = policy.keeps_microbatch_order and admits_given and not measures
-        refuse_data(given, policy, self._looks_ahead.reason, keeps_order=keeps_order)
+        refuse_data(given, policy, self._reason_to_look, keeps_order=keeps_order)
         refuse(config, models, policy, call.place.pp_rank)
-        plans_order = self._looks_ahead.plans and not forward_only
+        plans_order = self._admission.plans and not forward_only
         data = StepData(
-            links.ahead.put_in(given) if plans_order else given,
+            links.ahead.wrap(given) if plans_order else given,
             shape.num_microbatches,
-            links.habits[forward_only, tuple(map(id, models))],
+            links.data_habits[forward_only, tuple(map(id, models))],
             keeps_order=keeps_order,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
             or len(call.place.pipeline),
@@ -289,23 +350,29 @@ class ForwardBackward:
             measures_memory=measures,
         )
 
-    def _look_ahead(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
-        """The plan with the order in which the items enter, and with what their microbatches are
-        expected to keep. If this fails, all ranks of the replica learn of it, and their links stay
-        open."""
+    def _plan_data(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
+        """Add to the plan the order in which the items enter, and their expected activation sizes.
+        A failure is raised on all ranks of the replica, and their links stay open."""
         if plan.admits_given and not plan.measures_memory:
             return plan
         call, data, device = plan.call, plan.data, plan.streams.device
         groups, order, memory = call.groups, plan.order, plan.memory
         since_ns = monotonic()
+        items = StepDataItems(data, len(order), f"{self._reason_to_look} looks at")
         if links.planner is not None and plan.plans_order:
-            order = self._looks_ahead.planned_order(
-                links.planner, plan.step, plan.policy, data, groups, device
+            policy = plan.policy
+            order = links.planner.order(
+                plan.step, policy.shape, policy.policy, items, groups, device
             )
+        elif self._admission.balances:
+            self._balance(plan, items)
         elif not plan.admits_given:
-            order = self._looks_ahead.order(plan.step, data, len(order), groups, device)
+            order = self._admission.order(
+                plan.step, items, len(order), groups, lambda: replica_group(groups), device
+            )
         if plan.measures_memory:
-            features = self._looks_ahead.features(data, order, groups, device)
+            measured = StepDataItems(data, len(order), "a hold in bytes measures")
+            features = self._admission.features(measured.items, order, groups, device)
             bound = links.memory_bound_of(call.models, self._settings.policy.hold, device)
             memory = bound.plan(
                 features,
@@ -315,10 +382,21 @@ class ForwardBackward:
         links.record(PhaseRecord(since_ns, monotonic(), plan.step, Phase.DATA))
         return replace(plan, order=order, memory=memory)
 
+    def _balance(self, plan: StepPlan, items: StepDataItems) -> None:
+        """Exchange items with the other replicas, so that this rank's chunks have the items that
+        are assigned to its replica, in the order in which they enter."""
+        groups, device, num = plan.call.groups, plan.streams.device, len(plan.order)
+        replicas = data_parallel_group(groups)
+        assignment = self._admission.assign(plan.step, items.items, num, groups, replicas, device)
+        given = {chunk: plan.data.first(chunk, num) for chunk in plan.data.drawing_chunks}
+        for chunk, own in exchange_items(given, assignment, replicas, device).items():
+            plan.data.replace(chunk, own)
+
     def _run(
         self, links: LayoutLinks, plan: StepPlan, arguments: StepArguments
     ) -> tuple[list[Any], StepReport]:
-        """Run the tasks of a step, and what Megatron does after the last one."""
+        """Run the tasks of a step, then finalize gradients as Megatron does. Returns the loss
+        function's results and the step's report."""
         call, memory = plan.call, plan.memory
         config, shape = call.config, plan.policy.shape
         pace = None
@@ -363,7 +441,7 @@ class ForwardBackward:
         if memory.bound is not None:
             memory.bound.reserve_for_gradients(compute.peak_waiting_gradient_bytes)
             if memory.measures:
-                memory.bound.learn(compute.kept_bytes())
+                memory.bound.learn(compute.activation_bytes())
         if finish_embedding is not None:
             _finalize_gradients(plan, arguments, compute, pipeline)
         if config.timers is not None:
@@ -385,15 +463,15 @@ class ForwardBackward:
             replace(summary, start_ns=start_ns, end_ns=end_ns),
             plan.policy,
             plan.order if plan.plans_order else None,
-            None if call.forward_only else self._looks_ahead.hands,
+            None if call.forward_only else self._admission.assignment,
             self._planes,
             is_evaluation=call.forward_only,
         )
         return compute.forward_data(), report
 
     def _connect(self, links: LayoutLinks, opening: str | None, plan: StepPlan) -> None:
-        """Have the pipeline of these links, with enough credit for this step; `opening` is its name
-        if it must be opened first."""
+        """Give the pipeline of these links enough credits for this step. Opens the pipeline under
+        the name `opening` if it is not open."""
         shape = plan.policy.shape
         num_credits = plan.policy.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=plan.call.forward_only
@@ -401,11 +479,11 @@ class ForwardBackward:
         if links.pipeline is None:
             assert opening is not None
             record = self._record if self._recorded is None else links.record
-            if links.planner is None and self._looks_ahead.plans:
-                links.planner = self._looks_ahead.planner(record)
+            if links.planner is None and self._admission.plans:
+                links.planner = self._admission.planner(record)
                 record = links.record = links.planner.record
             if links.chooser is not None:
-                record = links.record = links.chooser.watched(record)
+                record = links.record = links.chooser.measured_record(record)
             links.pipeline = Pipeline(
                 self._settings,
                 plan.call.place,
@@ -425,29 +503,37 @@ class ForwardBackward:
             links.pipeline.grant(num_credits)
 
     def _next_opening(self, place: Place, num_chunks: int) -> str:
-        """The name under which the ranks of a layout meet. Each meeting has its own, the same on
-        all ranks, because they open their links in the same order."""
+        """A new name for the rendezvous of a layout's ranks. It is the same on all ranks, because
+        they open their links in the same order."""
         layout = f"{len(place.pipeline)}x{num_chunks}"
         self._num_openings[layout] += 1
         return f"{self._name}/{layout}/{self._num_openings[layout]}"
 
     def close(self) -> None:
-        """Say farewell to the neighbours and close all links, as at exit. Call it between two
-        steps, on all ranks; the next step opens them again."""
+        """Close all links with a farewell to the neighbors, as at exit. Call it between two steps,
+        on all ranks; the next step opens the links again."""
         for links in self._links.values():
             links.close()
+
+
+def _splits_backward(config: Any) -> bool | None:
+    """True if Megatron's configuration requires a split backward, False if it excludes one, None if
+    both work."""
+    if getattr(config, "delay_wgrad_compute", False):
+        return True
+    return False if getattr(config, "defer_embedding_wgrad_compute", False) else None
 
 
 def _finalize_gradients(
     plan: StepPlan, arguments: StepArguments, compute: RankStep, pipeline: Pipeline
 ) -> None:
-    """Have the training loop's function finalize the gradients of a step."""
+    """Call the training loop's `finalize_model_grads_func` for a step."""
     call, shape = plan.call, plan.policy.shape
     per_token = getattr(call.config, "calculate_per_token_loss", False)
     num_tokens = compute.num_tokens if per_token else None
     last_stage_rank = shape.rank_of(shape.num_stages - 1)
     if num_tokens is not None and last_stage_rank != shape.num_ranks - 1:
-        # Megatron takes it from the last rank.
+        # Megatron reads it from the last rank.
         source = pipeline.place.pipeline[last_stage_rank]
         dist.broadcast(num_tokens, source, group=call.groups.pp)
     call.config.finalize_model_grads_func(

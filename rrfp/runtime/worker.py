@@ -273,6 +273,7 @@ class Worker:
                         return self._summary(step_start_ns, busy_ns)
 
     def _begin_step(self, step: int, dispatcher: Dispatcher, pace: StepPace | None) -> None:
+        """Reset the state for a step, and handle its events that came early."""
         self._step = step
         self._dispatcher = dispatcher
         self._pace = pace
@@ -381,6 +382,7 @@ class Worker:
     def _explain_out_of_memory(
         self, compute: Compute, run: RunTask
     ) -> AbstractContextManager[None]:
+        """Wrap a task in `explain_out_of_memory` with the activations held now."""
         dispatcher = self._dispatcher
         num_held = run.held / dispatcher.shape.num_chunks
         rank = self._pp_ranks[dispatcher.rank]
@@ -502,6 +504,7 @@ class Worker:
         self._record(wait)
 
     def _make_stall_error(self, own: StallRow, call: int) -> StallError:
+        """Make the error with the rows of all ranks that answered a call."""
         pending = "; ".join(
             f"rank {peer} owes {what}" for peer, what in self._pending_messages().items()
         )

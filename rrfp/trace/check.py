@@ -260,6 +260,7 @@ def recording_fraction(recording: Recording) -> float | None:
 
 
 def _steps_ns(records: RankRecords) -> int:
+    """The time that a rank spent in its schedule."""
     return sum(
         phase.end_ns - phase.start_ns for phase in records.phases if phase.phase == Phase.SCHEDULE
     )
@@ -293,6 +294,7 @@ def check_contents(contents: TraceContents, promise: Promise | None = None) -> l
 
 
 def _check_file(contents: TraceContents) -> Iterator[str]:
+    """Events that were lost, are open, or were not recorded by the run."""
     num_found = sum(
         len(found) for rank in contents.recording.ranks for found in rank.by_name().values()
     )
@@ -576,4 +578,5 @@ def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]
 
 
 def _name(task: TaskRecord | TaskKey) -> str:
+    """Format a task: `F3 of step 2, stage 1`."""
     return f"{task.kind}{task.microbatch} of {step_name(task.step)}, stage {task.stage}"

@@ -89,6 +89,7 @@ def worst_step(windows: Mapping[int, Window]) -> int | None:
 
 
 def _middle(lengths_ns: Mapping[int, int]) -> int | None:
+    """The step of median length, the shorter one of two; None without steps."""
     shortest_first = sorted(lengths_ns, key=lengths_ns.__getitem__)
     return shortest_first[(len(shortest_first) - 1) // 2] if shortest_first else None
 

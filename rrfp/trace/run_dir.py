@@ -191,6 +191,7 @@ def own_run_dir(path: Path) -> RunDir:
 
 
 def _create_at(out: Path, force: bool) -> RunDir:
+    """Make `out`, or with `force` remove the files of the run in it."""
     run = RunDir(out)
     try:
         out.mkdir(parents=True)
@@ -225,6 +226,7 @@ def empty(run: RunDir) -> None:
 
 
 def _create_dated(runs: Path, hint: str) -> RunDir:
+    """Make `<time>-<hint>/` in `runs`, numbered if it exists."""
     runs.mkdir(exist_ok=True)
     latest = runs / LATEST.name
     if latest.exists() and not latest.is_symlink():

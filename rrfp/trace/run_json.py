@@ -305,6 +305,7 @@ def describe_recording(run: RunDir, of_trace: Mapping[str, object]) -> None:
 
 
 def _write(path: Path, description: Mapping[str, object]) -> None:
+    """Write run.json atomically."""
     with open_whole(path) as file:
         file.write(f"{json.dumps(description, indent=2)}\n".encode())
 

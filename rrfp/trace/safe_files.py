@@ -99,6 +99,7 @@ def lines_of(file: BufferedReader, path: Path, num_bytes: int | None = None) -> 
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
+    """Raise UnfitFileError if a file is not regular, or is in /proc."""
     kind = stat.S_IFMT(status.st_mode)
     found = "" if kind == stat.S_IFREG else _KINDS.get(kind, "something else")
     # Files in /proc claim to be regular; some of them block, some never end.
@@ -231,6 +232,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def _part_of(path: Path) -> Path:
+    """A new unpredictable name for the temporary file of `path`."""
     return path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}")
 
 
@@ -239,6 +241,7 @@ def _prefix(path: Path) -> str:
 
 
 def _check_own(path: Path, status: os.stat_result, is_expected: Any) -> None:
+    """Raise OSError for another type of file or for a file of another user."""
     if not is_expected(status.st_mode):
         why = "it is a link, or not of the kind that is written there"
         raise OSError(errno.EINVAL, why, str(path))
@@ -385,6 +388,7 @@ class ReportFile:
         file.close()
 
     def _write_waiting(self, file: WholeLines) -> None:
+        """Write all lines that wait in memory. Raises OSError at the first that fails."""
         while self._waiting:
             try:
                 file.write(self._waiting[0])

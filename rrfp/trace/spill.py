@@ -126,6 +126,7 @@ class RecordedSteps:
     evaluation: int
 
     def has(self, step: int) -> bool:
+        """True if a step was recorded."""
         _, number = split_step(step)
         return number >= (self.evaluation if is_evaluation(step) else self.step)
 
@@ -515,6 +516,7 @@ class SpilledRank:
         return chain.from_iterable(map(_flushes_of, self._segments))
 
     def _survey(self, flush: _Flush) -> None:
+        """Update this object by one flush. Raises RrfpError if it is damaged."""
         *_, rows = flush
         found = _summary_of(rows)
         if found is None:

@@ -125,7 +125,7 @@ DEVICE_CALLS: dict[str, Callable[[CudaDevice], object]] = {
     "selected": lambda device: device.selected().__enter__(),
     "use_on_compute_stream": lambda device: device.use_on_compute_stream([torch.zeros(1)]),
 }
-"""What needs nothing that another call would have given."""
+"""Calls that do not need the result of another call."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -271,7 +271,7 @@ def test_what_is_printed_is_no_answer() -> None:
         (leave, "no reason given"),
     ],
 )
-def test_a_failure_is_told_in_a_line(question: Any, reason: str) -> None:
+def test_a_failure_is_reported_in_a_line(question: Any, reason: str) -> None:
     with pytest.raises(NoAnswerError) as refused:
         call_isolated(question, limit_s=LIMIT_S)
     assert str(refused.value) == reason
@@ -300,8 +300,12 @@ def test_what_the_system_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
-    with pytest.raises(NoAnswerError, match=r"^it did not answer within 5 s$"):
-        call_isolated(hang, str(started), limit_s=5)
+    # On a busy machine the process may need more than 5 s to reach `hang`.
+    for limit_s in (5, 10, 20, 40):
+        with pytest.raises(NoAnswerError, match=rf"^it did not answer within {limit_s} s$"):
+            call_isolated(hang, str(started), limit_s=limit_s)
+        if started.exists() and started.read_text():
+            break
     child = Path("/proc", started.read_text())
     deadline_s = time.monotonic() + LIMIT_S
     while child.exists() and "Z" not in (child / "stat").read_text().rpartition(")")[2].split()[:1]:
@@ -384,7 +388,7 @@ def test_what_stands_in_for_the_bindings_has_what_they_have() -> None:
     assert runtime.cudaIpcMemLazyEnablePeerAccess == cuda_in_files.cudaIpcMemLazyEnablePeerAccess
 
 
-# Copies that two threads share: whole, whoever takes which part.
+# Copies that two threads share are complete, whichever thread copies a part.
 
 
 PART = host_copies._PART_BYTES
@@ -445,7 +449,7 @@ def is_helper() -> bool:
     return threading.current_thread().name == HELPER
 
 
-def test_both_take_parts_and_none_is_taken_twice(
+def test_both_threads_copy_parts_and_no_part_is_copied_twice(
     copies: HostCopies, moving: Callable[[Move], None]
 ) -> None:
     taken: list[tuple[int, bool]] = []

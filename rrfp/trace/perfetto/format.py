@@ -303,6 +303,7 @@ class Counters:
         return found
 
     def _has_begun(self, name: str, begins: bool) -> bool:
+        """True if a counter begins now (`begins`) or began in an earlier part."""
         if begins:
             self._begun.add(name)
         return name in self._begun

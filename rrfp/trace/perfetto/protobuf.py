@@ -155,6 +155,7 @@ def _names(names: tuple[str, ...]) -> tuple[Rows, _TextWords]:
 
 
 def _words_of(data: Bytes, texts: Spans) -> _TextWords:
+    """The identifying words of texts in a buffer."""
     lengths = (texts.ends - texts.starts).astype(np.uint64)
     words = _words(data, _WORD)
     firsts = words[texts.starts] & _MASKS[np.minimum(lengths, _WORD)]
@@ -222,6 +223,7 @@ def _words(data: Bytes, size: int) -> Words:
 
 
 def _joined(rounds: Sequence[Fields]) -> Fields:
+    """Concatenate the fields of all rounds."""
     owners, numbers, values = (
         np.concatenate([each[place] for each in rounds]) for place in range(3)
     )
@@ -241,6 +243,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def _numbers(message: Any, *names: str) -> list[int]:
+    """The field numbers of these fields of a message type."""
     fields = message.DESCRIPTOR.fields_by_name
     return [fields[name].number for name in names]
 

@@ -294,6 +294,7 @@ class TraceReader:
         return found
 
     def _damaged(self, name: str, batch: EventBatch, events: Rows, problem: str) -> RrfpError:
+        """The error for a damaged record, named by the first of `events`."""
         event = self._parse(batch.packet(events[0])).track_event.name
         return RrfpError(f"the trace {self._path} has a damaged {name} '{event}': {problem}")
 

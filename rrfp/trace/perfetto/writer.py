@@ -197,6 +197,7 @@ class PacketWriter:
         self._batch.clear()
 
     def _append_event(self, time_ns: int, part: bytes) -> None:
+        """Append an event at a time, and flush a full batch."""
         packet = self._timed + _varint(time_ns + self._shift_ns) + part
         self._batch += _PACKET_TAG + _varint(len(packet)) + packet
         if len(self._batch) >= _NUM_BYTES_OF_A_BATCH:
@@ -235,6 +236,7 @@ def _text_note(name: str, value: str) -> bytes:
 
 @lru_cache(_NUM_PARTS_CACHED)
 def _heading(event_type: int, track: int, name: str, category: str) -> bytes:
+    """Encode an event's type, track, name and category."""
     return _encoded(
         pb.TrackEvent(type=event_type, track_uuid=track, name=_text(name), categories=[category])
     )
@@ -242,6 +244,7 @@ def _heading(event_type: int, track: int, name: str, category: str) -> bytes:
 
 @lru_cache(_NUM_PARTS_CACHED)
 def _nameless_part(event_type: int, track: int, value: int | None = None) -> bytes:
+    """Encode a whole event without a name: the end of a slice, or a counter's value."""
     return _as_part(_encoded(pb.TrackEvent(type=event_type, track_uuid=track, counter_value=value)))
 
 
@@ -425,6 +428,7 @@ def _step_note(step: int) -> bytes:
 
 
 def _rest_of_notes(category: str, values: tuple[int | str, ...]) -> bytes:
+    """Encode a record's fields after the step, without defaults."""
     names, defaults = _NAMES[category][1:], _DEFAULTS[category]
     return notes_of(
         (name, value)
@@ -476,6 +480,7 @@ class _RankWriter:
         """The tasks of a step that continues in the next part."""
 
     def write_info(self) -> None:
+        """Write the rank's place as an instant."""
         self._out.go_to_sequence(self._sequence)
         fields = asdict(self._info) | {"stages": " ".join(map(str, self._info.stages))}
         track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[RANK])
@@ -488,6 +493,7 @@ class _RankWriter:
         self._write_messages("receive", records.receives, "recv", "receive from", received_by)
 
     def write_rest(self, records: RankRecords, *, is_last: bool) -> None:
+        """Write all records of a part other than messages."""
         self._out.go_to_sequence(self._sequence, self._shift_ns)
         tasks = self._ended_tasks(records, is_last=is_last)
         self._write_tasks(tasks, records)
@@ -514,6 +520,7 @@ class _RankWriter:
         return [task for task in tasks if task.step != last]
 
     def _write_tasks(self, tasks: Sequence[TaskRecord], records: RankRecords) -> None:
+        """Write tasks with the ends of their messages' arrows, and the hint's tasks beside them."""
         for receive in records.receives:
             flow = received_by(self._info.rank, receive).flow_id
             self._arrows[key_of(receive)].append(flow)
