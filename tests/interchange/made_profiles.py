@@ -122,7 +122,7 @@ class NamedSpan(NamedTuple):
 def played(name: str, shape: Shape, num_steps: int) -> list[list[Timed]]:
     """The tasks of each rank with times: a task begins when its rank is free and its input
     arrived."""
-    rows = ORDERS[name].on(shape).rows
+    rows = ORDERS[name].for_shape(shape).rows
     ran: list[list[Timed]] = [[] for _ in rows]
     ended: dict[tuple[int, Task], int] = {}
     free = [0] * len(rows)

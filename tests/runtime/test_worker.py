@@ -20,9 +20,8 @@ from rrfp.runtime.protocols import (
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.named_hints import ORDERS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import IMPATIENT, Dispatch, Patience, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Placement, Shape
 from rrfp.trace.records import (
     NS_PER_S,
@@ -221,7 +220,7 @@ def test_a_stall_at_the_limit_names_the_gradient_and_not_the_withheld_forward() 
 def test_a_stall_in_fixed_dispatch_names_what_the_order_waits_for() -> None:
     shape = Shape(3, 2)
     world = World(script=[[arrived("1F1")]])
-    order = ORDERS["gpipe"].on(shape)
+    order = ORDERS["gpipe"].for_shape(shape)
     dispatcher = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED))
     with pytest.raises(StallError, match="rank 0 owes the output of 0F0, which 1F0 needs"):
         world.worker.run_step(0, dispatcher, world)
