@@ -441,9 +441,9 @@ def bubble_table(bubbles: Bubbles, why_not_replayed: str = "", *, by_rank: bool 
     if by_rank:
         columns += _second_columns(bubbles.ranks)
     steps = bubbles.steps
+    which = format_step_counts(steps) if len(steps) > 1 else step_name(steps[0])
     return Table(
-        f"Where the time of {format_step_counts(steps) if len(steps) > 1 else step_name(steps[0])} went, "
-        "in % of it",
+        f"Where the time of {which} went, in % of it",
         columns,
         [_conclusion(bubbles, why_not_replayed), _overhead_sentence(bubbles, shares[-1])],
         num_names=len(names),
