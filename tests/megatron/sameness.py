@@ -381,17 +381,17 @@ def admitted(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> 
 def balanced(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
     """A step, twice, of items that ours deal to the replicas; Megatron's schedule is given what
     each of them gets."""
-    return _run_balanced(Rig(settings, layout), layout, settings, schedules)
+    return _balanced(Rig(settings, layout), layout, settings, schedules)
 
 
 def balanced_by_tokens(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
     """Likewise, where gradients are scaled by the tokens of all replicas."""
     rig = Rig(settings, layout)
     with patch.object(rig.gpt.config, "calculate_per_token_loss", True):
-        return _run_balanced(rig, layout, settings, schedules)
+        return _balanced(rig, layout, settings, schedules)
 
 
-def _run_balanced(
+def _balanced(
     rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settings]
 ) -> list[Any]:
     data = open_data(TrainSettings(**settings))
