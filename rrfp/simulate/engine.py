@@ -68,20 +68,20 @@ class TaskTimes(Value):
 class Transfer(Protocol):
     """How long the message for a task takes from one pipeline rank to another, in ns."""
 
-    def __call__(self, sender: int, receiver: int, task: Task) -> int: ...
+    def __call__(self, sender: int, receiver: int, task: Task, /) -> int: ...
 
 
 class Stretch(Protocol):
     """How long a task really takes, which may depend on what its rank ran before and on when it
     starts. Called once per task, in the order in which a rank starts them."""
 
-    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int: ...
+    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int, /) -> int: ...
 
 
 class Lateness(Protocol):
     """How much later a message reaches this member than its group's first member, in ns."""
 
-    def __call__(self, member: int, task: Task) -> int: ...
+    def __call__(self, member: int, task: Task, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
