@@ -23,7 +23,7 @@ Parameters = Mapping[str, Any]
 
 
 class Method(StrEnum):
-    """What the paper compares, and the one that it lacks."""
+    """The paper's methods, and one that it does not have."""
 
     BLOCKING_1F1B = "1f1b"
     ZB = "zb"
@@ -46,7 +46,7 @@ _READY = (Method.BF, Method.BFW)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a row of a table trains, and on which ranks."""
+    """The models and ranks of a row in the paper's tables."""
 
     language: str
     tp: int
@@ -128,7 +128,7 @@ class Simulation:
         on top of the natural one."""
         shape = Shape(workload.pp, workload.batch // workload.dp)
         name = hint or _HINTS[method]
-        found = hint_named(name).on(shape)
+        found = hint_named(name).for_shape(shape)
         shape = replace(shape, kinds=kinds_of(found))
         is_ready = method in _READY
         policy = Policy(

@@ -52,7 +52,7 @@ from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.rendezvous import default_store, publish_early_end
-from rrfp.schedule.knobs import counts_microbatches
+from rrfp.schedule.policy import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord

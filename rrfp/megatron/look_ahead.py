@@ -19,8 +19,8 @@ from rrfp.megatron.step.microbatch_data import (
     is_iterator,
     shared_objects,
 )
-from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.knobs import described_hold
+from rrfp.schedule.admission import AdmitAcross
+from rrfp.schedule.policy import hold_as_json
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class StepDataItems:
 def reason_to_look(settings: DispatchSettings, *, admits_given: bool) -> str:
     """The setting for which items are drawn before they are used."""
     if admits_given:
-        return f"hold {described_hold(settings.policy.hold)}"
+        return f"hold {hold_as_json(settings.policy.hold)}"
     if settings.admit_across != AdmitAcross.NONE:
         return f"admit_across '{settings.admit_across}'"
     return f"admit '{settings.admit}'"

@@ -27,9 +27,8 @@ from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StallBoard
 from rrfp.runtime.worker import make_worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import Auto, Bytes
 from rrfp.schedule.named_hints import AutoHint
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Auto, Bytes, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import whole_number
 from rrfp.trace.records import Record, evaluation_step

@@ -11,7 +11,7 @@ from rrfp.errors import UsageError
 from rrfp.inputs import (
     FINITE_ABOVE_0,
     admission_file,
-    dealing_file,
+    assignment_file,
     declared_in,
     is_choice,
     read_knob,
@@ -19,12 +19,17 @@ from rrfp.inputs import (
 )
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.admission import Admit, AdmitAcross
 from rrfp.schedule.hints import Hint
-from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.named_hints import AutoHint
-from rrfp.schedule.policy import KNOBS, Dispatch, Policy, check_is_for_a_run, split_knobs
+from rrfp.schedule.policy import (
+    KNOBS,
+    Dispatch,
+    Policy,
+    check_is_for_a_run,
+    counts_microbatches,
+    split_knobs,
+)
 from rrfp.schedule.shape import Placement
 from rrfp.schedule.tasks import plain_integer, plain_real
 
@@ -226,7 +231,7 @@ class DispatchSettings(StepSettings):
         object.__setattr__(self, "outbox_mb", plain_integer(self.outbox_mb))
         for name in ("plan_ms", "connect_s", "silence_s", "stall_s"):
             object.__setattr__(self, name, plain_real(getattr(self, name)))
-        for name, file_of in (("admit", admission_file), ("admit_across", dealing_file)):
+        for name, file_of in (("admit", admission_file), ("admit_across", assignment_file)):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise UsageError(f"{name} is {value!r}; it must be a name or a path, as text")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class StepReport:
     policy: StepPolicy | None = None
     order: Sequence[int] | None = None
     """The order in which items entered, if it was planned."""
-    assignment: Hands | None = None
+    assignment: Assignment | None = None
     """The items assigned to each replica, if the global batch was balanced."""
     planes: AcceptedPlanes | None = None
     """The data planes of the recorded links from this rank."""

@@ -15,12 +15,11 @@ from rrfp.errors import UsageError
 from rrfp.inputs import sha256_of
 from rrfp.race.entries import Entry
 from rrfp.race.presets import PAPER_BOUND, Contest, Measure, Preset, Scale
-from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, peer_problem
+from rrfp.race.systems import MEGATRON, PEERS, SYSTEMS, Project, System, peer_problem
 from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Hold, parse_hold
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Hold, Policy, parse_hold
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.conditions import weights_ns
 from rrfp.simulate.costs.toml_files import PRESETS as COST_PRESETS
@@ -230,7 +229,8 @@ def _cases(contest: Contest, scale: Scale, asked: RaceOptions) -> Iterator[Case]
 def _combinations(
     contest: Contest, case: Case, asked: RaceOptions, varies: bool
 ) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
-    for system in contest.systems:
+    for name in contest.systems:
+        system = SYSTEMS[name]
         # Megatron's 1F1B always runs, because all others are compared with it.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
         if not is_asked or not _fits(system, case):
@@ -329,7 +329,7 @@ def _slowdown_baseline(
         return _name(replace(case, profile=profile), system, limit, hold, admit)
     if not system.is_ours:
         return None
-    return _name(case, BF, limit, hold, admit)
+    return _name(case, SYSTEMS["bf"], limit, hold, admit)
 
 
 def _name(case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit) -> str:

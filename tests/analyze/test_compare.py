@@ -1,4 +1,4 @@
-"""Two runs side by side: a difference is told, noise is not called one."""
+"""Comparison of two runs: differences are reported, and noise is not."""
 
 import json
 import re
@@ -25,10 +25,9 @@ from rrfp.errors import RrfpError
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
+from rrfp.simulate.engine import StepConditions
 from rrfp.simulate.jitter import uniforms
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import World
+from rrfp.simulate.step import new_recording, simulate_step
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from tests.analyze.simulated_runs import equal_times, policy_of, simulated_run
@@ -41,7 +40,7 @@ def run_of(task_ns: tuple[int, ...], transfer_ns: int = 0) -> Recording:
     """A step for each time of its tasks."""
     recording = new_recording(SHAPE, 1, 1, {"world": 2})
     for step, each in enumerate(task_ns):
-        world = World(equal_times(SHAPE, each, 0, 0), transfer=lambda *_: transfer_ns)
+        world = StepConditions(equal_times(SHAPE, each, 0, 0), transfer=lambda *_: transfer_ns)
         simulate_step(SHAPE, Policy(HINTS["bf"]), [world], recording=recording, step=step)
     return recording
 
@@ -54,7 +53,7 @@ def moved(comparison: Comparison) -> set[str]:
     return {cause for cause, each in comparison.causes_s.items() if each.leaves_out(0)}
 
 
-def test_a_faster_run_is_told_with_what_made_it_so() -> None:
+def test_a_faster_run_is_reported_with_what_made_it_so() -> None:
     comparison = compare(run_of(STEADY), run_of(tuple(each // 2 for each in STEADY)))
     # Three tasks on each of two stages, the second one a task later.
     assert comparison.step_s == (400e-9, 200e-9)
@@ -109,12 +108,12 @@ def test_the_same_runs_have_the_same_intervals() -> None:
     assert compare(a, b) == compare(a, b)
 
 
-def test_one_step_tells_no_difference() -> None:
+def test_one_step_is_too_few_for_a_difference() -> None:
     with pytest.raises(RrfpError, match="have 8 and 1 whole steps, and it takes 2 of each"):
         compare(run_of(STEADY), run_of((100,)))
 
 
-def test_a_step_that_takes_no_time_is_told() -> None:
+def test_a_step_that_takes_no_time_is_reported() -> None:
     broken = run_of(STEADY)
     for records in broken.ranks:
         records.phases[3] = records.phases[3]._replace(start_ns=0, end_ns=0)
@@ -163,9 +162,8 @@ def test_the_command(
     write_trace(Path("busy.pftrace"), run_of(tuple(each * 14 // 10 for each in STEADY)))
     told = " ".join(rrfp("a.pftrace", "busy.pftrace")[1].split())
     assert (
-        "For the same work no difference that stands out from the noise of these steps. The tasks "
-        "of B themselves take 40.0% longer. A step takes 400 ns in A and 560 ns in B (median): B "
-        "is slower, by 40.0%." in told
+        "For the same work there is no significant difference. The tasks of B take 40.0% longer. A "
+        "step takes 400 ns in A and 560 ns in B (median): B is slower, by 40.0%." in told
     )
     assert rrfp("a.pftrace", "a.pftrace", "--fail-above", "1")[0] == 0
     code, _, told = rrfp("a.pftrace", "b.pftrace", "--fail-above", "1.1")
@@ -187,7 +185,7 @@ def test_the_frame_has_a_row_for_each_figure() -> None:
 
 def run_at(shape: Shape, task: int = 10, **settings: Any) -> Recording:
     policy, shape = policy_of("bf", shape)
-    world = World(equal_times(shape, task, 8, 7), transfer=lambda *_: 3)
+    world = StepConditions(equal_times(shape, task, 8, 7), transfer=lambda *_: 3)
     recording = simulated_run(policy, shape, [world], num_steps=3)
     recording.settings["settings"].update(settings)  # type: ignore[attr-defined]
     return recording
@@ -240,8 +238,8 @@ def test_the_warning_is_a_sentence() -> None:
         "data": {"data": (None, "x" * 99)},
     }
     assert warning(found) == (
-        "Not the schedule alone differs between A and B, but their model (layers 8 and 16, dtype "
-        f"fp32 and bf16) and data (data null and {'x' * 40}...) too."
+        "A and B also differ in model (layers 8 and 16, dtype fp32 and bf16) and in data (data "
+        f"null and {'x' * 40}...), so the schedule is not the only cause."
     )
     assert warning({}) == ""
 
@@ -268,7 +266,9 @@ def compared(
 def test_the_command_warns_of_it(compared: Any) -> None:
     out, _ = compared()
     told = " ".join(out.split())
-    assert told.endswith("but their model (layers 8 and 16) too.")
+    assert told.endswith(
+        "differ in model (layers 8 and 16), so the schedule is not the only cause."
+    )
     assert told.index("for the same work") < told.index(" step time ", told.index("work"))
     out, _ = compared("--format", "json")
     assert json.loads(out)["differences"] == {"model": {"layers": [8, 16]}}
@@ -293,7 +293,7 @@ def test_the_page_has_both_steps_on_one_axis(compared: Any) -> None:
     assert err == "The page is c.html\n"
     source = Path("c.html").read_text()
     assert source.index("For the same work") < source.index("B over A")
-    assert re.search(r'class="warning"[^>]*>Not the schedule alone differs', source)
+    assert re.search(r'class="warning"[^>]*>A and B also differ in', source)
     assert ">layers</td>" in source
     charts = json.loads(re.findall(r'id="charts">(.*?)</script>', source)[0])
     (chart,) = charts.values()

@@ -15,7 +15,7 @@ from pathlib import Path
 from rrfp.errors import RrfpError
 
 _GUIDING = (
-    *("rrfp.inputs", "rrfp.interchange", "rrfp.replay.cost_sources", "rrfp.schedule.order"),
+    *("rrfp.inputs", "rrfp.interchange", "rrfp.replay.cost_sources", "rrfp.schedule.hints"),
     *("rrfp.simulate.costs", "rrfp.trace", "rrfp.train.checkpoints", "rrfp.train.data"),
     *("rrfp.train.settings", "rrfp.watch"),
 )
@@ -49,7 +49,7 @@ def _fuzz(name: str, num_inputs: str) -> None:
     import atheris
     from polars.exceptions import PanicException
 
-    with atheris.instrument_imports(include=list(_GUIDING)):
+    with atheris.instrument_imports(include=list(_GUIDING)):  # pyright: ignore[reportAttributeAccessIssue]
         from tests.fuzz.readers import READERS
     from tests.fuzz.damage import damaged, damaged_inside
 

@@ -21,7 +21,7 @@ from rrfp.megatron.memory.activation_bytes import ActivationBytes, ActivationCou
 from rrfp.megatron.step.gradients import CanonicalGradients
 from rrfp.planning.forecast import Bound, SizeModel, nonnegative_least_squares
 from rrfp.planning.item_costs import Features, features_of, with_group
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.policy import Bytes
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks

@@ -14,7 +14,7 @@ import pytest
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.critical_path import critical_path
-from rrfp.analyze.frames import choose, frames_of
+from rrfp.analyze.frames import choose_steps, frames_of
 from rrfp.analyze.report import report
 from rrfp.errors import UsageError
 from rrfp.replay.whatif import what_if
@@ -54,7 +54,7 @@ def seen(
 
 def check_analyses(contents: TraceContents, steps: list[int]) -> None:
     recording = contents.recording
-    frames = choose(frames_of(recording))
+    frames = choose_steps(frames_of(recording))
     assert bubbles(frames).steps == tuple(steps)
     assert critical_path(frames).step in steps
     assert what_if(recording, lambda _: []).replay_error < 0.2
@@ -133,7 +133,7 @@ def test_chunks_are_recorded(tmp_path: Path) -> None:
     # Over gloo, Megatron's own interleaving is right from three ranks on.
     settings = {"pp": 3, "chunks": 2, "layers": 6, "microbatches": 6}
     plain = seen(tmp_path / "a", settings)
-    order = ORDERS["interleaved"].on(Shape(3, 6, 2))
+    order = ORDERS["interleaved"].for_shape(Shape(3, 6, 2))
     for name, options in (("b", ("--hint", "bfw")), ("c", ("--dispatch", "megatron"))):
         out = tmp_path / f"run-{name}"
         assert seen(tmp_path / name, settings, options=(*options, "--out", str(out))) == plain

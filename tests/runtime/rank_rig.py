@@ -34,10 +34,9 @@ from rrfp.runtime.protocols import (
 from rrfp.runtime.stall import StallBoard
 from rrfp.runtime.worker import DeviceWorker, Worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import IMPATIENT, Patience
+from rrfp.schedule.hints import Order
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.order import Order
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import IMPATIENT, Patience, Policy
 from rrfp.schedule.punctuality import JustInTime
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
@@ -220,7 +219,7 @@ class RankRig:
         return Dispatcher(
             shape,
             self.place.pp_rank,
-            Policy(hint_named(hint_name).on(shape), order=_order(hint_name, shape)),
+            Policy(hint_named(hint_name).for_shape(shape), order=_order(hint_name, shape)),
             group=self.agreement.group,
         )
 
@@ -242,7 +241,7 @@ class RankRig:
 @cache
 def _order(hint_name: str, shape: Shape) -> Order:
     whole = replace(shape, kinds=WHOLE_BACKWARD)
-    order = order_of(hint_named(hint_name).on(whole), whole)
+    order = order_of(hint_named(hint_name).for_shape(whole), whole)
     return order if Kind.B in shape.kinds else order.forwards()
 
 

@@ -581,7 +581,7 @@ def room_on(gpus: str, sees_own: bool) -> int:
     """What activations of this rank may take. The ranks' GPUs are named by rank, and each sees its
     own alone, or all."""
     from rrfp.megatron.memory.bound import MemoryBound, activation_headroom
-    from rrfp.schedule.knobs import Auto
+    from rrfp.schedule.policy import Auto
 
     own = gpus[int(os.environ["RANK"])]
     seen = own if sees_own else "".join(sorted({*gpus}))

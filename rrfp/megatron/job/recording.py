@@ -59,7 +59,7 @@ from rrfp.runtime.rendezvous import (
     publish_rank_info,
     wait_for_rank_infos,
 )
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import instance, integers
 from rrfp.trace.locate import encode_apart
@@ -384,7 +384,7 @@ class JobRecording:
             self._order_file = StepFile(part_of(directory.admission, info.dp_rank), ())
         self._order_file.write([order])
 
-    def _write_assignment(self, assignment: Hands) -> None:
+    def _write_assignment(self, assignment: Assignment) -> None:
         if self._run is None:
             return
         if self._assignments is None:

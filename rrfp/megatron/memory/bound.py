@@ -21,8 +21,8 @@ from rrfp.megatron.step_groups import device_for
 from rrfp.planning.forecast import Bound, SizeModel
 from rrfp.planning.item_costs import Features, with_group
 from rrfp.runtime.rendezvous import count_rank, num_ranks_counted
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Auto, Bytes
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.policy import Auto, Bytes
 
 # The free memory of a device, for `--hold auto`. It is measured after a first step, when
 # parameters, gradients and optimizer states exist.
@@ -107,7 +107,7 @@ def _meminfo() -> tuple[int, int]:
 class StepMemory:
     """The memory plan of a step: the dispatcher's sizes and budget."""
 
-    sizes: Sizes | None = None
+    sizes: ActivationSizes | None = None
     """Expected bytes by chunk and microbatch."""
     budget: int | None = None
     """The budget in bytes; None: that of the policy."""
@@ -220,11 +220,11 @@ def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
 
 def _reduce_over(
     kept: list[list[int]], pending: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
-) -> tuple[Sizes, tuple[int, int]]:
+) -> tuple[ActivationSizes, tuple[int, int]]:
     """The largest sizes and the smallest budgets over the ranks of these process groups."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
-        return Sizes(kept, pending), budgets
+        return ActivationSizes(kept, pending), budgets
     num_microbatches = len(kept[0])
     table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *pending])
     for group in shared:
@@ -232,5 +232,5 @@ def _reduce_over(
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
         table = on_device.cpu()
     free, budget, *found = table.tolist()
-    sizes = Sizes(found[: len(kept)], found[len(kept) :])
+    sizes = ActivationSizes(found[: len(kept)], found[len(kept) :])
     return sizes, (-free[0], -budget[0])

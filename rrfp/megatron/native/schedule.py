@@ -166,7 +166,7 @@ def _messages(shape: Shape, pp_rank: int) -> dict[str, Iterator[Task]]:
     if shape.num_ranks == 1:
         return {}
     name = "1f1b" if shape.num_chunks == 1 else "interleaved"
-    row = order_of(hint_named(name).on(shape), shape).rows[pp_rank]
+    row = order_of(hint_named(name).for_shape(shape), shape).rows[pp_rank]
     forwards = [task for task in row if task.kind is Kind.F]
     backwards = [task for task in row if task.kind is Kind.B]
     return {
