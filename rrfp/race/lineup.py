@@ -16,7 +16,7 @@ from rrfp.inputs import sha256_of
 from rrfp.race.entries import Entry
 from rrfp.race.presets import PAPER_BOUND, Contest, Measure, Preset, Scale
 from rrfp.race.systems import MEGATRON, PEERS, SYSTEMS, Project, System, peer_problem
-from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
+from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, stable_costs_name
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Hold, Policy, parse_hold
@@ -177,7 +177,7 @@ def _rows_of(preset: Preset, scale: Scale, asked: RaceOptions) -> Iterator[tuple
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
         for case in _cases(contest, scale, asked):
             varies = _microbatches_differ(case)
-            pace, file = settled(case.costs), costs_file(case.costs)
+            pace, file = stable_costs_name(case.costs), costs_file(case.costs)
             sha256 = None if file is None else sha256_of(file)
             for system, limit, hold, admit in _combinations(contest, case, asked, varies):
                 most = None if hold is None else _absolute_hold(hold, case, system, int(steps))
