@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
-from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
+from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.train.launch import store as answers
 from rrfp.train.launch.hosts import host_status as pulse
 from rrfp.train.launch.hosts.host_status import Pulse
@@ -166,13 +166,13 @@ def test_a_host_that_was_heard_after_a_stop_is_named_when_it_is_silent(
     "culprit",
     [
         None,
-        Culprit(FoundBy.COLLECTIVE),
-        Culprit(FoundBy.LAUNCHER, 2),
-        Culprit(FoundBy.LINK, link=(1, 2)),
+        FaultOrigin(FoundBy.COLLECTIVE),
+        FaultOrigin(FoundBy.LAUNCHER, 2),
+        FaultOrigin(FoundBy.LINK, link=(1, 2)),
     ],
 )
 def test_a_failure_is_heard_in_its_own_words_and_with_its_culprit(
-    wire: Wire, culprit: Culprit | None
+    wire: Wire, culprit: FaultOrigin | None
 ) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there, beating(wire, 2, 3) as third:
         await_that(lambda: here.has_come(1) and here.has_come(2))

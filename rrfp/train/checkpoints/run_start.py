@@ -13,9 +13,8 @@ from typing import Any
 from rrfp.errors import UsageError
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_run_dir
-from rrfp.trace.run_json import describe_run
+from rrfp.trace.run_json import describe_run, describe_session, read_description
 from rrfp.trace.safe_files import unfinished
-from rrfp.trace.sessions import described, read_description
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir
 from rrfp.train.data.sources import data_contents
 from rrfp.train.data.tokens import encoded
@@ -37,7 +36,7 @@ def write_description(
         policy,
         settings.layout.world_size,
         ranks,
-        {**_network(), **_tokenizer(settings), **described(run, first_step)},
+        {**_network(), **_tokenizer(settings), **describe_session(run, first_step)},
     )
 
 

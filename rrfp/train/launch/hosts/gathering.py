@@ -21,7 +21,7 @@ from rrfp.errors import RrfpError, UsageError, first_line, numbered
 from rrfp.strict_json import items, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new, make_directory, open_own
-from rrfp.trace.spill import NUM_SEGMENTS, hold, segments_in
+from rrfp.trace.spill import NUM_SEGMENTS, lock_for_writing, segments_in
 from rrfp.train.launch.hosts.host_status import Pulse, printable
 from rrfp.train.launch.hosts.joining import Met
 from rrfp.train.launch.store import AnsweringStore
@@ -357,10 +357,10 @@ class _Receiver(_Part):
             if name not in self._files:
                 path = self._run.path / name
                 make_directory(path.parent)
-                self._files[name] = open_own(path, anew=not match[2])
+                self._files[name] = open_own(path, truncate=not match[2])
                 if match[1]:
                     # Whoever reads the run sees that more is to come.
-                    hold(self._files[name])
+                    lock_for_writing(self._files[name])
                 if match[1] and path.suffix != _RING:
                     self._remove_older(path, int(match[1]))
             self._files[name].write(data)

@@ -21,7 +21,7 @@ from typing import Self
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.strict_json import integer, items, parsed, text
-from rrfp.trace.outcome import Culprit, RunFailedError
+from rrfp.trace.outcome import FaultOrigin, RunFailedError
 from rrfp.train.launch.store import AnsweringStore
 
 _BEAT_S = 1.0
@@ -64,7 +64,7 @@ class Word:
     """The host's own name."""
     sentence: str = ""
     """Why it failed."""
-    culprit: Culprit | None = None
+    culprit: FaultOrigin | None = None
     """Who is at fault, if it knows."""
 
     @classmethod
@@ -208,7 +208,7 @@ class Pulse:
             word.has_come_to(state) or self.is_silent(host) for host, word in self._words.items()
         )
 
-    def _become(self, state: State, sentence: str = "", culprit: Culprit | None = None) -> None:
+    def _become(self, state: State, sentence: str = "", culprit: FaultOrigin | None = None) -> None:
         with self._lock:
             self._own = replace(self._own, state=state, sentence=sentence, culprit=culprit)
         self._changed.set()
@@ -305,13 +305,13 @@ def _why(error: BaseException) -> str:
     return "it was stopped by a signal"
 
 
-def _culprit(told: object) -> Culprit | None:
+def _culprit(told: object) -> FaultOrigin | None:
     """Raises ValueError for what no host tells."""
     if told is None:
         return None
     found_by, rank, link = items(told, 3)
     try:
-        return Culprit.decode({"found_by": found_by, "rank": rank, "link": link})
+        return FaultOrigin.decode({"found_by": found_by, "rank": rank, "link": link})
     except TypeError as error:
         raise ValueError(str(error)) from None
 
