@@ -33,9 +33,9 @@ from rrfp.simulate.world import TaskTimes, World
 from rrfp.system import check_open_files, most_open_files, num_cores, temporary_directory
 from rrfp.train.launch.private_network import (
     NotPermittedError,
+    created_network,
     enter_network,
-    made_network,
-    network_of,
+    run_network,
 )
 from rrfp.train.settings import DeviceKind, LayoutSettings, RunSettings
 
@@ -305,7 +305,7 @@ def private_network() -> Check:
     """Makes one, and takes the time."""
     began_s = time.perf_counter()
     try:
-        with made_network():
+        with created_network():
             taken_ms = (time.perf_counter() - began_s) * 1e3
     except NotPermittedError as error:
         filtered = "gloo's ports accept anybody while a run starts"
@@ -420,7 +420,7 @@ _GLOO_LIMIT_S = 120.0
 def gloo() -> Check:
     """Two ranks of a process add up a number, again and again, in the network of a plain run."""
     try:
-        with network_of(RunSettings()) as network:
+        with run_network(RunSettings()) as network:
             taken_us = probe(sum_us, network, limit_s=_GLOO_LIMIT_S)
     except NoAnswerError as error:
         if not error.raised:

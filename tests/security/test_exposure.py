@@ -17,14 +17,14 @@ import pytest
 from rrfp.doctor.checks import State, private_network
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.run_dir import own_files
-from rrfp.train.launch import network_namespace as network_maker
+from rrfp.train.launch import network_namespace
 from rrfp.train.launch import private_network as network_file
 from rrfp.train.launch.private_network import (
     NotPermittedError,
+    created_network,
+    describe_network,
     enter_network,
-    made_network,
-    network_of,
-    told_network,
+    run_network,
 )
 from rrfp.train.settings import DeviceKind, Network, RunSettings
 from tests.e2e.ranks import run_ranks
@@ -271,7 +271,7 @@ _ENTER = "from rrfp.train.launch.private_network import enter_network; enter_net
 @pytest.fixture
 def own_network() -> Iterator[dict[str, str]]:
     try:
-        with made_network() as paths:
+        with created_network() as paths:
             yield {"RRFP_NETWORK": ":".join(("private", *paths))}
     except NotPermittedError as error:
         pytest.skip(f"this process may not make a network: {error}")
@@ -339,7 +339,7 @@ def test_who_enters_keeps_his_user_and_gains_nothing(
 def test_it_ends_with_the_launcher() -> None:
     """Nothing is left that would keep it."""
     try:
-        with made_network() as paths:
+        with created_network() as paths:
             number = Path(paths[-1]).readlink()
             assert number != Path("/proc/self/ns/net").readlink()
     except NotPermittedError as error:
@@ -368,11 +368,11 @@ def test_a_network_that_is_gone_fails_the_rank(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_takes_its_hosts_network_says_why(
     settings: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with network_of(RunSettings(**settings)) as variables:
+    with run_network(RunSettings(**settings)) as variables:
         assert variables == {"RRFP_NETWORK": told}
     monkeypatch.setenv("RRFP_NETWORK", told)
     enter_network()
-    assert told_network() == told
+    assert describe_network() == told
 
 
 @pytest.fixture
@@ -380,7 +380,7 @@ def forbidding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A host that does not permit it."""
     maker = tmp_path / "maker.py"
     maker.write_text("import sys; sys.exit('Operation not permitted')")
-    monkeypatch.setattr(network_maker, "__file__", str(maker))
+    monkeypatch.setattr(network_namespace, "__file__", str(maker))
 
 
 @pytest.mark.parametrize("calls", [("unshare", "memfd_create", "prctl"), ("setns",)])
@@ -401,14 +401,14 @@ def test_a_run_goes_on_without_what_a_container_refuses(
 
 @pytest.mark.usefixtures("forbidding")
 def test_where_it_is_not_permitted_a_run_goes_on_without() -> None:
-    with network_of(RunSettings()) as variables:
+    with run_network(RunSettings()) as variables:
         assert variables == {"RRFP_NETWORK": "host: not permitted (Operation not permitted)"}
     check = private_network()
     assert check.state is State.ABSENT
     assert "cannot be made (Operation not permitted); let users make" in check.advice
     with (
         pytest.raises(UsageError, match="--network is private, and this host does not permit it"),
-        network_of(RunSettings(network=Network.PRIVATE)),
+        run_network(RunSettings(network=Network.PRIVATE)),
     ):
         pass
 
@@ -418,9 +418,9 @@ def test_a_kernel_that_does_not_answer_is_not_waited_for(
 ) -> None:
     maker = tmp_path / "maker.py"
     maker.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(network_maker, "__file__", str(maker))
-    monkeypatch.setattr(network_file, "_MAKE_S", 0.2)
-    with pytest.raises(NotPermittedError, match=r"not made within 0\.2 s"), made_network():
+    monkeypatch.setattr(network_namespace, "__file__", str(maker))
+    monkeypatch.setattr(network_file, "_TIMEOUT_S", 0.2)
+    with pytest.raises(NotPermittedError, match=r"not made within 0\.2 s"), created_network():
         pass
 
 

@@ -29,7 +29,7 @@ from rrfp.runtime.protocols import Inbox
 from rrfp.runtime.rendezvous import Rendezvous, clock_offset, introduce, introduced
 from rrfp.runtime.stall import StallRow, StoreStallBoard
 from rrfp.trace.records import RankInfo
-from rrfp.train.launch.private_network import NotPermittedError, made_network
+from rrfp.train.launch.private_network import NotPermittedError, created_network
 from tests.runtime.test_connecting import needs_filter
 from tests.security.exposed import Door, descendants, doors_of, read_store, store_of
 from tests.security.stranger import NOBODY, Stranger
@@ -355,7 +355,7 @@ def _memory_kb(pid: int) -> int:
 def check_private_network() -> None:
     """Skip the test where no other user is kept away."""
     try:
-        with made_network():
+        with created_network():
             pass
     except NotPermittedError as error:
         pytest.skip(f"this process may not make a network: {error}")

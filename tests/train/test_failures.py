@@ -28,12 +28,12 @@ from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.launch import processes as children
 from rrfp.train.launch import rank_process as process
-from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_objects
+from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_pickled_objects
 from rrfp.train.launch.launcher import TRAINING, _first_failure
-from rrfp.train.launch.processes import Failure, SignalledError, own_directory, run_to_end
-from rrfp.train.launch.rank_status import ERROR_FILE, FailureReport, hearing
+from rrfp.train.launch.processes import Failure, SignalledError, launcher_directory, supervise_ranks
+from rrfp.train.launch.rank_status import ERROR_FILE, FailureReport, forwarding_warnings
 from rrfp.train.launch.stopping import StopRequestedError
-from rrfp.train.launch.watchdog import Standstill, Why
+from rrfp.train.launch.watchdog import Hang, Why
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 
@@ -110,7 +110,7 @@ def test_the_failure_that_the_others_follow_from_is_told(
     assert error.exit_code == (2 if told == "--lr is -1" else 1)
 
 
-STOPPED = Standstill(Why.STOPPED, 15.2, "in step 7", "a.py:1 in f", [0, 3])
+STOPPED = Hang(Why.STOPPED, 15.2, "in step 7", "a.py:1 in f", [0, 3])
 DUMP = 'Current thread 0x1 (most recent call first):\n  File "/b.py", line 2 in g\n'
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
 
 
 def test_ranks_that_all_waited_for_another_are_told_once(tmp_path: Path) -> None:
-    deadlock = Standstill(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
+    deadlock = Hang(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
     failures = {0: Failure(6, -signal.SIGKILL, 2.0, None, True, deadlock)}
     assert "killed: every rank of the run waited for another; its output" in str(
         _first_failure(failures, RunDir(tmp_path), nobody)
@@ -322,7 +322,7 @@ def in_groups() -> dict[str, Any]:
             attempt()
         except RrfpError as error:
             found["errors"].append(str(error))
-    with no_objects():
+    with no_pickled_objects():
         plain: list[Any] = [None] * 3
         dist.all_gather_object(plain, [((("wd_mult", 0.0), ("lr", None)), rank == 1), (None, True)])
     found["plain"] = plain
@@ -332,7 +332,7 @@ def in_groups() -> dict[str, Any]:
 
 
 def shut(attempt: Any) -> None:
-    with no_objects():
+    with no_pickled_objects():
         attempt()
 
 
@@ -380,8 +380,8 @@ def test_gloo_listens_where_it_is_told() -> None:
 
 
 HOLD = """
-from rrfp.train.launch.processes import own_directory
-with own_directory() as path:
+from rrfp.train.launch.processes import launcher_directory
+with launcher_directory() as path:
     (path / "store").touch()
     print(path, flush=True)
     input()
@@ -398,7 +398,7 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
         theirs = Path(other.stdout.readline().strip())
         try:
             assert (theirs / "store").exists()
-            with own_directory() as ours:
+            with launcher_directory() as ours:
                 assert {*tmp_path.iterdir()} == {ours, theirs}
                 assert ours.stat().st_mode & 0o777 == 0o700
             assert [*tmp_path.iterdir()] == [theirs]
@@ -409,7 +409,7 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
         # Neither what has another name, nor what a link leads to, is a launcher's.
         (tmp_path / "rrfp-other").mkdir()
         (tmp_path / "rrfp-run-link").symlink_to(tmp_path / "rrfp-other")
-        with own_directory():
+        with launcher_directory():
             assert not theirs.exists()
             assert (tmp_path / "rrfp-other").exists()
 
@@ -419,9 +419,9 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
 
 RANK = """
 import logging, sys
-from rrfp.train.launch.rank_status import warn_launcher
+from rrfp.train.launch.rank_status import send_warnings_to_launcher
 logging.basicConfig(format="%(message)s")
-warn_launcher(int(sys.argv[1]))
+send_warnings_to_launcher(int(sys.argv[1]))
 log = logging.getLogger("rrfp.somewhere")
 for number in range(200):
     log.warning("warning %d\\nof several lines", number)
@@ -432,7 +432,7 @@ logging.getLogger("torch").warning("not ours")
 
 def test_each_warning_of_a_rank_is_heard_once(tmp_path: Path) -> None:
     heard: list[str] = []
-    with hearing(tmp_path, heard.append) as environment:
+    with forwarding_warnings(tmp_path, heard.append) as environment:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK, str(rank)],
@@ -454,12 +454,12 @@ def test_a_launcher_that_is_gone_holds_up_no_rank(
 ) -> None:
     from rrfp.train.launch import rank_status as warnings
 
-    with hearing(tmp_path, lambda _: None) as environment:
+    with forwarding_warnings(tmp_path, lambda _: None) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         log = logging.getLogger("rrfp")
         before = [*log.handlers]
-        warnings.warn_launcher(0)
+        warnings.send_warnings_to_launcher(0)
         (handler,) = [each for each in log.handlers if each not in before]
     try:
         for _ in range(10_000):
@@ -503,7 +503,7 @@ def run(
 ) -> dict[int, Failure]:
     command = (sys.executable, "-c", PROGRAM, str(directory), ",".join(ways))
     environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
-    return run_to_end(command, environments, directory, lost=lost)
+    return supervise_ranks(command, environments, directory, lost=lost)
 
 
 @pytest.fixture(autouse=True)
@@ -530,7 +530,7 @@ def test_exit_code_0_without_the_rank_s_note_is_a_failure(tmp_path: Path) -> Non
 def test_one_failure_ends_them_all_and_its_report_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "_LOOK_S", 1.0)  # both that fail have as long to do so
+    monkeypatch.setattr(children, "_POLL_S", 1.0)  # both that fail have as long to do so
     failures = run(tmp_path, "wait", "tell", "stubborn", "garbage")
     assert {rank: failure.exit_code for rank, failure in failures.items()} == {
         0: -signal.SIGTERM,
@@ -646,7 +646,9 @@ def run_requested(
     thread.start()
     environments = {rank: {"RANK": str(rank)} for rank in range(2)}
     try:
-        return run_to_end(command, environments, directory, end_on_request=True, is_whole=is_whole)
+        return supervise_ranks(
+            command, environments, directory, end_on_request=True, is_whole=is_whole
+        )
     finally:
         thread.join()
         # How the ranks ended is settled, so a later request must not change it.

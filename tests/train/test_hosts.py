@@ -27,8 +27,8 @@ from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import is_being_written
 from rrfp.train.launch.hosts import gathering
-from rrfp.train.launch.hosts.host_status import Pulse
-from rrfp.train.launch.hosts.joining import Met
+from rrfp.train.launch.hosts.host_status import HostHeartbeat
+from rrfp.train.launch.hosts.joining import JoinedHosts
 from rrfp.train.launch.store import AnsweringStore
 from rrfp.train.settings import TrainSettings
 from tests.runtime.link_pairs import needs_nixl, needs_tls
@@ -293,22 +293,22 @@ class Hosts:
             pp=4, nnodes=2, node_rank=host, rdzv_endpoint="127.0.0.1:1", out=self.runs[host].path
         )
 
-        with self.beating(host) as pulse:
-            met = Met({}, pulse, self.connect)
-            with gathering.gathering(met, settings, self.runs[host]):
+        with self.beating(host) as heartbeat:
+            joined = JoinedHosts({}, heartbeat, self.connect)
+            with gathering.gathering_records(joined, settings, self.runs[host]):
                 work()
 
     def connect(self, within_s: float = 20.0) -> AnsweringStore:
         return AnsweringStore(self.store, "here", within_s)
 
     @contextmanager
-    def beating(self, host: int) -> Iterator[Pulse]:
-        pulse = Pulse(self.connect, host, 2, self.silence_s)
-        pulse.start()
+    def beating(self, host: int) -> Iterator[HostHeartbeat]:
+        heartbeat = HostHeartbeat(self.connect, host, 2, self.silence_s)
+        heartbeat.start()
         try:
-            yield pulse
+            yield heartbeat
         finally:
-            pulse.close()
+            heartbeat.close()
 
     def both(self, work_of_1: Callable[[], object], work_of_0: Callable[[], object]) -> None:
         with ThreadPoolExecutor() as pool:

@@ -24,8 +24,8 @@ from rrfp.runtime.launchers import MOST_HOSTS, expanded, started, told_as_torch_
 from rrfp.train import checks as device_checks
 from rrfp.train.checks import check_settings
 from rrfp.train.launch.hosts import joining as gpus
-from rrfp.train.launch.hosts.endpoint import among_started, local_ranks
-from rrfp.train.launch.hosts.joining import Taken, check_apart, meeting
+from rrfp.train.launch.hosts.endpoint import local_ranks, with_launcher_hosts
+from rrfp.train.launch.hosts.joining import LauncherGpus, check_gpus_distinct, joined_hosts
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 from tests.train.trained import TINY, free_port, read_metrics, rrfp_here
@@ -268,20 +268,20 @@ def test_so_are_those_of_torchrun(changes: dict[str, str | None], sentence: str)
 def test_the_hosts_of_a_run_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in task(1, 2).items():
         monkeypatch.setenv(name, value)
-    placed = among_started(TrainSettings(pp=4)).run
+    placed = with_launcher_hosts(TrainSettings(pp=4)).run
     assert (placed.nnodes, placed.node_rank) == (2, 1)
     assert placed.rdzv_endpoint is not None
     assert placed.rdzv_endpoint.startswith("127.0.0.1:2")
     named = TrainSettings(nnodes=4, node_rank=2, rdzv_endpoint="node0:29400")
-    assert among_started(named) == named
+    assert with_launcher_hosts(named) == named
     with pytest.raises(UsageError, match="srun has started 2 processes, which cannot share 3"):
-        among_started(TrainSettings(pp=3, layers=9))
+        with_launcher_hosts(TrainSettings(pp=3, layers=9))
 
 
 def test_one_task_is_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in task(0, 1).items():
         monkeypatch.setenv(name, value)
-    assert among_started(TrainSettings()) == TrainSettings()
+    assert with_launcher_hosts(TrainSettings()) == TrainSettings()
 
 
 def test_a_script_under_srun_finds_torchs_variables(tmp_path: Path) -> None:
@@ -351,10 +351,10 @@ def test_torchrun_trains(tmp_path: Path) -> None:
 ONE_GPU_EACH = "{} ranks on {} take a GPU each and it has {}; start fewer, or let them share"
 
 
-def launchers(*told: str) -> list[Taken]:
+def launchers(*told: str) -> list[LauncherGpus]:
     """Each as `host seen taken`, a letter a GPU."""
     parts = (each.split() for each in told)
-    return [Taken(f"{host}/boot", tuple(seen), tuple(taken)) for host, seen, taken in parts]
+    return [LauncherGpus(f"{host}/boot", tuple(seen), tuple(taken)) for host, seen, taken in parts]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def launchers(*told: str) -> list[Taken]:
 )
 def test_ranks_that_have_a_gpu_each(told: tuple[str, ...]) -> None:
     for own in range(len(told)):
-        check_apart(launchers(*told), own)
+        check_gpus_distinct(launchers(*told), own)
 
 
 @pytest.mark.parametrize(
@@ -382,15 +382,15 @@ def test_ranks_that_have_a_gpu_each(told: tuple[str, ...]) -> None:
 )
 def test_ranks_that_have_not(told: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_apart(launchers(*told), 0)
+        check_gpus_distinct(launchers(*told), 0)
 
 
-def test_what_a_launcher_tells_is_read_again() -> None:
-    (taken,) = launchers("n0 ab a")
-    assert Taken.decoded([taken.host, [*taken.seen], [*taken.taken]]) == taken
+def test_the_gpus_of_a_launcher_are_decoded() -> None:
+    (own_gpus,) = launchers("n0 ab a")
+    assert LauncherGpus.decode([own_gpus.host, [*own_gpus.visible], [*own_gpus.used]]) == own_gpus
     for other in (None, [], ["n0", "ab", ["a"]], ["n0", ["a"], [1]]):
         with pytest.raises(ValueError, match="is not"):
-            Taken.decoded(other)
+            LauncherGpus.decode(other)
 
 
 def test_the_ranks_of_a_task_among_those_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,7 @@ def test_launchers_on_one_host_that_take_the_same_gpus_are_refused(
     def meet(node_rank: int, *, share_gpu: bool = False) -> None:
         chosen: dict[str, Any] = {"device": "cuda", "pp": pp, "share_gpu": share_gpu}
         settings = TrainSettings(nnodes=2, node_rank=node_rank, rdzv_endpoint=endpoint, **chosen)
-        with meeting(settings, 20.0):
+        with joined_hosts(settings, 20.0):
             pass
 
     with ThreadPoolExecutor() as hosts:

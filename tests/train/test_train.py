@@ -28,11 +28,10 @@ from rrfp.trace.outcome import Ending, Outcome, read_ending
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints import run_start as beginning
 from rrfp.train.launch import processes as children
-from rrfp.train.launch.hosts import gathering
-from rrfp.train.launch.hosts import joining as meeting
-from rrfp.train.launch.hosts.host_status import Pulse
-from rrfp.train.launch.hosts.joining import Met
-from rrfp.train.launch.processes import started
+from rrfp.train.launch.hosts import gathering, joining
+from rrfp.train.launch.hosts.host_status import HostHeartbeat
+from rrfp.train.launch.hosts.joining import JoinedHosts
+from rrfp.train.launch.processes import start_rank
 from rrfp.train.launch.store import file_store
 from rrfp.train.settings import TrainSettings
 from tests.train.checkpointed import FLAGS, made_up, newest
@@ -382,7 +381,7 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
     """Without --resume what is saved is another run's."""
     if saved:
         made_up(tmp_path, 2)
-    monkeypatch.setattr(beginning, "beginning_of", lambda *_, **__: signal.raise_signal(SIGTERM))
+    monkeypatch.setattr(beginning, "start_or_resume", lambda *_, **__: signal.raise_signal(SIGTERM))
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", *resume)
     said = (
         "before training went on; --resume goes on after step 2"
@@ -396,12 +395,12 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
 def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let the launcher start this program for every rank."""
     command = (sys.executable, "-c", program)
-    monkeypatch.setattr(children, "started", lambda _, *rest: started(command, *rest))
+    monkeypatch.setattr(children, "start_rank", lambda _, *rest: start_rank(command, *rest))
 
 
 DONE = """
-from rrfp.train.launch.rank_status import finish, show_life
-show_life(waits_on_device=False)
+from rrfp.train.launch.rank_status import finish, start_heartbeat
+start_heartbeat(waits_on_device=False)
 finish()
 """
 """A rank that has done all its work."""
@@ -434,16 +433,17 @@ def test_sigterm_while_hosts_part_changes_nothing(
         raise AssertionError("there is no other host")
 
     @contextmanager
-    def parting(*_: Any) -> Iterator[Met]:
+    def parting(*_: Any) -> Iterator[JoinedHosts]:
         try:
-            yield Met(file_store(tmp_path), Pulse(connect, node_rank, 2, 15.0), connect)
+            heartbeat = HostHeartbeat(connect, node_rank, 2, 15.0)
+            yield JoinedHosts(file_store(tmp_path), heartbeat, connect)
         finally:
             signal.raise_signal(SIGTERM)
 
     reported: list[RunDir] = []
     ranks_are(monkeypatch, program)
-    monkeypatch.setattr(meeting, "meeting", parting)
-    monkeypatch.setattr(gathering, "gathering", lambda *_: nullcontext())
+    monkeypatch.setattr(joining, "joined_hosts", parting)
+    monkeypatch.setattr(gathering, "gathering_records", lambda *_: nullcontext())
     monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
     hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
