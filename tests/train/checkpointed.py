@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 }
 
 FLAGS = ("--pp=2", *TINY)
-"""Such a run as a command line asks for it."""
+"""The command line of such a run."""
 
 CUT_SHORT = 17
 """The exit code of a rank that ends in the middle of something."""
@@ -56,7 +56,7 @@ def train(directory: Path, steps: int, **flags: Any) -> RunDir:
 
 
 def train_prepared(directory: Path, steps: int, prepare: Callable[[], None], **flags: Any) -> None:
-    """The same with ranks that call `prepare` first, such as to end in the middle of something."""
+    """Train as `train` does, with ranks that call `prepare` first, for example to end early."""
     settings = settings_in(directory, steps=steps, **flags)
     run = start_or_resume(settings, report=lambda _: None).run
     run_ranks(settings.layout.world_size, work, run, settings.to_json(), prepare, timeout_s=120)
@@ -95,7 +95,7 @@ def newest(directory: Path) -> Checkpoint:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds."""
+    """The tensors of a checkpoint by name."""
     return read_tensors(checkpoint.path)
 
 

@@ -49,7 +49,7 @@ FORKED_POLICIES: tuple[dict[str, Any], ...] = (
 )
 WAYS = ("launcher", "one rank", "everything", "SIGTERM")
 MOST_KILLS = 2
-"""Of a run; then it may end."""
+"""The most kills of one run; then it may end."""
 START_S = 400.0
 
 
@@ -76,7 +76,7 @@ def tell(tally: Counter[str]) -> None:
 
 
 def run_all(directory: Path, num_runs: int, seed: int) -> Counter[str]:
-    """Kill and resume so many runs. Returns what was met; raises LostError."""
+    """Kill and resume `num_runs` runs. Counts the kinds of kills; raises LostError."""
     draw, tally = random.Random(seed), Counter[str]()
     whole = directory / "whole"
     whole.mkdir()
@@ -145,7 +145,7 @@ def kill_ranks_until_done(directory: Path, draw: random.Random, whole_s: float) 
 
 
 def kill_later(rank: int, seconds: float) -> None:
-    """End this process in the middle of what it does after so many seconds, if it is that rank."""
+    """On one rank, end this process after some seconds, wherever it is."""
     if os.environ["RANK"] == str(rank):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -266,7 +266,7 @@ def kill(pid: int) -> None:
 
 
 def figures_of(directory: Path) -> list[dict[str, Any]]:
-    """What the metrics tell of the training itself, a line a step."""
+    """The metrics of the training itself, one entry per step."""
     lines = read_metrics(directory / "run")
     return [
         {name: line[name] for name in ("step", "loss", "grad_norm", "tokens")} for line in lines

@@ -44,7 +44,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What makes the steps differ: dropout, and an order of admission for each step."""
+    """Flags that make the steps differ: dropout, and an order of admission for each step."""
     lines = ["3 2 1 0", "0 2 1 3", "1 0 3 2", "2 3 0 1", "0 1 3 2"]
     orders = tmp_path_factory.mktemp("orders") / "orders.csv"
     orders.write_text("\n".join(lines))
@@ -60,7 +60,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: dict[str, Any
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """What the metrics tell of the training itself."""
+    """The metrics of the training itself, one entry per step."""
     return [
         {name: line[name] for name in ("step", "loss", "grad_norm", "tokens")}
         for line in read_metrics(run)
@@ -224,7 +224,7 @@ def test_a_tokenizer_is_what_it_holds(tmp_path: Path) -> None:
             check_continues(settings, {**contents, **other}, checkpoint)
 
 
-def test_images_are_told_apart_by_captions_names_and_sizes(tmp_path: Path) -> None:
+def test_images_are_identified_by_captions_names_and_sizes(tmp_path: Path) -> None:
     found = []
     for name, caption in (("here", "a dog"), ("there", "a dog"), ("other", "a cat")):
         folder = tmp_path / name
@@ -445,7 +445,7 @@ def looking_together(directory: Path) -> None:
 
 
 def test_no_rank_waits_while_another_reads_the_data(tmp_path: Path) -> None:
-    """Who waits in a collective gives the others up after 300 s."""
+    """A rank that waits in a collective gives the others up after 300 s."""
     train_prepared(tmp_path, 2, partial(looking_together, tmp_path))
     assert newest(tmp_path).manifest.contents == data_contents(settings_in(tmp_path))
 

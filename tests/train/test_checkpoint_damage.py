@@ -80,7 +80,7 @@ def flipped(file: Path, bit: int) -> Iterator[None]:
 
 
 def flips_of(checkpoint: Path, num_flips: int) -> Iterator[tuple[Path, int]]:
-    """So many bits of a checkpoint, as many of each file, its first and its last one included."""
+    """Choose `num_flips` bits of a checkpoint, equally many in each file, with its first and last."""
     draw, files = random.Random(0), sorted(checkpoint.iterdir())
     for number in range(num_flips):
         file = files[number % len(files)]

@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert again.step == 6
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_remain(tmp_path: Path) -> None:
     found = made_up(tmp_path, 2, 4, 6, 8)
     found.remove_older(3)
     assert [path.name[-1] for path in sorted((tmp_path / "ck").glob("step-*"))] == ["4", "6", "8"]
@@ -233,7 +233,7 @@ def test_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
         train(tmp_path, 4, resume=True)
 
 
-def test_what_is_staged_and_written_is_let_go_of() -> None:
+def test_staged_and_written_tensors_are_freed() -> None:
     """A tensor that was gathered for a checkpoint is in memory once, and no longer than needed."""
     gathered = torch.ones(3)
     gone = weakref.ref(gathered)
@@ -431,7 +431,7 @@ def named_states(settings: str, source: str, target: str) -> dict[str, bytes]:
 
 
 def states_after(settings: str, steps: tuple[int, ...]) -> list[list[bytes]]:
-    """On a rank: its random states as it begins, and after so many steps of another layout."""
+    """On a rank: its initial random states, and those after each of `steps` of another layout."""
     prepare_cpu()
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

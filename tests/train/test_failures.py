@@ -1,4 +1,4 @@
-"""What ends a rank reaches the launcher, which ends all other processes and names the cause."""
+"""A failure of a rank reaches the launcher, which ends all other ranks and names the cause."""
 
 import ast
 import errno
@@ -57,7 +57,7 @@ def test_a_report_is_read_as_it_was_written(
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_a_stalls_grid_is_told_below_the_sentence(tmp_path: Path) -> None:
+def test_the_grid_of_a_stall_is_below_the_sentence(tmp_path: Path) -> None:
     grid = "rank  waits\n1     2.0 s"
     report = FailureReport("rank 1 waited", 1, False, False, detail=grid)
     failure, run = Failure(7, 1, 0.0, report), RunDir(tmp_path)
@@ -91,7 +91,7 @@ ENDED, KILLED = -signal.SIGTERM - 100, -signal.SIGKILL - 100
         ({3: (-40, None)}, "", "rank 3 (pid 7) was killed by signal 40; "),
     ],
 )
-def test_the_failure_that_the_others_follow_from_is_told(
+def test_the_failure_that_caused_the_others_is_raised(
     failures: dict[int, tuple[int, FailureReport | None]],
     elsewhere: str,
     told: str,
@@ -121,7 +121,7 @@ DUMP = 'Current thread 0x1 (most recent call first):\n  File "/b.py", line 2 in 
         (DUMP, "/b.py:2 in g", "its stack"),
     ],
 )
-def test_a_rank_that_stood_still_is_told_with_its_place(
+def test_a_hung_rank_is_named_with_its_place(
     tmp_path: Path, stacks: str, at: str, where: str
 ) -> None:
     run = RunDir(tmp_path)
@@ -137,7 +137,7 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
     )
 
 
-def test_ranks_that_all_waited_for_another_are_told_once(tmp_path: Path) -> None:
+def test_a_deadlock_of_all_ranks_is_one_error(tmp_path: Path) -> None:
     deadlock = Hang(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
     failures = {0: Failure(6, -signal.SIGKILL, 2.0, None, True, deadlock)}
     assert "killed: every rank of the run waited for another; its output" in str(
@@ -145,7 +145,7 @@ def test_ranks_that_all_waited_for_another_are_told_once(tmp_path: Path) -> None
     )
 
 
-def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path) -> None:
+def test_a_rank_s_own_failure_takes_precedence_over_a_hang(tmp_path: Path) -> None:
     failures = {
         0: Failure(6, 1, 1.0, OWN),
         1: Failure(7, -signal.SIGKILL, 0.5, None, True, STOPPED),
@@ -199,13 +199,13 @@ def test_the_first_line_that_says_something() -> None:
         (Failure(7, 1, 1.0, LOST), Culprit(FoundBy.COLLECTIVE)),
     ],
 )
-def test_the_error_says_who_is_to_blame(failure: Failure, culprit: Culprit, tmp_path: Path) -> None:
+def test_the_error_has_the_origin_of_the_fault(failure: Failure, culprit: Culprit, tmp_path: Path) -> None:
     error = _first_failure({1: failure}, RunDir(tmp_path), nobody)
     assert isinstance(error, RunFailedError)
     assert error.culprit == culprit
 
 
-def test_a_report_says_who_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_the_origin_of_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     for culprit in (None, OF_LINK, OWN_FAULT):
@@ -223,7 +223,7 @@ FORBIDDEN_MODULES = re.compile(
     r"(pickle|_pickle|cPickle|cloudpickle|dill|marshal|shelve|multiprocessing"
     r"|torch\.multiprocessing|torch\.distributed\.(launcher|run|rpc|elastic))(\.|$)"
 )
-"""What unpickles, or listens for those who have something unpickled."""
+"""Modules that unpickle, or that listen for pickled objects."""
 
 FORBIDDEN_NAMES = re.compile(
     r"pickle|_object(_list)?$|^(gather|scatter|all_gather|broadcast)_objects?\b|elastic_launch"
@@ -247,7 +247,7 @@ started, which nobody else can write to, and where the metadata of a checkpoint 
 ask for torch's own classes alone."""
 
 OURS = {"append_object", "py_object"}
-"""What writes a line of JSON to a file, and a type of ctypes'."""
+"""A function that writes a line of JSON to a file, and a type of ctypes."""
 
 
 def forbidden(path: str, source: str) -> Iterator[str]:
@@ -301,7 +301,7 @@ def test_the_walk_finds_what_is_forbidden(source: str) -> None:
 
 
 def in_groups() -> dict[str, Any]:
-    """What every helper gives on this rank of three."""
+    """The result of every helper on this rank of three."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     own = {f"w{rank}": torch.full((rank, 2), float(rank)), "b": torch.tensor(rank + 0.5)}
@@ -357,7 +357,7 @@ def test_json_and_tensors_go_between_ranks_and_objects_do_not() -> None:
 
 
 def address_of_gloo() -> list[str]:
-    """Where a rank's groups listen, whatever its environment says of gloo."""
+    """The address at which a rank's groups listen, despite gloo's own variables."""
     from tests.security.exposed import doors_of
 
     os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
@@ -372,7 +372,7 @@ def address_of_gloo() -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_gloo_listens_where_it_is_told() -> None:
+def test_gloo_listens_at_the_given_address() -> None:
     assert run_ranks(2, address_of_gloo) == [["127.0.0.1"]] * 2
 
 
@@ -430,7 +430,7 @@ logging.getLogger("torch").warning("not ours")
 """
 
 
-def test_each_warning_of_a_rank_is_heard_once(tmp_path: Path) -> None:
+def test_each_warning_of_a_rank_arrives_once(tmp_path: Path) -> None:
     heard: list[str] = []
     with forwarding_warnings(tmp_path, heard.append) as environment:
         ranks = [
@@ -563,7 +563,7 @@ def test_a_rank_whose_launcher_died_first_ends(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (RrfpError.exit_code, b"")
 
 
-def test_a_process_that_is_killed_is_told_so(tmp_path: Path) -> None:
+def test_a_killed_process_is_reported_as_killed(tmp_path: Path) -> None:
     failures = run(tmp_path, "die", "end")
     assert failures[0].exit_code == -signal.SIGKILL
 
@@ -701,7 +701,7 @@ def test_a_failure_ends_ranks_that_take_requests(tmp_path: Path) -> None:
     }
 
 
-def test_a_process_that_cannot_be_started_is_told(
+def test_a_process_that_cannot_be_started_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []

@@ -204,7 +204,7 @@ def write_pipe(folder: Path) -> None:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A PNG that claims so many pixels and has none."""
+    """A PNG that claims this size and has no pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -399,7 +399,7 @@ def test_a_packed_row_holds_every_document_in_its_own_places(
 
 
 def check_form(batch: ImageBatch, settings: TrainSettings) -> None:
-    """What holds for every batch."""
+    """Check the invariants of every batch."""
     length = batch["tokens"].shape[1]
     num_patches = len(batch["patches"])
     assert length >= 1

@@ -143,7 +143,7 @@ def test_hosts_with_other_data_are_refused_on_both() -> None:
 
 
 @pytest.mark.parametrize("planted", [b"\x80\x04}.", b"[]", b'"', b"[" * 100_000, b"\xff"])
-def test_what_is_no_hosts_word_is_told(planted: bytes) -> None:
+def test_an_invalid_status_of_a_host_is_an_error(planted: bytes) -> None:
     """In the place of host 1, somebody who writes what they like."""
     port = free_port()
 
@@ -320,7 +320,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["http", "closes", "silent"],
 )
-def test_what_is_no_store_is_told(answer: Callable[[socket.socket], object], words: str) -> None:
+def test_a_server_that_is_no_store_is_an_error(answer: Callable[[socket.socket], object], words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering(listening, answer)
         with pytest.raises(UsageError, match="cannot meet at .*" + re.escape(words)):
@@ -328,20 +328,20 @@ def test_what_is_no_store_is_told(answer: Callable[[socket.socket], object], wor
 
 
 @pytest.mark.usefixtures("impatient")
-def test_the_store_of_another_job_is_told() -> None:
+def test_the_store_of_another_job_is_an_error() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(UsageError, match="no host 0 of rrfp's has come to it"):
         meet(settings(store.port, 1, silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_mistyped_host_is_told() -> None:
+def test_a_mistyped_host_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"the name 'nosuchhost\.invalid' is not known here"):
         meet(settings(free_port(), 1, "nosuchhost.invalid", silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_host_that_does_not_answer_is_told() -> None:
+def test_a_host_that_does_not_answer_is_an_error() -> None:
     with ExitStack() as stack:
         # A queue that is full drops packets, as a host does that is not there.
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -370,7 +370,7 @@ def test_a_host_may_have_more_addresses_than_listen(monkeypatch: pytest.MonkeyPa
     assert obstacle_at("host0", store.port, 1.0) is None
 
 
-def test_a_long_wait_is_told(
+def test_a_long_wait_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_WARN_AFTER_S", 0.2)
@@ -401,7 +401,7 @@ def test_ctrl_c_ends_a_wait_inside_torch(tmp_path: Path) -> None:
     assert (code, err.splitlines()[-1]) == (130, "rrfp: interrupted"), err
 
 
-def test_sigterm_makes_no_success_of_a_failed_meeting() -> None:
+def test_sigterm_makes_no_success_of_a_failed_rendezvous() -> None:
     def fail() -> None:
         try:
             meet(settings(free_port(), 0), 0.3)

@@ -55,7 +55,7 @@ RECORDER = f"{Path(rrfp.__file__).parent}/runtime/recorder.py"
         ([], Waits.NOTHING),
     ],
 )
-def test_a_stack_tells_whom_it_waits_for(frames: list[Frame], waits: Waits) -> None:
+def test_a_stack_shows_the_target_of_its_wait(frames: list[Frame], waits: Waits) -> None:
     assert infer_waits(frames) == waits
 
 
@@ -121,7 +121,7 @@ class Watched:
     def pass_s(
         self, *ways: str, for_s: float, look_s: float = 1.0
     ) -> tuple[float, int, Hang] | None:
-        """Look again and again at ranks that behave in these ways; what is found, and when."""
+        """Check ranks that behave in these ways every `look_s`; returns what is found, and when."""
         start_s = self._now_s
         while self._now_s - start_s < for_s:
             self._now_s += look_s
@@ -182,13 +182,13 @@ class Watched:
     [
         (["waits", "stopped", "polls"], Why.STOPPED),
         (["waits", "inert", "polls"], Why.INERT),
-        # Whoever waits for one that is stopped may be unable to beat meanwhile.
+        # A rank that waits for a stopped one may be unable to beat meanwhile.
         (["silent", "stopped", "silent"], Why.STOPPED),
         (["waits-perhaps", "inert", "waits"], Why.INERT),
     ],
 )
 @pytest.mark.parametrize("sees_all", [True, False])
-def test_who_stands_still_is_found_after_the_silence(
+def test_a_hung_rank_is_found_after_the_silence(
     monkeypatch: pytest.MonkeyPatch, ways: list[str], why: Why, sees_all: bool
 ) -> None:
     watched = Watched(monkeypatch, 3, sees_all)
@@ -212,7 +212,7 @@ def test_who_stands_still_is_found_after_the_silence(
         ["waits", "polls", "waits"],
     ],
 )
-def test_who_works_or_waits_for_others_is_left_alone(
+def test_a_rank_that_works_or_waits_for_others_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, ways: list[str]
 ) -> None:
     assert Watched(monkeypatch, 3, sees_all=True).pass_s(*ways, for_s=600) is None
@@ -228,7 +228,7 @@ def test_who_works_or_waits_for_others_is_left_alone(
         ("silent", Why.SILENT, 100),
     ],
 )
-def test_what_may_only_be_slow_is_given_longer_and_warned_of(
+def test_a_wait_that_may_only_be_slow_gets_longer_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, way: str, why: Why, limit_s: float
 ) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
@@ -276,19 +276,19 @@ def test_another_host_may_be_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) 
     assert Watched(monkeypatch, 2, sees_all=False).pass_s("waits", "waits", for_s=600) is None
 
 
-def test_who_only_reads_what_it_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     assert watched.pass_s("imports", "imports", for_s=100) is None
     assert watched.pass_s("imports", "silent", for_s=110) is not None
 
 
-def test_who_has_ended_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_rank_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     watched.watchdog.remove(1)
     assert watched.pass_s("computes", "silent", for_s=100) is None
 
 
-def test_a_short_stop_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_stop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     for _ in range(10):
         assert watched.pass_s("waits", "stopped", for_s=4) is None
@@ -303,7 +303,7 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(
     assert watched.pass_s("waits", "stopped", for_s=3000, look_s=3000) is None
 
 
-def test_one_that_others_have_given_up_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_found_at_once_when_others_gave_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     assert watched.watchdog.stopped() is None
     watched.pass_s("waits", "stopped", for_s=2)
@@ -312,7 +312,7 @@ def test_one_that_others_have_given_up_is_told_as_stopped(monkeypatch: pytest.Mo
     assert (found[0], found[1].why) == (1, Why.STOPPED)
 
 
-def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
+def test_snapshots_show_computing_and_stopped_processes() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     idle = subprocess.Popen(["sleep", "60"])
     try:
@@ -530,7 +530,7 @@ def test_descendants_are_found_by_their_parents_and_orphans_by_their_environment
         pytest.param("stop-as-it-ends", Why.STOPPED, "in step 7", None, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_stands_still_is_ended_and_its_stack_taken(
+def test_a_hung_rank_is_killed_and_its_stack_read(
     tmp_path: Path, way: str, why: Why, stage: str, function: str | None
 ) -> None:
     failures = run(tmp_path, way)

@@ -30,7 +30,7 @@ from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 from tests.train.trained import TINY, free_port, read_metrics, rrfp_here
 
-# srun as its tasks see it: so many processes, each with the variables that Slurm documents.
+# srun as its tasks see it: processes with the variables that Slurm documents.
 
 
 pytestmark = pytest.mark.timeout(200)
@@ -60,7 +60,7 @@ def task(index: int, num_tasks: int, nodes: str = "localhost") -> dict[str, str]
 def srun(
     num_tasks: int, directory: Path, *arguments: str, timeout_s: float = 120
 ) -> list[tuple[int, str, str]]:
-    """Run `rrfp ARGUMENTS` as so many tasks: the exit code, stdout and stderr of each."""
+    """Run `rrfp ARGUMENTS` as `num_tasks` tasks; returns exit code, stdout and stderr of each."""
     port = {"MASTER_PORT": str(free_port())}
     environments = [os.environ | task(index, num_tasks) | port for index in range(num_tasks)]
     tasks = [_start(environment, directory, arguments) for environment in environments]
@@ -352,7 +352,7 @@ ONE_GPU_EACH = "{} ranks on {} take a GPU each and it has {}; start fewer, or le
 
 
 def launchers(*told: str) -> list[LauncherGpus]:
-    """Each as `host seen taken`, a letter a GPU."""
+    """Launchers given as `host visible used`, with a letter per GPU."""
     parts = (each.split() for each in told)
     return [LauncherGpus(f"{host}/boot", tuple(seen), tuple(taken)) for host, seen, taken in parts]
 
@@ -481,7 +481,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
 
 
 def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
-    """What the fourth rank of a host takes where torch sees two GPUs."""
+    """The device of the fourth rank of a host where torch sees two GPUs."""
     from rrfp.megatron.cpu import patches
     from rrfp.train.launch import process_groups as devices
 
@@ -508,8 +508,8 @@ def test_ranks_take_the_gpus_in_turn() -> None:
 
 
 def learn(is_on_gpu: bool) -> list[Any]:
-    """What this rank learns on the CPU, by the settings of a run on it, or by those of one on GPUs
-    with groups of two backends, and with collectives one by one."""
+    """The losses of this rank on the CPU: with the settings of a CPU run, or with those of a GPU run,
+    which has groups of two backends and collectives one by one."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
@@ -573,8 +573,8 @@ def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room_on(gpus: str, sees_own: bool) -> int:
-    """What activations of this rank may take. The ranks' GPUs are named by rank, and each sees its
-    own alone, or all."""
+    """The memory for activations of this rank. The ranks' GPUs are named by rank, and each sees only
+    its own, or all."""
     from rrfp.megatron.memory.bound import MemoryBound, room_of
     from rrfp.schedule.knobs import Auto
 

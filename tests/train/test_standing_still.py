@@ -28,13 +28,13 @@ from tests.train.trained import (
 )
 
 STOPS = Path(__file__).parents[1] / "stops"
-"""What stops a rank at a place, put on the path of the run."""
+"""A directory on the path of the run with code that stops a rank at a chosen place."""
 WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where rank 1 stops."""
+    """A place where rank 1 stops."""
 
     module: str
     name: str = ""
@@ -42,7 +42,7 @@ class Stage:
     nth: int = 1
     flags: str = "--pp 2 --steps 6"
     told: str = "in start-up"
-    """What the sentence says about it."""
+    """The stage in the error sentence."""
 
 
 SAVING = "--pp 2 --save saved --save-every 2"

@@ -81,7 +81,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(directory, "--config", "run.toml", "--steps", str(STEPS), *TINY)
 
 
-def test_run_json_tells_settings_versions_and_ranks(finished: Finished) -> None:
+def test_run_json_has_settings_versions_and_ranks(finished: Finished) -> None:
     told = finished.description
     settings = told["settings"]
     assert settings.keys() == TrainSettings().described().keys()
@@ -206,7 +206,7 @@ def test_a_fixed_order_holds_what_it_says_and_nothing_need_be_recorded(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "code"), [((), 0), (("--dtype", "bf16", "--device", "tpu"), 2)])
-def test_a_training_goes_on_unheard(flags: tuple[str, ...], code: int, tmp_path: Path) -> None:
+def test_training_goes_on_without_a_reader_of_its_output(flags: tuple[str, ...], code: int, tmp_path: Path) -> None:
     """As under `| head -1`: it is trained to its end, and its exit code is its own."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -337,7 +337,7 @@ def test_a_training_that_breaks_down_stops(tmp_path: Path) -> None:
 
 
 def test_the_display_says_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there is no terminal; a line that is not whole yet is left for later."""
+    """Without a terminal; an incomplete line is left for later."""
     metrics = tmp_path / "metrics.jsonl"
     told = {"loss": 5.0, "tokens": 64, "step_time_s": 0.5, "busy_fraction": [0.5]}
     lines = [
@@ -523,7 +523,7 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_was_being_saved_goes_with_the_run(tmp_path: Path) -> None:
-    """SIGINT ends ranks at once, amid the save that SIGTERM asked for."""
+    """SIGINT ends ranks at once, in the middle of the save that SIGTERM asked for."""
     run, ck = tmp_path / "run", tmp_path / "ck"
     large = ("--hidden=256", "--save-every=1", "--no-trace")
     with Training(run, "--pp=2", f"--save={ck}", *ENDLESS, *large) as training:
