@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.tune.from_run import source_of_run
-from rrfp.tune.search import Predicted, predict_unbound
+from rrfp.tune.search import Prediction, predict_unbound
 
 LAYERS, VOCABULARY, WARM_UP = 12, 16_384, 2
 END = "<|end|>"
@@ -65,7 +65,7 @@ def proposal(run: Path) -> tuple[str, float, float]:
     return first["flags"], first["predicted_s"], found["own"]["predicted_s"]
 
 
-def best_split(run: Path) -> Predicted:
+def best_split(run: Path) -> Prediction:
     """Of the run as it was, with its layers laid out anew."""
     source = source_of_run(read_trace(run / "trace.pftrace"))
     assert source.own is not None

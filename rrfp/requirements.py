@@ -1,6 +1,6 @@
-"""The packages that rrfp needs, by its own metadata, and which of them are not there.
+"""The packages that rrfp needs according to its metadata, and hints for installing missing ones.
 
-What runs inside a job does without them. Imports the standard library alone.
+Imports only the standard library, because code inside a job runs without the other packages.
 """
 
 import re
@@ -10,18 +10,23 @@ from importlib import metadata
 from pathlib import Path
 
 OF_COMMANDS = ("perfetto", "pillow", "polars", "protobuf", "rich", "typer")
-"""Every subcommand but `rrfp run` needs these, beside NumPy, torch and Megatron-Core."""
+"""Packages that all subcommands except `rrfp run` need, besides NumPy, torch and Megatron-Core."""
 OF_TRACES = ("perfetto", "protobuf")
-"""Writing a trace needs these."""
+"""Packages that writing a trace needs."""
 
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)")
 _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 
-def lacking(names: Collection[str]) -> str:
-    """Those of these packages that are missing or too old, in words; empty if there are none.
+def install_hint(extra: str) -> str:
+    """The command that installs an extra of rrfp. It needs a checkout: rrfp is in no registry."""
+    return f"pip install '.[{extra}]' in a checkout of rrfp"
 
-    A version above the range is not looked for: it has not been tried, and may well do.
+
+def lacking(names: Collection[str]) -> str:
+    """List the packages of `names` that are missing or too old, for messages; empty if none is.
+
+    Versions above the declared range are accepted, because they may work.
     """
     found = []
     for name, wanted in _declared():
@@ -37,7 +42,7 @@ def lacking(names: Collection[str]) -> str:
 
 
 def _declared() -> Iterator[tuple[str, str]]:
-    """Each requirement's name and range, such as `>=15,<16`, without those of extras."""
+    """Each requirement's name and version range, such as `>=15,<16`, except those of extras."""
     try:
         lines = metadata.requires("rrfp") or []
     except metadata.PackageNotFoundError:  # a checkout that is on the path
@@ -48,11 +53,11 @@ def _declared() -> Iterator[tuple[str, str]]:
     for line in lines:
         match = _REQUIREMENT.match(line)
         if match is not None and "extra ==" not in line:
-            # The metadata have the bounds in an order of their own.
+            # Metadata list the bounds in any order.
             yield match[1].lower(), ",".join(sorted(match[2].strip().split(","), reverse=True))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first version number of a text."""
+    """The first version number in a text; empty if there is none."""
     match = _NUMBERS.search(text)
     return tuple(map(int, match[0].split("."))) if match is not None else ()

@@ -31,7 +31,7 @@ def main() -> None:
         ),
         **{name: tables.at_equal_memory(table) for name, table in load("equal_memory").items()},
     }
-    prose = (FOLDER / "page.md").read_text(encoding="utf-8")
+    prose = (FOLDER / "page.template").read_text(encoding="utf-8")
     charts.PAGE.write_text(Template(prose).substitute(parts), encoding="utf-8")
     print(f"wrote {charts.PAGE}")
     charts.main()

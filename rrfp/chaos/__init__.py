@@ -1,1 +1,1 @@
-"""Training under faults that are injected on purpose, and what becomes of it."""
+"""Fault injection into training runs, and verdicts on how the runs handled the faults."""

@@ -1,7 +1,7 @@
-"""A campaign: an undisturbed training first, then the same one under faults, again and again.
+"""A campaign: one undisturbed training, then the same training repeatedly under faults.
 
-A session that a fault ends is resumed, and the next fault comes in that session. A training that
-has borne its faults trains to its end, and must have come out as the undisturbed one.
+A session that a fault ends is resumed, and the next fault is injected into the new session. After
+its last fault a training goes on to its end. Its result must equal that of the undisturbed one.
 """
 
 import shutil
@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from rrfp.chaos.disk import Disk
-from rrfp.chaos.injection import Injected, Pace, await_moment, inject
+from rrfp.chaos.injection import Injected, Pace, inject, wait_for_moment
 from rrfp.chaos.plan import Fault, FaultKind, Stage
 from rrfp.chaos.session import TrainingSession, newest_step
 from rrfp.chaos.verdict import (
     GRACE_S,
-    Learned,
-    Seen,
+    Observation,
+    TrainingResult,
     Verdict,
     judge,
     judge_late_end,
     last_sentence,
-    learned,
+    read_result,
 )
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.run_dir import RunDir
@@ -31,16 +31,16 @@ from rrfp.train.settings import TrainSettings
 
 _LOOK_S = 0.05
 _UNDISTURBED_S = 3600.0
-"""The most that a training may take that nothing disturbs."""
+"""Longest time of an undisturbed training."""
 _MORE_STEPS = 2
-"""So many later steps show that a run goes on: one may have been all but finished."""
+"""Number of later steps that show that a run goes on; one step may have been almost finished."""
 _MOST_TRIES = 5
-"""How often a fault may come too late, before it is given up."""
+"""Number of times a fault may be injected too late before the campaign fails."""
 _ENDING = frozenset({FaultKind.KILL, FaultKind.STOP})
 
 
 class Campaign:
-    """Trains below a directory, of a short name."""
+    """Trains in a directory, whose path must be short because sockets are made in it."""
 
     def __init__(
         self,
@@ -48,25 +48,25 @@ class Campaign:
         directory: Path,
         disk: Disk,
         keep: Path | None,
-        tell: Callable[[Verdict], None],
+        report: Callable[[Verdict], None],
     ) -> None:
-        """`disk` is where the disturbed trainings write, and `keep` where those go in which a fault
-        did not pass. `tell` receives each verdict at once, before the training has ended."""
+        """Disturbed trainings write to `disk`. Trainings with a failed fault are copied to `keep`.
+        `report` receives each verdict as soon as it is known, before the training has ended."""
         self._settings = settings
         self._directory = directory
         self._disk = disk
         self._temporary = directory / "t"
         self._temporary.mkdir(mode=0o700)
         self._keep = keep
-        self._tell = tell
+        self._report = report
         self._sessions: list[Path] = []
-        """The directories of the sessions of the training under way."""
-        self._reference: Learned
+        """The directories of the current training's sessions."""
+        self._reference: TrainingResult
         self._pace: Pace
 
     def train_undisturbed(self) -> None:
-        """Train what is to come out of the others. Raises what `rrfp train` says of settings that
-        it does not take, and RrfpError if it fails."""
+        """Run the reference training. Raises UsageError with the message of `rrfp train` if that
+        refuses the settings, and RrfpError if it fails."""
         settings = self._settings_in(self._directory / "undisturbed")
         session = self._session(settings)
         try:
@@ -75,12 +75,12 @@ class Campaign:
             session.end()
         if session.exit_code != 0:
             error = UsageError if session.exit_code == UsageError.exit_code else RrfpError
-            raise error(last_sentence(session.said()).removeprefix("rrfp: "))
-        self._reference = learned(session.run, session.checkpoints)
+            raise error(last_sentence(session.output()).removeprefix("rrfp: "))
+        self._reference = read_result(session.run, session.checkpoints)
 
     def disturb(self, trainings: Sequence[Sequence[Fault]]) -> Iterator[list[Verdict]]:
-        """Train under the faults of each training, and give what became of them. Faults that come
-        too late come again, a little earlier, in trainings of their own."""
+        """Run each training under its faults and yield their verdicts. Faults that came too late
+        are injected again, a little earlier, in trainings of their own."""
         waiting = [*trainings]
         tries: dict[int, int] = {}
         while waiting:
@@ -97,7 +97,8 @@ class Campaign:
                 waiting.append([_earlier(fault) for fault in missed])
 
     def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
-        """One training: what became of its faults, and those that came too late."""
+        """Run one training; returns the verdicts of its faults, and the faults that came too
+        late."""
         for directory in (self._temporary, *self._sessions, *self._disk.path.iterdir()):
             shutil.rmtree(directory)
         self._sessions.clear()
@@ -109,21 +110,21 @@ class Campaign:
         while not difference:
             session = self._session(settings)
             try:
-                borne = self._bear(session, pending)
+                judged = self._inject_all(session, pending)
                 exit_code = session.exit_code
             finally:
                 session.end()
-            del pending[: len(borne)]
-            verdicts += borne
+            del pending[: len(judged)]
+            verdicts += judged
             if exit_code == 0 and newest_step(checkpoints) == settings.num_steps:
                 break
-            if not borne:
-                told = last_sentence(session.said())
-                difference = f"a session failed although nothing disturbed it: {told}"
+            if not judged:
+                error = last_sentence(session.output())
+                difference = f"a session failed although nothing disturbed it: {error}"
                 if not verdicts:
                     raise RrfpError(difference)
         if not difference:
-            found = learned(RunDir(self._disk.path / "run"), checkpoints)
+            found = read_result(RunDir(self._disk.path / "run"), checkpoints)
             difference = found.difference(self._reference) or "; ".join(self._left_files())
         verdicts = [verdict.compared(difference) for verdict in verdicts]
         if self._keep is not None and not all(verdict.has_passed for verdict in verdicts):
@@ -131,33 +132,35 @@ class Campaign:
         return verdicts, pending
 
     def _keep_training(self, path: Path) -> None:
-        """Copy what a training has left: its run, and the output of its sessions."""
+        """Copy a training's run directory and the output of its sessions to `path`."""
         shutil.copytree(self._disk.path / "run", path, dirs_exist_ok=True)
         for number, session in enumerate(self._sessions, start=1):
             shutil.copyfile(session / "output", path / f"session-{number}.txt")
 
-    def _bear(self, session: TrainingSession, pending: Sequence[Fault]) -> list[Verdict]:
-        """The faults that a session bears, one after the other, until it ends."""
+    def _inject_all(self, session: TrainingSession, pending: Sequence[Fault]) -> list[Verdict]:
+        """Inject the faults one after the other until the session ends; returns their verdicts."""
         verdicts: list[Verdict] = []
         for fault in pending:
-            if not await_moment(session, fault, self._pace, _UNDISTURBED_S):
+            if not wait_for_moment(session, fault, self._pace, _UNDISTURBED_S):
                 break
             newest = newest_step(session.checkpoints)
             injected = inject(session, fault, self._disk)
             if injected is None:
                 break
-            verdicts.append(judge(fault, self._see(session, fault, injected, newest)))
-            self._tell(verdicts[-1])
-            if not verdicts[-1].seen.went_on:
+            verdicts.append(judge(fault, self._observe(session, fault, injected, newest)))
+            self._report(verdicts[-1])
+            if not verdicts[-1].observation.went_on:
                 return verdicts
         if not _await_end(session, _UNDISTURBED_S):
             raise RrfpError(f"a training did not end within {_UNDISTURBED_S:.0f} s")
         if verdicts and session.exit_code != 0:
-            judge_late_end(verdicts, last_sentence(session.said()))
+            judge_late_end(verdicts, last_sentence(session.output()))
         return verdicts
 
-    def _see(self, session: TrainingSession, fault: Fault, injected: Injected, newest: int) -> Seen:
-        """Watch a session until it has ended, or gone on, or taken too long."""
+    def _observe(
+        self, session: TrainingSession, fault: Fault, injected: Injected, newest: int
+    ) -> Observation:
+        """Watch a session after a fault until it ends, has gone on, or exceeds the time limit."""
         limit_s, went_on = self._limit_s(fault), False
         while not (has_ended := session.has_ended):
             seconds = time.monotonic() - injected.at_s
@@ -172,31 +175,31 @@ class Campaign:
         left: list[str] = []
         if not went_on:
             left += [f"it left {each}" for each in session.end()]
-        # A launcher that was killed leaves its files to the next one.
+        # A killed launcher leaves its files for the next one to remove.
         if has_ended and exit_code in (0, 1):
             left += self._left_files()
         reached = newest_step(session.checkpoints)
         if reached < newest:
             left.append(f"the checkpoint of step {newest} is lost")
-        return Seen(
+        return Observation(
             injected,
             seconds,
             limit_s,
             exit_code,
             went_on,
             ending=None if went_on else session.ending,
-            output=session.said(),
+            output=session.output(),
             steps_lost=0 if went_on else max(0, session.num_finished - reached),
             left=tuple(left),
         )
 
     def _limit_s(self, fault: Fault) -> float:
-        """How long a session may take to end, or to show that it goes on."""
+        """Time limit in seconds within which a session must end or show that it goes on."""
         limit_s = GRACE_S + self._settings.run.silence
         is_request = fault.signal == "SIGTERM"
         if fault.kind in _ENDING and not is_request:
             return limit_s
-        # What is left of the start, or of the end, takes its time.
+        # The rest of the start, or of the end, takes additional time.
         if fault.stage is Stage.START:
             limit_s += self._pace.start_s
         if fault.stage is Stage.CLOSE or is_request:
@@ -204,7 +207,7 @@ class Campaign:
         return limit_s
 
     def _left_files(self) -> list[str]:
-        """The temporary files that are there, without torch's cache, which is the user's."""
+        """A complaint for each remaining temporary file, except torch's cache, which is shared."""
         names = (entry.name for entry in self._temporary.iterdir())
         left = sorted(name for name in names if not name.startswith("torchinductor_"))
         return [f"it left the temporary file {name}" for name in left]
@@ -218,10 +221,10 @@ class Campaign:
 
 
 def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
-    """Watch a training that nothing disturbs to its end. The figures mean nothing if it fails."""
-    session.await_that(lambda: session.num_finished > 0, _UNDISTURBED_S)
+    """Measure an undisturbed training to its end. The figures are meaningless if it fails."""
+    session.wait_until(lambda: session.num_finished > 0, _UNDISTURBED_S)
     start_s = time.monotonic() - session.began_s
-    session.await_that(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
+    session.wait_until(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
     trained_s = time.monotonic()
     while session.exit_code is None and any(each.rank is not None for each in session.processes):
         time.sleep(_LOOK_S)
@@ -232,6 +235,7 @@ def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
 
 
 def _await_end(session: TrainingSession, timeout_s: float) -> bool:
+    """Wait until no process of the session is left; returns False on timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not session.has_ended:
         if time.monotonic() > deadline_s:
@@ -241,6 +245,7 @@ def _await_end(session: TrainingSession, timeout_s: float) -> bool:
 
 
 def _earlier(fault: Fault) -> Fault:
+    """The fault with an earlier moment."""
     after_step = fault.after_step if fault.stage is Stage.CLOSE else fault.after_step // 2
     stage = Stage.STEP if fault.stage is Stage.SAVE else fault.stage
     return replace(fault, stage=stage, after_step=after_step, share=fault.share / 2)

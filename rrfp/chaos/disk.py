@@ -1,9 +1,8 @@
-"""A file system that can be made full.
+"""A file system that can be filled up.
 
-Where this process may mount, it is a small one in memory, mounted where this process and what it
-starts see it, and nobody else; it is gone with the last of them. Elsewhere no process of the
-training may write to a file for a while, which it learns by another error than that of a full disk.
-"""
+If this process may mount, the disk is a tmpfs in a private mount namespace: only this process and
+its children see it, and it vanishes with the last of them. Otherwise a limit on file sizes keeps
+the training's processes from writing, which fails with another error than a full disk."""
 
 import os
 import resource
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rrfp import system as libc
-from rrfp.chaos.session import Marked, Process
+from rrfp.chaos.session import MarkedProcesses, Process
 
 _CLONE_NEWNS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32
@@ -24,47 +23,47 @@ _PAUSE_S = 0.002
 
 
 class Disk(Protocol):
-    """Where a training writes."""
+    """Directory of a training whose writes can be made to fail."""
 
     path: Path
 
-    def fill(self, processes: Marked) -> None:
-        """Let nobody write there any more. May raise OSError."""
+    def fill(self, processes: MarkedProcesses) -> None:
+        """Make writes of these processes fail. May raise OSError."""
 
-    def empty(self, processes: Marked) -> None:
-        """Let everybody write there again. May raise OSError."""
+    def empty(self, processes: MarkedProcesses) -> None:
+        """Let these processes write again. May raise OSError."""
 
     def close(self) -> None:
-        """Remove it, with what is in it."""
+        """Remove the disk with its contents."""
 
 
 class PrivateDisk:
-    """One of this process' own, mounted on a directory."""
+    """A tmpfs of this process, mounted on a directory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where this process may not mount."""
+        """Mount it. Raises OSError if this process may not mount."""
         self.path = path
-        # Nobody else is to see it, nor to have to remove it.
+        # A private namespace hides the mount from other processes and removes it at exit.
         libc.call("unshare", _CLONE_NEWNS)
         libc.call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         self._mount(0, "mode=0700")
 
-    def fill(self, processes: Marked) -> None:
+    def fill(self, processes: MarkedProcesses) -> None:
         deadline_s = time.monotonic() + _FILL_S
         while True:
-            told = os.statvfs(self.path)
-            used = (told.f_blocks - told.f_bfree) * told.f_frsize
+            status = os.statvfs(self.path)
+            used = (status.f_blocks - status.f_bfree) * status.f_frsize
             try:
                 self._mount(_MS_REMOUNT, f"size={used}")
             except OSError:
-                # What was written in between needs more.
+                # A process wrote in between, so that `used` is too small.
                 if time.monotonic() > deadline_s:
                     raise
             else:
                 return
             time.sleep(_PAUSE_S)
 
-    def empty(self, processes: Marked) -> None:
+    def empty(self, processes: MarkedProcesses) -> None:
         self._mount(_MS_REMOUNT, "size=50%")
 
     def close(self) -> None:
@@ -76,20 +75,20 @@ class PrivateDisk:
 
 
 class LimitedFiles:
-    """The limit on the size of files, of each process of a training."""
+    """A limit on file sizes, set for each process of a training."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._before: dict[Process, tuple[int, int]] = {}
 
-    def fill(self, processes: Marked) -> None:
+    def fill(self, processes: MarkedProcesses) -> None:
         for process in processes:
             with suppress(ProcessLookupError):
                 limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
                 self._before[process] = limits
 
-    def empty(self, processes: Marked) -> None:
+    def empty(self, processes: MarkedProcesses) -> None:
         for process in {*processes} & self._before.keys():
             with suppress(ProcessLookupError):
                 limits = self._before.pop(process)
@@ -100,7 +99,7 @@ class LimitedFiles:
 
 
 def disk_at(path: Path) -> Disk:
-    """A disk on this directory, as good as this process may make it."""
+    """A `PrivateDisk` on this directory if this process may mount, otherwise `LimitedFiles`."""
     with suppress(OSError):
         return PrivateDisk(path)
     return LimitedFiles(path)

@@ -1,35 +1,35 @@
-"""Injects a fault into a session of training, at its moment."""
+"""Injects a fault into a training session at its planned moment."""
 
 import signal
 import time
 from dataclasses import dataclass
 
 from rrfp.chaos.disk import Disk
-from rrfp.chaos.plan import OF_LINKS, Fault, FaultKind, Stage
+from rrfp.chaos.plan import LINK_FAULTS, Fault, FaultKind, Stage
 from rrfp.chaos.session import Process, TrainingSession
 from rrfp.runtime.net.faults import LinkFault, order, shown_links
 
 _SAVE_S = 0.15
-"""What a small checkpoint takes."""
+"""Time to write a small checkpoint."""
 _PROCESS_S = 30.0
-"""How long the process of a rank may take to be there."""
+"""Longest time until a rank's process exists."""
 _LOOK_S = 0.05
 _OBEY_S = 10.0
-"""How long a link may take to obey: its heartbeats make it look every second."""
+"""Longest time until a link executes an order; heartbeats make it check every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the undisturbed training took."""
+    """Durations of the undisturbed training."""
 
     start_s: float
-    """For its start and its first step."""
+    """From the launch to the end of the first step."""
     step_s: float
-    """For another step."""
+    """Mean time of each further step."""
     close_s: float
-    """For the end of its ranks, after the last step."""
+    """From the last step to the end of the ranks."""
     end_s: float
-    """For the end of the launcher, too."""
+    """From the last step to the end of the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class Injected:
     """A fault that was injected."""
 
     at_s: float
-    """When, by the monotonic clock."""
+    """Time of injection by the monotonic clock."""
     num_finished: int
-    """How many steps of the training were finished by then."""
+    """Number of training steps finished at that time."""
     rank: int | None = None
-    """Whose process was signalled, unless it was the launcher's."""
+    """Rank whose process got a signal; None for the launcher."""
     link: tuple[int, int] | None = None
-    """The ranks whose link was harmed."""
+    """The two ranks of the disturbed link."""
     path: str | None = None
-    """Where the disk was full."""
+    """Path of the disk that was filled."""
 
     @property
     def victim(self) -> str:
-        """In words."""
+        """Name of the target for messages: `rank 2`, `launcher`, `link 0-1` or `disk`."""
         if self.link is not None:
             return f"link {self.link[0]}-{self.link[1]}"
         if self.path is not None:
@@ -57,15 +57,15 @@ class Injected:
         return "launcher" if self.rank is None else f"rank {self.rank}"
 
 
-def await_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
-    """Wait for the moment of a fault; tells whether it came before the session ended."""
+def wait_for_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
+    """Wait for the moment of a fault; returns False if the session ended before it."""
     match fault.stage:
         case Stage.START if session.num_finished == session.first_step:
             passed_s = time.monotonic() - session.began_s
             return session.sleep(max(0.0, fault.share * pace.start_s - passed_s))
         case Stage.SAVE:
-            # Before its first step it may be one that the session before has left.
-            has_come = session.await_that(
+            # A save seen before the first step may be one that the last session left unfinished.
+            has_come = session.wait_until(
                 lambda: (
                     session.num_finished > session.first_step
                     and session.checkpoints.is_saving(fault.after_step)
@@ -74,17 +74,17 @@ def await_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: 
             )
             length_s = _SAVE_S
         case _:
-            # A step is under way as soon as the one before it is finished.
+            # A step begins as soon as the previous one is finished.
             num_finished = max(fault.after_step, session.first_step + 1)
-            has_come = session.await_that(lambda: session.num_finished >= num_finished, timeout_s)
+            has_come = session.wait_until(lambda: session.num_finished >= num_finished, timeout_s)
             length_s = pace.close_s if fault.stage is Stage.CLOSE else pace.step_s
     return has_come and session.sleep(fault.share * length_s)
 
 
 def inject(session: TrainingSession, fault: Fault, disk: Disk) -> Injected | None:
-    """Inject a fault now, and end it if it passes; None if what it is for is not there any more."""
-    if fault.kind in OF_LINKS:
-        return _harm_link(session, fault)
+    """Inject a fault now and wait for its end if it is temporary; None if its target is gone."""
+    if fault.kind in LINK_FAULTS:
+        return _disturb_link(session, fault)
     if fault.kind is FaultKind.DISK:
         return _fill(session, fault, disk)
     return _signal(session, fault)
@@ -105,6 +105,7 @@ def _signal(session: TrainingSession, fault: Fault) -> Injected | None:
 
 
 def _process(session: TrainingSession, fault: Fault) -> Process | None:
+    """The process of the fault's rank, once it exists, or of the launcher; None if it is gone."""
     if fault.rank is None:
         return session.launcher
     deadline_s = time.monotonic() + _PROCESS_S
@@ -116,7 +117,7 @@ def _process(session: TrainingSession, fault: Fault) -> Process | None:
     return None
 
 
-def _harm_link(session: TrainingSession, fault: Fault) -> Injected | None:
+def _disturb_link(session: TrainingSession, fault: Fault) -> Injected | None:
     links = shown_links(session.orders)
     if not links:
         return None
@@ -124,7 +125,7 @@ def _harm_link(session: TrainingSession, fault: Fault) -> Injected | None:
     kind = LinkFault(fault.kind)
     number = fault.draw if kind is LinkFault.CORRUPT else fault.hold_s
     pending = order(session.orders, link, kind, number)
-    if not session.await_that(lambda: not pending.exists(), _OBEY_S):
+    if not session.wait_until(lambda: not pending.exists(), _OBEY_S):
         pending.unlink(missing_ok=True)
         return None
     rank, peer = link.split("-")

@@ -1,7 +1,7 @@
-"""Which faults a campaign injects, of whom and when: a function of its seed alone.
+"""The plan of a campaign: faults with their targets and moments, determined by the seed alone.
 
-A campaign disturbs training after training, each with a few faults, one after the other. A fault
-comes at a stage of the training, and by a share of that stage's time into it.
+A campaign runs several trainings and injects a few faults into each, one after the other. The
+moment of a fault is a stage of the training plus a fraction of that stage's time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,20 @@ from itertools import pairwise
 from random import Random
 
 PER_TRAINING = 5
-"""Faults that one training has to come through."""
+"""Number of faults per training."""
 
 
 class FaultKind(StrEnum):
-    """What can be done to a training."""
+    """Kind of fault."""
 
     KILL = "kill"
     """A process gets a signal that ends it."""
     STOP = "stop"
-    """A rank is stopped (SIGSTOP), for good."""
+    """A rank is stopped permanently (SIGSTOP)."""
     CONT = "cont"
-    """A process is stopped, and goes on (SIGCONT) after some seconds."""
+    """A process is stopped and continued (SIGCONT) after some seconds."""
     DROP = "drop"
-    """A connection between two ranks is closed under them."""
+    """A connection between two ranks is closed."""
     DELAY = "delay"
     """A connection between two ranks carries nothing for some seconds."""
     CORRUPT = "corrupt"
@@ -33,22 +33,22 @@ class FaultKind(StrEnum):
     """The file system of the run and its checkpoints is full for some seconds."""
 
 
-OF_LINKS = frozenset({FaultKind.DROP, FaultKind.DELAY, FaultKind.CORRUPT})
-"""Faults of our links, which Megatron's own schedule does not use."""
-PASSING = OF_LINKS | {FaultKind.CONT}
-"""Faults that are over by themselves, and that a training must survive."""
-_FATAL = frozenset({FaultKind.KILL, FaultKind.STOP})
-_OF_PROCESSES = _FATAL | {FaultKind.CONT}
-_LASTING = frozenset({FaultKind.CONT, FaultKind.DELAY, FaultKind.DISK})
+LINK_FAULTS = frozenset({FaultKind.DROP, FaultKind.DELAY, FaultKind.CORRUPT})
+"""Faults of rrfp's own links, which Megatron's own schedule does not use."""
+TEMPORARY_FAULTS = LINK_FAULTS | {FaultKind.CONT}
+"""Faults that end by themselves and that a training must survive."""
+_ENDING_FAULTS = frozenset({FaultKind.KILL, FaultKind.STOP})
+_PROCESS_FAULTS = _ENDING_FAULTS | {FaultKind.CONT}
+_FAULTS_WITH_DURATION = frozenset({FaultKind.CONT, FaultKind.DELAY, FaultKind.DISK})
 
 
 class Stage(StrEnum):
-    """When in a session of training a fault comes."""
+    """Stage of a training session at which a fault is injected."""
 
     START = "start"
     """Before its first step is finished."""
     STEP = "step"
-    """While a step is under way: its tasks, its optimizer, its evaluation."""
+    """During a step: its tasks, optimizer or evaluation."""
     SAVE = "save"
     """While a checkpoint is written."""
     CLOSE = "close"
@@ -56,50 +56,50 @@ class Stage(StrEnum):
 
 
 ENDING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM")
-"""What a kill sends. A run that saves takes SIGTERM as a request to save and end."""
+"""Signals of `FaultKind.KILL`. A run that saves treats SIGTERM as a request to save and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, as planned."""
+    """One planned fault."""
 
     number: int
-    """From 1 on, over the campaign."""
+    """Number within the campaign, from 1."""
     kind: FaultKind
     stage: Stage
     after_step: int
-    """How many steps of the training are finished by then."""
+    """Number of training steps finished before it."""
     share: float
-    """How far into the stage, of 1."""
+    """Moment within the stage, from 0 to 1."""
     rank: int | None = None
-    """Whose process; None: the launcher's, or the fault is none of processes."""
+    """Rank whose process gets the signal; None for the launcher, and for other kinds of fault."""
     signal: str = ""
-    """What a kill sends."""
+    """Name of the signal of a kill."""
     link: int = 0
-    """Which link, counted round all that there are."""
+    """Index of the disturbed link, modulo the number of links."""
     draw: int = 0
-    """Which bit is flipped."""
+    """Random number that selects the bit to flip."""
     hold_s: float = 0.0
-    """How long it lasts, if it passes."""
+    """Duration in seconds of a fault that ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Disturbed:
-    """What the trainings of a campaign look like."""
+class DisturbedTraining:
+    """Size of the trainings of a campaign, and the faults that they allow."""
 
     num_ranks: int
     num_steps: int
     save_every: int
     kinds: Sequence[FaultKind] = tuple(FaultKind)
-    """Those that can be injected here."""
+    """The kinds of fault that can be injected here."""
     most_hold_s: float = 3.0
-    """How long what passes may last."""
+    """Longest duration of a temporary fault."""
 
 
-def plan_faults(seed: int, num_faults: int, training: Disturbed) -> list[list[Fault]]:
-    """The faults of each training, in their order. All kinds are about equally frequent."""
+def plan_faults(seed: int, num_faults: int, training: DisturbedTraining) -> list[list[Fault]]:
+    """Plan the faults of each training, in order. All kinds are about equally frequent."""
     draw = Random(seed)
-    kinds = _dealt(training.kinds, num_faults, draw)
+    kinds = _shuffled_kinds(training.kinds, num_faults, draw)
     per_training = min(PER_TRAINING, training.num_steps)
     return [
         _faults_of(number, kinds[number : number + per_training], training, draw)
@@ -107,54 +107,55 @@ def plan_faults(seed: int, num_faults: int, training: Disturbed) -> list[list[Fa
     ]
 
 
-def _dealt(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -> list[FaultKind]:
-    """As from a deck that is shuffled anew each time that it is used up."""
-    dealt: list[FaultKind] = []
-    while len(dealt) < num_faults:
-        dealt += draw.sample(kinds, len(kinds))
-    return dealt[:num_faults]
+def _shuffled_kinds(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -> list[FaultKind]:
+    """A sequence of `num_faults` kinds, made of random permutations of all kinds."""
+    shuffled: list[FaultKind] = []
+    while len(shuffled) < num_faults:
+        shuffled += draw.sample(kinds, len(kinds))
+    return shuffled[:num_faults]
 
 
 def _faults_of(
-    number: int, kinds: Sequence[FaultKind], training: Disturbed, draw: Random
+    number: int, kinds: Sequence[FaultKind], training: DisturbedTraining, draw: Random
 ) -> list[Fault]:
-    """The faults of one training. Each has a part of the steps to itself, so that whatever ends a
-    session does so before the next one's moment."""
-    parts = _parts(training.num_steps, len(kinds))
+    """The faults of one training. Each has its own part of the steps, so that a fault that ends a
+    session does so before the moment of the next fault."""
+    edges = [training.num_steps * index // len(kinds) for index in range(len(kinds) + 1)]
+    parts = [range(first, after) for first, after in pairwise(edges)]
     faults: list[Fault] = []
     for index, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
-        is_at_start = index == 0 or kinds[index - 1] in _FATAL
+        is_at_start = index == 0 or kinds[index - 1] in _ENDING_FAULTS
         stages = [*_stages(kind, part, training, is_at_start, index == len(kinds) - 1)]
         stage = draw.choice(stages)
         faults.append(_fault(number + index + 1, kind, stage, part, training, draw))
     return faults
 
 
-def _parts(num_steps: int, num_parts: int) -> list[range]:
-    edges = [num_steps * index // num_parts for index in range(num_parts + 1)]
-    return [range(first, after) for first, after in pairwise(edges)]
-
-
 def _stages(
-    kind: FaultKind, part: range, training: Disturbed, is_at_start: bool, is_last: bool
+    kind: FaultKind, part: range, training: DisturbedTraining, is_at_start: bool, is_last: bool
 ) -> Iterator[Stage]:
     yield Stage.STEP
     if _saves(part, training):
         yield Stage.SAVE
-    if kind in _OF_PROCESSES:
+    if kind in _PROCESS_FAULTS:
         if is_at_start:
             yield Stage.START
         if is_last:
             yield Stage.CLOSE
 
 
-def _saves(part: range, training: Disturbed) -> list[int]:
-    """The steps after which a checkpoint is written; the one after the last step is `CLOSE`'s."""
+def _saves(part: range, training: DisturbedTraining) -> list[int]:
+    """The steps after which a checkpoint is written, except the last, which belongs to `CLOSE`."""
     return [step for step in part if step and step % training.save_every == 0]
 
 
 def _fault(
-    number: int, kind: FaultKind, stage: Stage, part: range, training: Disturbed, draw: Random
+    number: int,
+    kind: FaultKind,
+    stage: Stage,
+    part: range,
+    training: DisturbedTraining,
+    draw: Random,
 ) -> Fault:
     match stage:
         case Stage.START:
@@ -166,7 +167,7 @@ def _fault(
         case Stage.CLOSE:
             after_step = training.num_steps
     rank: int | None = draw.randrange(training.num_ranks)
-    # Nobody watches over the launcher: one that is stopped for good is not found.
+    # No process watches the launcher, so a permanent stop of it would go undetected.
     if kind in (FaultKind.KILL, FaultKind.CONT) and draw.randrange(training.num_ranks + 1) == 0:
         rank = None
     return Fault(
@@ -175,9 +176,9 @@ def _fault(
         stage,
         after_step,
         share=draw.random(),
-        rank=rank if kind in _OF_PROCESSES else None,
+        rank=rank if kind in _PROCESS_FAULTS else None,
         signal=draw.choice(ENDING_SIGNALS) if kind is FaultKind.KILL else "",
-        link=draw.randrange(2**16) if kind in OF_LINKS else 0,
+        link=draw.randrange(2**16) if kind in LINK_FAULTS else 0,
         draw=draw.randrange(2**16) if kind is FaultKind.CORRUPT else 0,
-        hold_s=draw.uniform(0.5, training.most_hold_s) if kind in _LASTING else 0.0,
+        hold_s=draw.uniform(0.5, training.most_hold_s) if kind in _FAULTS_WITH_DURATION else 0.0,
     )

@@ -1,4 +1,4 @@
-"""One call of `rrfp train` as a process that is watched from outside, and that may be harmed."""
+"""One `rrfp train` process with its ranks, observed from outside and signalled by faults."""
 
 import json
 import os
@@ -20,11 +20,10 @@ from rrfp.trace.safe_files import create_new
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.settings import DECLARED, TrainSettings
 
-# The processes of one training: found by the mark in their environment, and only they signalled.
+# The processes of one training carry a mark in their environment, and only they get signals.
 #
-# A pid may be another process's by the time that it is used. So a signal goes through a descriptor
-# of the process, after that process has shown the mark and the time at which it was found to have
-# started.
+# A pid may belong to another process by the time it is used. A signal is therefore sent through a
+# pidfd, after a check that this process has the mark and the expected start time.
 
 
 _PROC = Path("/proc")
@@ -35,27 +34,27 @@ _END_LOOK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that carries the mark."""
+    """A process with the mark."""
 
     pid: int
     started: int
-    """When it was started, in ticks since the machine was."""
+    """Start time in clock ticks since boot."""
     rank: int | None
-    """Which rank it is; None for the launcher, and for what a rank has started."""
+    """The rank that it runs; None for the launcher and for children of a rank."""
 
     def __str__(self) -> str:
         return f"process {self.pid}" if self.rank is None else f"rank {self.rank} (pid {self.pid})"
 
 
-class Marked:
-    """The processes whose environment has `variable=value`: the training's own, and all that it
-    has started."""
+class MarkedProcesses:
+    """The processes whose environment has `variable=value`: a training's processes and their
+    children."""
 
     def __init__(self, variable: str, value: str) -> None:
         self._mark = f"{variable}={value}".encode()
 
     def __iter__(self) -> Iterator[Process]:
-        """Those that are there now. One that has ended, but is still a zombie, is not."""
+        """Iterate over the processes that exist now, without zombies."""
         for folder in _PROC.iterdir():
             if folder.name.isdigit():
                 process = self._process(int(folder.name))
@@ -63,13 +62,13 @@ class Marked:
                     yield process
 
     def rank(self, rank: int) -> Process | None:
-        """The process of a rank, once it is there."""
+        """The process of a rank; None if it does not exist yet."""
         found = (process for process in self if process.rank == rank)
-        # What a rank has forked looks like it, and is younger.
+        # A forked child of a rank looks the same but is younger.
         return min(found, key=lambda process: process.started, default=None)
 
     def send(self, process: Process, number: signal.Signals) -> bool:
-        """Send one of these processes a signal; tells whether it was still there."""
+        """Send a signal to one of these processes; returns False if it no longer exists."""
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -91,8 +90,8 @@ class Marked:
         return True
 
     def kill(self) -> None:
-        """End all of them, and what they start meanwhile. What waits inside the kernel outlives
-        it."""
+        """Kill all of them and their new children, for at most 5 s. Processes blocked in the kernel
+        may remain."""
         deadline_s = time.monotonic() + _KILL_S
         while (left := [*self]) and time.monotonic() < deadline_s:
             for process in left:
@@ -100,13 +99,14 @@ class Marked:
             time.sleep(_END_LOOK_S)
 
     def _process(self, pid: int) -> Process | None:
+        """The process with this pid; None if it is gone or does not carry the mark."""
         folder = _PROC / str(pid)
         with suppress(OSError, ValueError, IndexError):
             variables = (folder / "environ").read_bytes().split(b"\0")
             if self._mark not in variables:
                 return None
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            # The name in it may have blanks and brackets of its own.
+            # The process name before the last bracket may contain blanks and brackets itself.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             rank = next((word for word in variables if word.startswith(b"RANK=")), b"")
             is_rank = _RANK_MODULE.encode() in words and rank
@@ -119,11 +119,11 @@ _IMPORTED_FROM = str(Path(__file__).parents[2])
 
 
 class TrainingSession:
-    """One session of a training that saves, in processes that carry a mark of their own."""
+    """One session of a training with checkpoints; its processes carry a unique mark."""
 
     def __init__(self, settings: TrainSettings, own: Path, temporary: Path) -> None:
-        """Starts it. `own` is a new directory, for its output and the orders to its links;
-        `temporary` one of a short name, for its temporary files."""
+        """Start it. `own` is a new directory for its output and the orders to its links;
+        `temporary` is a directory with a short path for its temporary files."""
         assert settings.run.out is not None
         assert settings.run.save is not None
         self.run = RunDir(settings.run.out)
@@ -131,9 +131,9 @@ class TrainingSession:
         self.orders, self._output = own / "orders", own / "output"
         for directory in (own, self.orders):
             directory.mkdir(mode=0o700)
-        self.processes = Marked(variables.FAULTS, str(self.orders))
+        self.processes = MarkedProcesses(variables.FAULTS, str(self.orders))
         self.first_step = newest_step(self.checkpoints)
-        # Until the session has made the metrics its own, they are those of the one before.
+        # Until the session rewrites the metrics, the file is that of the previous session.
         self._metrics_before = _identity(self.run.metrics)
         self._outcome_before = _identity(self.run.outcome)
         self.began_s = time.monotonic()
@@ -153,47 +153,47 @@ class TrainingSession:
                 },
                 start_new_session=True,
             )
-        # A process that is made to crash is to leave no core behind.
+        # Injected crashes must not leave core files.
         with suppress(ProcessLookupError):
             resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
 
     @property
     def launcher(self) -> Process | None:
-        """Its first process, unless that has ended."""
+        """The launcher process; None if it has ended."""
         found = (process for process in self.processes if process.pid == self._process.pid)
         return next(found, None)
 
     @property
     def exit_code(self) -> int | None:
-        """That of the launcher, once it has ended."""
+        """Exit code of the launcher; None while it runs."""
         return self._process.poll()
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of it is left."""
+        """True if no process of it is left."""
         return self.exit_code is not None and not any(True for _ in self.processes)
 
     @property
     def num_finished(self) -> int:
-        """How many steps of the training are finished, as far as this session shows."""
+        """Number of finished training steps, as far as this session shows."""
         if self._metrics_before is not None and _identity(self.run.metrics) == self._metrics_before:
             return self.first_step
         return num_finished(self.run)
 
     @property
     def ending(self) -> Ending | None:
-        """What its launcher wrote about its end, if it came to write that."""
+        """The outcome that its launcher wrote; None if it wrote none."""
         if _identity(self.run.outcome) != self._outcome_before:
             with suppress(OSError):
                 return read_ending(self.run)
         return None
 
-    def said(self) -> str:
-        """Its output."""
+    def output(self) -> str:
+        """Text that its launcher has printed so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
-    def await_that(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until something holds; tells whether it does before the launcher has ended."""
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `holds()` is true; returns False if the launcher ends first, or on timeout."""
         deadline_s = time.monotonic() + timeout_s
         while not holds():
             if self.exit_code is not None or time.monotonic() > deadline_s:
@@ -202,13 +202,13 @@ class TrainingSession:
         return True
 
     def sleep(self, seconds: float) -> bool:
-        """Wait for some time; tells whether the launcher is still there after it."""
+        """Wait for some time; returns whether the launcher still runs then."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code is None
 
     def end(self) -> list[str]:
-        """End what is left of it, and tell what that was."""
+        """Kill the processes that are left; returns their names."""
         left = [str(process) for process in self.processes]
         self.processes.kill()
         self._process.wait()
@@ -216,18 +216,18 @@ class TrainingSession:
 
 
 def newest_step(checkpoints: CheckpointDir) -> int:
-    """How many steps the newest whole checkpoint has."""
+    """Number of training steps in the newest complete checkpoint; 0 without a checkpoint."""
     found = checkpoints.newest(with_content=False)
     return 0 if found is None else found.step
 
 
 def num_finished(run: RunDir) -> int:
-    """How many steps are finished by a run's metrics."""
+    """Number of finished steps according to a run's metrics."""
     return len(metric_lines(run))
 
 
 def metric_lines(run: RunDir) -> list[dict[str, Any]]:
-    """The metrics of the finished steps; a line that is not whole is of none."""
+    """The metrics of the finished steps, without an incomplete last line."""
     try:
         *lines, _ = run.metrics.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
@@ -236,7 +236,7 @@ def metric_lines(run: RunDir) -> list[dict[str, Any]]:
 
 
 def flags_of(settings: TrainSettings) -> list[str]:
-    """The flags of `rrfp train` that mean these settings."""
+    """The flags of `rrfp train` that give these settings."""
     flags = []
     for name, value in settings.described().items():
         flag = f"--{DECLARED[name].spelled}"
@@ -248,9 +248,9 @@ def flags_of(settings: TrainSettings) -> list[str]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is replaced or written."""
+    """A file's inode and mtime, which change when it is replaced or written; None if missing."""
     try:
-        told = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return told.st_ino, told.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns

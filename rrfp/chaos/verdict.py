@@ -1,4 +1,4 @@
-"""Whether a training bore a fault as it must: a function of what was seen of it."""
+"""Verdicts: whether a training detected, attributed and survived a fault as required."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,31 +7,28 @@ from typing import Any
 import torch
 
 from rrfp.chaos.injection import Injected
-from rrfp.chaos.plan import PASSING, Fault
+from rrfp.chaos.plan import TEMPORARY_FAULTS, Fault
 from rrfp.chaos.session import metric_lines
 from rrfp.trace.outcome import Ending, Outcome
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints.directory import LOCK, CheckpointDir
 from rrfp.train.checkpoints.reading import differences, read_tensors
 
-# What a training has learned, and where two differ.
-
-
 _FIGURES = ("step", "loss", "grad_norm", "heldout_loss", "tokens")
-"""Those of the metrics that do not follow the time."""
+"""The metrics that do not depend on timing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """The figures of every step, the parameters and the optimizer's state after the last one."""
+class TrainingResult:
+    """The result of a training: its metrics, and its parameters and optimizer state at the end."""
 
     figures: list[dict[str, Any]]
     tensors: dict[str, torch.Tensor]
     unfinished: tuple[str, ...]
-    """Files that a writer has left half-written."""
+    """Files that are still incomplete."""
 
-    def difference(self, other: "Learned") -> str:
-        """Where this one differs from the other, to the last bit; empty if it does not."""
+    def difference(self, other: "TrainingResult") -> str:
+        """The first difference from another result, as a sentence; empty if all bits are equal."""
         if self.figures != other.figures:
             pairs = zip(self.figures, other.figures, strict=False)
             step = next((one["step"] for one, two in pairs if one != two), len(self.figures))
@@ -42,8 +39,8 @@ class Learned:
         return f"it left {self.unfinished[0]} half-written" if self.unfinished else ""
 
 
-def learned(run: RunDir, checkpoints: CheckpointDir) -> Learned:
-    """What a training that has ended has learned."""
+def read_result(run: RunDir, checkpoints: CheckpointDir) -> TrainingResult:
+    """Read the result of a training that has ended."""
     found = checkpoints.newest()
     assert found is not None
     lines = metric_lines(run)
@@ -53,7 +50,7 @@ def learned(run: RunDir, checkpoints: CheckpointDir) -> Learned:
         for entry in directory.iterdir()
         if entry.name.startswith(".") and entry.name != LOCK
     ]
-    return Learned(
+    return TrainingResult(
         [{name: line[name] for name in _FIGURES} for line in lines],
         read_tensors(found.path),
         tuple(unfinished),
@@ -61,36 +58,35 @@ def learned(run: RunDir, checkpoints: CheckpointDir) -> Learned:
 
 
 GRACE_S = 20.0
-"""How much longer than its silence a run may take after a fault to end, or to show that it goes
-on."""
+"""Time beyond `--silence` within which a run must end after a fault, or show that it goes on."""
 _BUGS = ("Traceback (most recent call last)", "this is a bug")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What was seen of a session after a fault."""
+class Observation:
+    """A session as observed after a fault."""
 
     injected: Injected
     seconds: float
-    """From the fault to the end of the last process, or until later steps were finished."""
+    """Time from the fault to the end of the last process, or until later steps were finished."""
     limit_s: float
-    """The most that this may be."""
+    """Upper limit for `seconds`."""
     exit_code: int | None
-    """The launcher's; None if it went on, or did not end."""
+    """Exit code of the launcher; None if it went on, or did not end."""
     went_on: bool
-    """Whether later steps were finished."""
+    """True if later steps were finished."""
     ending: Ending | None
-    """What `outcome.json` tells of a session that has ended."""
+    """Content of `outcome.json` of a session that has ended."""
     output: str
-    """That of the launcher."""
+    """Text that the launcher printed."""
     steps_lost: int = 0
-    """Finished steps that no checkpoint has."""
+    """Number of finished steps that no checkpoint has."""
     left: tuple[str, ...] = ()
-    """Checkpoints, processes and files that were lost or left, in words."""
+    """Complaints about lost checkpoints and about processes and files left behind."""
 
     @property
     def sentence(self) -> str:
-        """With which it ended."""
+        """The error with which the launcher ended."""
         return last_sentence(self.output)
 
     @property
@@ -100,32 +96,32 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a training made of a fault."""
+    """The verdict on a training's reaction to one fault."""
 
     fault: Fault
-    seen: Seen
+    observation: Observation
     has_survived: bool
     found_by: str
-    """Empty if the run went on."""
+    """The detector of the fault; empty if the run went on."""
     named_right: bool | None
-    """Whether it named whose fault it was; None if there was nothing to name."""
+    """True if the run named the right rank, link or disk; None if it had nothing to name."""
     complaints: tuple[str, ...]
-    """What was not as it must be."""
+    """Violated requirements, one sentence each."""
     is_same: bool | None = None
-    """Whether the training came out as the undisturbed one; None while it is not over."""
+    """True if the result equals that of the undisturbed training; None until the end."""
 
     @property
     def has_passed(self) -> bool:
         return not self.complaints and self.is_same is True
 
     def compared(self, difference: str) -> "Verdict":
-        """The same once the training is over; no `difference` means that it came out the same."""
+        """The verdict at the training's end; an empty `difference` means an equal result."""
         complaints = (*self.complaints, difference) if difference else self.complaints
         return replace(self, is_same=not difference, complaints=complaints)
 
 
-def judge(fault: Fault, seen: Seen) -> Verdict:
-    """What a session made of a fault."""
+def judge(fault: Fault, seen: Observation) -> Verdict:
+    """Judge a session's reaction to a fault."""
     has_survived = seen.went_on or (seen.exit_code == 0 and seen.outcome is Outcome.FINISHED)
     named_right = None if has_survived else _is_named_right(fault, seen)
     found_by = "" if has_survived else _found_by(fault, seen)
@@ -134,13 +130,14 @@ def judge(fault: Fault, seen: Seen) -> Verdict:
 
 
 def _complaints(
-    fault: Fault, seen: Seen, has_survived: bool, named_right: bool | None
+    fault: Fault, seen: Observation, has_survived: bool, named_right: bool | None
 ) -> Iterator[str]:
+    """Yield a sentence for each violated requirement."""
     if not has_survived and seen.exit_code is None:
         yield f"it neither ended nor went on in {seen.seconds:.0f} s"
     elif seen.seconds > seen.limit_s:
         yield f"it took {seen.seconds:.0f} s, above the limit of {seen.limit_s:.0f} s"
-    if not has_survived and fault.kind in PASSING:
+    if not has_survived and fault.kind in TEMPORARY_FAULTS:
         yield f"it should have survived: {seen.sentence}"
     if named_right is False:
         yield f"it did not name {seen.injected.victim}: {seen.sentence}"
@@ -151,27 +148,28 @@ def _complaints(
     yield from seen.left
 
 
-def _right_exit_codes(fault: Fault, seen: Seen) -> tuple[int | None, ...]:
+def _right_exit_codes(fault: Fault, seen: Observation) -> tuple[int | None, ...]:
     if _is_launcher_killed(fault, seen):
         return (seen.exit_code,)
-    return (0,) if _was_asked(fault, seen) else (1, None)
+    return (0,) if _ended_on_request(fault, seen) else (1, None)
 
 
-def _is_launcher_killed(fault: Fault, seen: Seen) -> bool:
-    """Whether nobody was left to say anything."""
+def _is_launcher_killed(fault: Fault, seen: Observation) -> bool:
+    """Return whether the launcher itself was killed, so that nothing could report the fault."""
     of_launcher = seen.injected.rank is None and bool(fault.signal)
     return of_launcher and seen.exit_code is not None and seen.exit_code < 0
 
 
-def _was_asked(fault: Fault, seen: Seen) -> bool:
-    """Whether the run ended well because a signal asked it to."""
+def _ended_on_request(fault: Fault, seen: Observation) -> bool:
+    """Return whether the run ended properly because SIGTERM requested it."""
     return fault.signal == "SIGTERM" and seen.exit_code == 0
 
 
-def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
+def _is_named_right(fault: Fault, seen: Observation) -> bool | None:
+    """Return whether a failed run named the fault's target; None if it had nothing to name."""
     injected = seen.injected
     culprit = None if seen.ending is None else seen.ending.culprit
-    if _was_asked(fault, seen) or _is_launcher_killed(fault, seen):
+    if _ended_on_request(fault, seen) or _is_launcher_killed(fault, seen):
         return None
     if injected.path is not None:
         return _names_disk(injected, seen.sentence)
@@ -182,33 +180,36 @@ def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
 
 
 def judge_late_end(verdicts: list[Verdict], sentence: str) -> None:
-    """Add to the last verdict of a session that had gone on after its faults, and then failed."""
-    # The last checkpoint may be due before a full disk has room again.
-    if not any(_names_disk(verdict.seen.injected, sentence) for verdict in verdicts):
+    """Add a complaint to the last verdict of a session that survived its faults and failed
+    later."""
+    # A failed save is accepted if the disk was full when the last checkpoint was due.
+    if not any(_names_disk(verdict.observation.injected, sentence) for verdict in verdicts):
         late = f"it ended later: {sentence}"
         verdicts[-1] = replace(verdicts[-1], complaints=(*verdicts[-1].complaints, late))
 
 
 def _names_disk(injected: Injected, sentence: str) -> bool:
-    """Whether an error names the disk that was filled. Every failure names the log, too."""
+    """Return whether an error names the filled disk. Paths of logs, which all errors name, do not
+    count."""
     path = injected.path
     return path is not None and path in sentence.replace(f"{path}/run/logs", "")
 
 
-def _found_by(fault: Fault, seen: Seen) -> str:
-    if _was_asked(fault, seen):
+def _found_by(fault: Fault, seen: Observation) -> str:
+    """Name what detected the fault of a run that ended."""
+    if _ended_on_request(fault, seen):
         return "request"
     if _is_launcher_killed(fault, seen):
         return "its ranks"
     culprit = None if seen.ending is None else seen.ending.culprit
     if culprit is not None:
         return str(culprit.found_by)
-    # Of a full disk nobody can take note on it.
+    # A full disk has no room for an outcome, so only the output can name it.
     return "output" if seen.injected.path is not None else "nobody"
 
 
 def last_sentence(output: str) -> str:
-    """The error with which a launcher ended, or else its last line."""
+    """The last error in a launcher's output, or else its last line."""
     lines = [line for line in output.splitlines() if line]
     errors = [line for line in lines if line.startswith("rrfp: ")]
     return next(reversed(errors or lines), "nothing")

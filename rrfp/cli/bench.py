@@ -16,6 +16,7 @@ from rrfp.cli.output import missing_for_charts
 from rrfp.cli.progress import progress, working
 from rrfp.errors import StoppedError, UsageError, did_you_mean
 from rrfp.inputs import setting
+from rrfp.requirements import install_hint
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.schedule.admission import Admit
 from rrfp.trace.run_dir import own_files
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rrfp.race.entries import Failure
     from rrfp.race.lineup import Lineup
     from rrfp.race.results import ResultRow
-    from rrfp.race.runner import BenchDir, Hosts, Modelled
+    from rrfp.race.runner import BenchDir, Hosts, ModelledTimes
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.settings import TrainSettings
 
@@ -59,9 +60,7 @@ def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
 def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) -> None:
     """Draw a chart a preset, if the extra that draws charts is installed."""
     if missing_for_charts():
-        typer.echo(
-            "No chart is drawn without the extra 'report' (pip install 'rrfp[report]')", err=True
-        )
+        typer.echo(f"Charts need another package: {install_hint('report')}", err=True)
         return
     from rrfp.analyze.charts.export import save
     from rrfp.race.chart import race_chart
@@ -179,8 +178,8 @@ def bench(options: BenchOptions) -> None:
 
     Example: rrfp bench rq1 --scale laptop --profile multimodal --steps 10
     """
-    from rrfp.race.lineup import Asked, line_up
-    from rrfp.race.presets import PRESETS, SCALES, preset_named
+    from rrfp.race.lineup import RaceOptions, line_up
+    from rrfp.race.presets import PRESETS, SCALES
     from rrfp.race.results import results
     from rrfp.race.runner import BenchDir, Hosts, check, model_entries
     from rrfp.race.systems import Project, check_installed, system_named
@@ -195,7 +194,7 @@ def bench(options: BenchOptions) -> None:
     if options.peer is not PeerChoice.ALL:
         for project in peers:
             check_installed(project, f"--peer {options.peer}")
-    asked = Asked(
+    asked = RaceOptions(
         peers=peers,
         holds=tuple(_bound(text) for text in options.hold or ()),
         admits=tuple(dict.fromkeys(options.admit or ())),
@@ -206,7 +205,7 @@ def bench(options: BenchOptions) -> None:
         seed=options.seed,
     )
     scale = SCALES[options.scale]
-    lineup = line_up([preset_named(name, scale) for name in names], scale, asked)
+    lineup = line_up([PRESETS[name] for name in names], scale, asked)
     if options.nnodes > 1 and options.out is None:
         raise UsageError("several hosts need --out DIR on a file system that all of them share")
     directory = options.out or Path("runs") / f"bench-{'-'.join(names)}-{options.scale}"
@@ -223,7 +222,7 @@ def bench(options: BenchOptions) -> None:
         )
     with own_files(), found.prepare(lineup, force=options.force):
 
-        def model() -> "dict[str, Modelled]":
+        def model() -> "dict[str, ModelledTimes]":
             with progress("Simulating", len(lineup.entries)) as advance:
                 return model_entries(lineup.entries.values(), found.models, lambda: advance(1))
 
@@ -261,7 +260,7 @@ def _race(
     lineup: "Lineup",
     found: "BenchDir",
     hosts: "Hosts",
-    models: "dict[str, Modelled] | None",
+    models: "dict[str, ModelledTimes] | None",
     *,
     retry: bool,
 ) -> None:

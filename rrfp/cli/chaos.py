@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rrfp.analyze.table import NUMBER, TEXT, Column, Table, Unit
-from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
+from rrfp.chaos.plan import LINK_FAULTS, DisturbedTraining, FaultKind, Stage, plan_faults
 from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import one_of, taking
 from rrfp.cli.options import PlainFormat
@@ -37,7 +37,7 @@ _SAME = {True: "yes", False: "no", None: "-"}
 
 def note_fault(verdict: "Verdict") -> None:
     """Say what became of a fault as soon as it is seen."""
-    seen = verdict.seen
+    seen = verdict.observation
     became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
     typer.echo(
         f"fault {verdict.fault.number}: {_what(verdict)} of {seen.injected.victim} in "
@@ -72,7 +72,7 @@ def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
 
 
 def _as_json(verdict: "Verdict") -> dict[str, object]:
-    fault, seen = verdict.fault, verdict.seen
+    fault, seen = verdict.fault, verdict.observation
     return {
         "number": fault.number,
         "kind": fault.kind,
@@ -102,12 +102,12 @@ def _table(verdicts: "Sequence[Verdict]") -> Table:
         [
             Column("#", [str(verdict.fault.number) for verdict in verdicts], marked=failed),
             column("fault", _what),
-            column("of", lambda verdict: verdict.seen.injected.victim),
+            column("of", lambda verdict: verdict.observation.injected.victim),
             column("when", _when),
             column("found by", lambda verdict: verdict.found_by or "survived"),
-            column("s", lambda verdict: f"{verdict.seen.seconds:.1f}", NUMBER),
+            column("s", lambda verdict: f"{verdict.observation.seconds:.1f}", NUMBER),
             column("named", lambda verdict: _NAMED[verdict.named_right]),
-            column("lost", lambda verdict: str(verdict.seen.steps_lost), NUMBER),
+            column("lost", lambda verdict: str(verdict.observation.steps_lost), NUMBER),
             column("same", lambda verdict: _SAME[verdict.is_same]),
         ],
         [
@@ -130,7 +130,7 @@ def _when(verdict: "Verdict") -> str:
     stage = verdict.fault.stage
     if stage in (Stage.START, Stage.CLOSE):
         return str(stage)
-    return f"{stage} {verdict.seen.injected.num_finished}"
+    return f"{stage} {verdict.observation.injected.num_finished}"
 
 
 _OWN = {
@@ -257,7 +257,7 @@ def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKi
         why = "a pipeline of one rank has no links"
     else:
         return kinds
-    left = tuple(kind for kind in kinds if kind not in OF_LINKS)
+    left = tuple(kind for kind in kinds if kind not in LINK_FAULTS)
     if not left:
         raise UsageError(f"{why}; choose another --fault, or another layout or dispatch")
     if left != kinds:
@@ -274,7 +274,7 @@ def _borne(
     from rrfp.chaos.disk import LimitedFiles, disk_at
 
     assert settings.run.save_every is not None
-    training = Disturbed(
+    training = DisturbedTraining(
         num_ranks=settings.layout.world_size,
         num_steps=settings.num_steps,
         save_every=settings.run.save_every,

@@ -46,7 +46,7 @@ def doctor(
         page = console()
         page.print(_table(checks) if page.width >= _TABLE_WIDTH else _list(checks))
     for check in checks:
-        if check.ends_runs_on(device):
+        if check.prevents_runs_on(device):
             raise RrfpError(check.advice)
 
 

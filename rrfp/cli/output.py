@@ -10,6 +10,7 @@ from rrfp.cli.console import print_report
 from rrfp.cli.options import PEOPLE, Format, parse_steps
 from rrfp.cli.progress import working
 from rrfp.errors import GateError, RrfpError, UsageError
+from rrfp.requirements import install_hint
 from rrfp.trace.records import EVALUATION, counted, step_names
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def check_report_extra() -> None:
     missing = missing_for_charts()
     if missing:
         raise RrfpError(
-            f"charts need {' and '.join(missing)}, which this installation lacks; install the "
-            "extra 'report' (pip install 'rrfp[report]')"
+            f"charts need {' and '.join(missing)}, which this installation lacks; "
+            f"{install_hint('report')}"
         )
 
 

@@ -1,5 +1,4 @@
-"""What this machine can do for a run: each thing tried out, with a figure and what to do about it.
+"""Checks of this machine: each tries out one thing that runs need, with a figure and advice.
 
-A file has the checks of one thing. What may hang, or takes an import of seconds, is asked of a
-process of its own.
+Checks that may hang, or whose imports take seconds, run in a process of their own.
 """

@@ -1,8 +1,8 @@
-"""CUDA IPC: a process exports a slab of device memory, and another copies out of it.
+"""The check of CUDA IPC: one process exports a slab of device memory, another copies out of it.
 
-Neither needs torch. A round is what a message does: the exporter copies its data into the slab,
-sees the copy done and tells the importer over a socket, which copies the data out of the slab and
-sees that done.
+Neither imports torch. A round transfers one message as runs do: the exporter copies its data into
+the slab, synchronizes and notifies the importer over a socket; the importer copies the data out of
+the slab and synchronizes.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from rrfp.doctor.checks import Check, State, absent, fails
+from rrfp.doctor.checks import Check, absent, fails, works
 from rrfp.errors import first_line
 from rrfp.runtime.device.cuda_runtime import HOW_TO_INSTALL, CudaPresence, CudaRuntime, has_bindings
 from rrfp.runtime.isolated_call import NoAnswerError, probe
@@ -24,45 +24,43 @@ _NUM_BYTES = 1 << 26
 _NUM_ROUNDS = 5
 _NUM_TIMINGS, _NUM_COPIES = 5, 20
 _SLOW_GB_S = 20.0
-"""PCIe of the fourth generation reaches as much between two GPUs."""
+"""The speed of PCIe 4.0 between two GPUs."""
 _TIMEOUT_S = 30.0
 _LIMIT_S = 120.0
 _NUMBER = struct.Struct("<q")
 
 
 def cuda_ipc(presence: CudaPresence) -> Check:
-    """The speed at which another process copies what this one exports: to the second GPU, or within
-    the only one."""
+    """Measure the speed of copies by another process of exported memory: from GPU 0 to GPU 1, or
+    within the only GPU."""
     if presence.problem is not None:
         return absent("cuda-ipc", "see gpu")
     if not has_bindings():
         return absent("cuda-ipc", f"cuda-bindings is not installed; {HOW_TO_INSTALL}")
     onto = min(1, len(presence.gpus) - 1)
     try:
-        taken_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
+        copy_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         return fails(
             "cuda-ipc",
             f"CUDA IPC does not work ({error}); in containers see pid-namespace, and --ipc=host",
         )
-    gb_s = _NUM_BYTES / taken_s / 1e9
-    is_slow = gb_s < _SLOW_GB_S
-    return Check(
+    gb_s = _NUM_BYTES / copy_s / 1e9
+    return works(
         "cuda-ipc",
-        State.SLOW if is_slow else State.OK,
         round(gb_s),
         "GB/s",
-        f"from GPU 0 to GPU {onto}, {_NUM_BYTES >> 20} MiB"
-        + ("; see nvidia-smi topo -m" if is_slow else ""),
+        f"from GPU 0 to GPU {onto}, {_NUM_BYTES >> 20} MiB",
+        "; see nvidia-smi topo -m" if gb_s < _SLOW_GB_S else "",
     )
 
 
 def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
-    """The median time that a copy of the importer's takes on its device, after so many rounds that
-    were checked.
+    """Median time in seconds of a copy by the importer, after `num_rounds` rounds with a check of
+    the data.
 
-    Exports from GPU 0 to a process that it starts, which imports `onto` another, or the same.
-    Raises RuntimeError if either fails.
+    Exports from GPU 0 to a process that it starts, which imports on GPU `onto`. Raises RuntimeError
+    if either fails.
     """
     cuda = CopyingCuda(0)
     slab, data = cuda.allocate(num_bytes), cuda.allocate(num_bytes)
@@ -73,53 +71,53 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
         theirs.close()
         ours.settimeout(_TIMEOUT_S)
         try:
-            _tell(ours, [handle.hex(), num_bytes, num_rounds, onto])
-            _heard(ours)
+            _send_json(ours, [handle.hex(), num_bytes, num_rounds, onto])
+            _receive_json(ours)
             for number in range(num_rounds):
                 _send(cuda, ours, data, slab, num_bytes, number)
-            taken_s = float(_heard(ours))
-            # Only now is the slab no longer mapped by the importer.
+            copy_s = float(_receive_json(ours))
+            # The importer has unmapped the slab before it sent the time.
             cuda.free(slab)
         finally:
             ours.close()
             with suppress(subprocess.TimeoutExpired):
                 importer.wait(_TIMEOUT_S)
             importer.kill()
-    return taken_s
+    return copy_s
 
 
 def _send(
     cuda: "CopyingCuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
 ) -> None:
-    """A round of the exporter."""
+    """Run one round of the exporter."""
     cuda.call("cudaMemset", data, _filling(number), num_bytes)
     cuda.call("cudaDeviceSynchronize")
     cuda.copy(slab, data, num_bytes)
     cuda.synchronize()
     link.sendall(_NUMBER.pack(number))
-    _heard(link)
+    _receive_json(link)
 
 
 def _import(link: socket.socket) -> None:
-    """The importer's part. Whatever fails is told to the exporter."""
-    octets, num_bytes, num_rounds, onto = _heard(link)
+    """Run the importer: check the data of every round, then time copies and send the median."""
+    octets, num_bytes, num_rounds, onto = _receive_json(link)
     cuda = CopyingCuda(onto)
     slab = cuda.open(bytes.fromhex(octets))
     target = cuda.allocate(num_bytes)
-    _tell(link, "ready")
+    _send_json(link, "ready")
     for _ in range(num_rounds):
         (number,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
         cuda.copy(target, slab, num_bytes)
         cuda.synchronize()
         cuda.check_filled(target, _filling(number), num_bytes)
-        _tell(link, "as it was sent")
-    taken_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
+        _send_json(link, "as it was sent")
+    copy_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
     cuda.close(slab)
-    _tell(link, taken_s)
+    _send_json(link, copy_s)
 
 
 class CopyingCuda(CudaRuntime):
-    """The calls on one device, and a stream of it to copy on."""
+    """CUDA calls on one device, with a stream for copies."""
 
     def __init__(self, device: int) -> None:
         super().__init__(device)
@@ -131,7 +129,7 @@ class CopyingCuda(CudaRuntime):
         self.call("cudaMemcpyAsync", target, source, num_bytes, kind, self.stream)
 
     def copy_s(self, target: int, source: int, num_bytes: int) -> float:
-        """How long a copy takes on the device: of several in a row, which hide their launches."""
+        """Time of a copy on the device, averaged over several in a row, which hide launch times."""
         started, ended = self.call("cudaEventCreate"), self.call("cudaEventCreate")
         self.call("cudaEventRecord", started, self.stream)
         for _ in range(_NUM_COPIES):
@@ -145,7 +143,7 @@ class CopyingCuda(CudaRuntime):
         self.call("cudaStreamSynchronize", self.stream)
 
     def check_filled(self, source: int, octet: int, num_bytes: int) -> None:
-        """Raise RuntimeError unless all of it is this octet."""
+        """Raise RuntimeError unless all bytes equal `octet`."""
         here = ctypes.create_string_buffer(num_bytes)
         self.copy(ctypes.addressof(here), source, num_bytes)
         self.synchronize()
@@ -154,16 +152,16 @@ class CopyingCuda(CudaRuntime):
 
 
 def _filling(number: int) -> int:
-    """The octet that a round's data consist of: not that of the round before, nor of new memory."""
+    """The byte that fills a round's data. It differs from the last round's and from 0."""
     return number % 255 + 1
 
 
-def _tell(link: socket.socket, words: object) -> None:
+def _send_json(link: socket.socket, words: object) -> None:
     octets = json.dumps(words).encode()
     link.sendall(_NUMBER.pack(len(octets)) + octets)
 
 
-def _heard(link: socket.socket) -> Any:
+def _receive_json(link: socket.socket) -> Any:
     (length,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
     words = json.loads(_exactly(link, length))
     if isinstance(words, dict) and "error" in words:
@@ -191,7 +189,7 @@ def _main(descriptor: str) -> None:
         try:
             _import(link)
         except Exception as error:
-            _tell(link, {"error": f"{type(error).__name__}: {first_line(str(error))}"})
+            _send_json(link, {"error": f"{type(error).__name__}: {first_line(str(error))}"})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All checks, one after the other, so that none disturbs what another measures."""
+"""Runs all checks in sequence, so that none disturbs another's measurement."""
 
 from rrfp.doctor.checks import (
     Check,
@@ -22,10 +22,10 @@ from rrfp.train.settings import DeviceKind
 
 
 def diagnose() -> list[Check]:
-    """What this machine can do; GPUs come first. Takes some ten seconds."""
+    """Run all checks, GPUs first. Takes about ten seconds."""
     scratch = temporary_files()
-    if scratch.ends_runs_on(DeviceKind.CPU):
-        # Nor does any other check get there what it needs.
+    if scratch.prevents_runs_on(DeviceKind.CPU):
+        # Other checks need temporary files too.
         return [scratch]
     presence = cuda_presence()
     return [

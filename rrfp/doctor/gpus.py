@@ -1,4 +1,4 @@
-"""What the GPUs of this machine can do, each of them and in pairs."""
+"""The checks of GPUs: copies, clocks, copies between pairs, and the PID namespace for CUDA IPC."""
 
 import ctypes
 import re
@@ -8,20 +8,18 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from rrfp.doctor.checks import CUDA_RUNS, Check, State, absent, fails
+from rrfp.doctor.checks import CUDA_RUNS, Check, absent, fails, works
 from rrfp.runtime.device.cuda_runtime import CudaPresence
 from rrfp.runtime.isolated_call import NoAnswerError, probe
 
-# Which processes can import each other's CUDA memory: those of one PID namespace.
-
-
 _OWN = Path("/proc/self/ns/pid")
 _OF_THE_HOST = 0xEFFFFFFC
-"""The kernel's number of the first namespace, the same on every host."""
+"""Number of the initial PID namespace, the same on every host."""
 
 
 def pid_namespace(own: Path = _OWN) -> Check:
-    """The number of this process' namespace, to be compared between containers."""
+    """Find the number of this process's PID namespace. CUDA IPC works only within one namespace, so
+    users compare the number between containers."""
     try:
         found = re.search(r"\d+", str(own.readlink()))
     except OSError:
@@ -29,101 +27,91 @@ def pid_namespace(own: Path = _OWN) -> Check:
     if found is None:
         return absent("pid-namespace", f"{own} cannot be read; mount /proc")
     number = int(found[0])
-    advice = (
+    kind = (
         "that of the host"
         if number == _OF_THE_HOST
         else "of a container: ranks of a host that show another cannot use CUDA IPC with these; "
         "start containers with --pid=host"
     )
-    return Check("pid-namespace", State.OK, number, "", advice)
+    return works("pid-namespace", number, "", kind)
 
 
 _COPY_BYTES = 1 << 26
 _NUM_COPIES = 20
-"""In a row, which hide their launches."""
+"""Copies in a row, which hide launch times."""
 _NUM_TIMINGS = 5
 _SLEEP_CYCLES = 50_000_000
-"""Some 30 ms."""
+"""About 30 ms."""
 _CLOCK_RATE = 13
-"""CU_DEVICE_ATTRIBUTE_CLOCK_RATE, in kHz: the highest clock."""
+"""CU_DEVICE_ATTRIBUTE_CLOCK_RATE, the highest clock in kHz."""
 _LAG = 0.8
-"""A GPU that reaches less of what the best one reaches, or of its own highest clock, is slow."""
+"""A GPU below this fraction of the best GPU's speed, or of its own highest clock, is slow."""
 _LIMIT_S = 180.0
 
 
 def gpus(presence: CudaPresence) -> Iterator[Check]:
-    """The speed of copies on each GPU, their clocks, and the speed of copies between them."""
+    """Measure copies on each GPU, clocks, and copies between GPUs."""
     if presence.problem is not None:
         yield absent("gpu", presence.problem, CUDA_RUNS)
         yield absent("gpu-clock", "see gpu")
         yield absent("peer-access", "see gpu")
         return
     try:
-        told = probe(gpu_figures, limit_s=_LIMIT_S)
+        figures = probe(gpu_figures, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         yield fails("gpu", f"CUDA failed while it was measured ({error})", CUDA_RUNS)
         return
-    yield _copies(presence, told["copy_gb_s"])
-    yield _clocks(told["clock_mhz"], told["highest_mhz"])
-    yield _peers(told["peer_gb_s"])
+    yield _copy_check(presence, figures["copy_gb_s"])
+    yield _clock_check(figures["clock_mhz"], figures["highest_mhz"])
+    yield _peer_check(figures["peer_gb_s"])
 
 
-def _copies(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
+def _copy_check(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
     names = sorted({gpu.name for gpu in presence.gpus})
     least_bytes = min(gpu.memory_bytes for gpu in presence.gpus)
     found = f"{len(presence.gpus)} x {' and '.join(names)}, {least_bytes / 2**30:.0f} GiB"
     slowest = min(range(len(copy_gb_s)), key=copy_gb_s.__getitem__)
     is_slow = copy_gb_s[slowest] < _LAG * max(copy_gb_s)
-    return Check(
-        "gpu",
-        State.SLOW if is_slow else State.OK,
-        round(copy_gb_s[slowest]),
-        "GB/s",
-        f"{found}; GPU {slowest} is far slower than the best, see what else runs on it"
-        if is_slow
-        else found,
-        CUDA_RUNS,
+    remedy = f"; GPU {slowest} is far slower than the best, see what else runs on it"
+    return works(
+        "gpu", round(copy_gb_s[slowest]), "GB/s", found, remedy if is_slow else "", CUDA_RUNS
     )
 
 
-def _clocks(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
-    # Some drivers tell no highest clock.
+def _clock_check(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
+    # Some drivers report 0 as the highest clock.
     of_mhz = [max(each, clock) for each, clock in zip(highest_mhz, clock_mhz, strict=True)]
     slowest = min(range(len(of_mhz)), key=lambda index: clock_mhz[index] / of_mhz[index])
     is_slow = clock_mhz[slowest] < _LAG * of_mhz[slowest]
-    advice = f"GPU {slowest} under a light load, of {of_mhz[slowest]:.0f} at most"
-    return Check(
+    return works(
         "gpu-clock",
-        State.SLOW if is_slow else State.OK,
         round(clock_mhz[slowest]),
         "MHz",
-        f"{advice}; nvidia-smi -q -d PERFORMANCE says what holds it back" if is_slow else advice,
+        f"GPU {slowest} under a light load, of {of_mhz[slowest]:.0f} at most",
+        "; nvidia-smi -q -d PERFORMANCE says what holds it back" if is_slow else "",
     )
 
 
-def _peers(peer_gb_s: Sequence[tuple[int, int, bool, float]]) -> Check:
+def _peer_check(peer_gb_s: Sequence[tuple[int, int, bool, float]]) -> Check:
     if not peer_gb_s:
         return absent("peer-access", "there is one GPU, so none has a peer")
     one, other, _, slowest = min(peer_gb_s, key=lambda pair: pair[3])
     num_without = sum(not has_access for _, _, has_access, _ in peer_gb_s)
-    advice = f"from GPU {one} to {other}, the slowest pair"
-    if num_without:
-        advice = (
-            f"{advice}; {num_without} of {len(peer_gb_s)} pairs copy by way of the host, see "
-            "nvidia-smi topo -m"
-        )
-    return Check(
+    remedy = (
+        f"; {num_without} of {len(peer_gb_s)} pairs copy by way of the host, see nvidia-smi topo -m"
+    )
+    return works(
         "peer-access",
-        State.SLOW if num_without else State.OK,
         round(slowest),
         "GB/s",
-        advice,
+        f"from GPU {one} to {other}, the slowest pair",
+        remedy if num_without else "",
     )
 
 
 def gpu_figures() -> dict[str, Any]:
-    """What each GPU reaches, and each ordered pair. Initialises CUDA in this process, and raises
-    torch's own errors where that fails."""
+    """Measure each GPU and each ordered pair. Initializes CUDA in this process; raises torch's own
+    errors if that fails."""
     import torch
 
     torch.cuda.current_device()
@@ -140,31 +128,33 @@ def gpu_figures() -> dict[str, Any]:
 
 
 def copy_gb_s(source: int, target: int, num_bytes: int = _COPY_BYTES) -> float:
-    """The speed of copies from GPU to GPU, or within one: bytes copied, not read and written."""
+    """Speed of copies from GPU to GPU, or within one. Each byte counts once, not as read and
+    write."""
     import torch
 
     data = torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{source}")
     copied = torch.empty_like(data, device=f"cuda:{target}")
-    taken_s = _taken_s(source, lambda: copied.copy_(data, non_blocking=True), _NUM_COPIES)
+    copy_s = _median_s(source, lambda: copied.copy_(data, non_blocking=True), _NUM_COPIES)
     if not bool((copied == 1).all()):
         raise RuntimeError(f"a copy from GPU {source} to GPU {target} is corrupt")
-    return num_bytes / taken_s / 1e9
+    return num_bytes / copy_s / 1e9
 
 
 def _clock_mhz(index: int) -> float:
-    """The clock of the GPU, by a kernel that spins for a number of its cycles."""
+    """Clock of the GPU, measured with a kernel that spins for a known number of cycles."""
     import torch
 
     cuda: Any = torch.cuda  # declares no types here
-    return _SLEEP_CYCLES / _taken_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 1) / 1e6
+    return _SLEEP_CYCLES / _median_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 1) / 1e6
 
 
-def _taken_s(index: int, work: Callable[[], object], num_times: int) -> float:
-    """The median time of work on the current stream of a GPU, done so many times in a row."""
+def _median_s(index: int, work: Callable[[], object], num_times: int) -> float:
+    """Median time in seconds of one call of `work` on a GPU's current stream, in timings of
+    `num_times` calls each."""
     import torch
 
     cuda: Any = torch.cuda
-    taken_s: list[float] = []
+    times_s: list[float] = []
     with torch.cuda.device(index):
         for _ in range(_NUM_TIMINGS + 1):
             started, ended = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -173,13 +163,13 @@ def _taken_s(index: int, work: Callable[[], object], num_times: int) -> float:
                 work()
             ended.record()
             ended.synchronize()
-            taken_s.append(started.elapsed_time(ended) / 1e3 / num_times)
-    # The first one may wait for code to be loaded, and for clocks to rise.
-    return statistics.median(taken_s[1:])
+            times_s.append(started.elapsed_time(ended) / 1e3 / num_times)
+    # The first timing may include loading of code, and low clocks.
+    return statistics.median(times_s[1:])
 
 
 def _highest_mhz(index: int) -> float:
-    """The highest clock of the GPU, as its driver tells."""
+    """Highest clock of the GPU according to its driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, khz = ctypes.c_int(), ctypes.c_int()
     for code in (

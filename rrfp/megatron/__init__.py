@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.compatibility import check_for_drop_in
-from rrfp.megatron.installation import GETTER, refuse_newer
+from rrfp.megatron.installation import GETTER, refuse_unknown_arguments
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
-from rrfp.megatron.job.schedule_patches import DropIn, StandIn, put_after_import, put_now
-from rrfp.megatron.native.patch import RecordedNative
+from rrfp.megatron.job.schedule_patches import (
+    DropInPatch,
+    SchedulePatch,
+    install_after_import,
+    install_now,
+)
+from rrfp.megatron.native.patch import NativePatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.trace.records import Record
@@ -41,7 +46,7 @@ def get_forward_backward_func(
     that a training loop calls once per step. `rrfp.megatron.dropin` says what that function
     promises. Raises UsageError for a Megatron-Core that rrfp does not know."""
     check_for_drop_in(settings or DispatchSettings())
-    refuse_newer(GETTER, newer)
+    refuse_unknown_arguments(GETTER, newer)
     # After the check, because it imports names that another Megatron-Core may not have.
     from rrfp.megatron import dropin
 
@@ -75,7 +80,7 @@ def install(
     if out is None and steps is not None:
         raise UsageError(f"steps {steps} are to be recorded nowhere; say where with out=DIRECTORY")
     request = None if out is None else _request("install()", out, steps)
-    stand_in = DropIn(settings or DispatchSettings(), request)
+    stand_in = DropInPatch(settings or DispatchSettings(), request)
     _put(stand_in, "install()", at_import=at_import, is_recorded=request is not None)
 
 
@@ -90,7 +95,7 @@ def trace_native(
     `install`. A torch.profiler profile of that time has them too, as ranges. If it saw no step, it
     warns as the process ends, unless `at_import`. Raises UsageError as `install` does.
     """
-    stand_in = RecordedNative(_request("trace_native()", out, steps))
+    stand_in = NativePatch(_request("trace_native()", out, steps))
     _put(stand_in, "trace_native()", at_import=at_import, is_recorded=True)
 
 
@@ -98,12 +103,12 @@ def _request(by: str, out: Path | str | None, steps: str | None) -> RecordingReq
     return RecordingRequest(by, None if out is None else Path(out), StepWindow.of(steps))
 
 
-def _put(stand_in: StandIn, asker: str, *, at_import: bool, is_recorded: bool) -> None:
+def _put(stand_in: SchedulePatch, asker: str, *, at_import: bool, is_recorded: bool) -> None:
     """Put it in place; a recording warns as the process ends if it has seen no step."""
     if at_import:
-        put_after_import(stand_in, asker)
+        install_after_import(stand_in, asker)
         return
-    put_now(stand_in, asker)
+    install_now(stand_in, asker)
 
     def warn_if_unused() -> None:
         if not stand_in.was_called:

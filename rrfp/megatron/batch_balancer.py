@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.groups import data_parallel_of
+from rrfp.megatron.adapters.groups import data_parallel_group
 from rrfp.megatron.step.microbatch_data import StepData
 from rrfp.planning.collectives import exchanged, told_by_first
 from rrfp.runtime.protocols import PeerLostError
@@ -159,7 +159,7 @@ class Dealer:
         `weigh` gives the weights of the items of this replica's loader, on its first rank. Raises
         as `agreed_hands` and `exchanged` do.
         """
-        replicas = data_parallel_of(groups)
+        replicas = data_parallel_group(groups)
         if replicas.size() == 1:
             raise UsageError(
                 "admit_across deals to data-parallel replicas and there is 1; leave it out"

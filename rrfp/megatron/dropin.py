@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.groups import (
-    data_parallel_of,
-    expert_parallel_of,
+    data_parallel_group,
+    expert_parallel_group,
     refuse_multi_module,
     virtual_pipeline_size,
 )
 from rrfp.megatron.adapters.schedules import start_embedding_gradients
-from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
+from rrfp.megatron.installation import NO_PIPELINING, refuse_unknown_arguments
 from rrfp.megatron.look_ahead import LookAhead
 from rrfp.megatron.memory.bound import StepMemory
-from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, tell_of_failure
+from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, publish_failure
 from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import StepData, data_of
@@ -166,7 +166,7 @@ class ForwardBackward:
         PeerLostError and StallError. After any error the links are closed and the neighbours
         notified, and so are ranks that wait for links to open.
         """
-        refuse_newer(NO_PIPELINING, newer)
+        refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
         at_end.note(None)
         observed = None
@@ -227,7 +227,7 @@ class ForwardBackward:
         except BaseException as error:
             at_end.note(error)
             if opening is not None:
-                tell_of_failure(default_store(), opening, call.place.rank, error)
+                publish_failure(default_store(), opening, call.place.rank, error)
             # With a farewell: the neighbours may still be in the step before.
             links.close()
             raise
@@ -249,11 +249,11 @@ class ForwardBackward:
         shape = Shape(
             len(call.place.pipeline), num_microbatches, len(models), self._settings.placement
         )
-        chooser = links.chooser_of(self._settings.policy)
+        chooser = links.hint_chooser(self._settings.policy)
         if chooser is None or forward_only:
             policy = self._step_policies.of(shape, forward_only=forward_only)
         else:
-            replicas = data_parallel_of(call.groups)
+            replicas = data_parallel_group(call.groups)
             policy = chooser.steering(
                 step, shape, config, call.groups, replicas, device, call.has_experts
             )
@@ -306,11 +306,11 @@ class ForwardBackward:
             order = self._looks_ahead.order(plan.step, data, len(order), groups, device)
         if plan.measures_memory:
             features = self._looks_ahead.features(data, order, groups, device)
-            bound = links.bound_of(call.models, self._settings.policy.hold, device)
+            bound = links.memory_bound_of(call.models, self._settings.policy.hold, device)
             memory = bound.plan(
                 features,
                 sharing_groups(groups, has_experts=call.has_experts),
-                expert_parallel_of(groups) if call.has_experts else None,
+                expert_parallel_group(groups) if call.has_experts else None,
             )
         links.record(PhaseRecord(since_ns, monotonic(), plan.step, Phase.DATA))
         return replace(plan, order=order, memory=memory)
@@ -361,7 +361,7 @@ class ForwardBackward:
             finish_embedding()
         compute.finish()
         if memory.bound is not None:
-            memory.bound.leave_room_for(compute.peak_waiting_gradient_bytes)
+            memory.bound.reserve_for_gradients(compute.peak_waiting_gradient_bytes)
             if memory.measures:
                 memory.bound.learn(compute.kept_bytes())
         if finish_embedding is not None:

@@ -26,7 +26,14 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters import compatibility
-from rrfp.megatron.provenance import described, foreign_layer, home_of, is_ours, namespace_of, wraps
+from rrfp.megatron.provenance import (
+    defining_module,
+    describe_callable,
+    foreign_layer,
+    is_ours,
+    namespace_of,
+    wraps,
+)
 
 GETTER = "get_forward_backward_func"
 NO_PIPELINING = "forward_backward_no_pipelining"
@@ -48,7 +55,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 _put_by = ""
 
 
-def megatrons(name: str) -> Callable[..., Any]:
+def original_function(name: str) -> Callable[..., Any]:
     """What runs under this name of Megatron's module without us. Raises UsageError if there is no
     such function."""
     home = namespace_of(compatibility.schedules())
@@ -60,10 +67,10 @@ def megatrons(name: str) -> Callable[..., Any]:
     return _originals.get(name, found) if is_ours(found) else found
 
 
-def refuse_newer(name: str, arguments: Mapping[str, Any]) -> None:
+def refuse_unknown_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise UsageError if these arguments of a call, which rrfp does not know, change what
     Megatron's function of this name would do."""
-    parameters = inspect.signature(megatrons(name)).parameters
+    parameters = inspect.signature(original_function(name)).parameters
     for argument, value in arguments.items():
         if argument not in parameters:
             raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
@@ -73,7 +80,7 @@ def refuse_newer(name: str, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def check_free(asker: str) -> None:
+def check_not_replaced(asker: str) -> None:
     """Raise UsageError if Megatron's schedule has already been replaced, saying by what, where, and
     what to do. `asker` (install() or trace_native()) is about to replace it."""
     schedules = compatibility.schedules()
@@ -90,7 +97,9 @@ def check_free(asker: str) -> None:
         else:
             does = "has replaced"
             next_step = f"switch that patch off, or leave out {asker}"
-        raise UsageError(f"{described(foreign)} {does} Megatron's {GETTER} in {where}; {next_step}")
+        raise UsageError(
+            f"{describe_callable(foreign)} {does} Megatron's {GETTER} in {where}; {next_step}"
+        )
     if any(is_ours(value) for _, value in places) or is_ours(home.get(SCHEDULES[0])):
         next_step = (
             "call either install() or trace_native(), and only once"
@@ -105,16 +114,16 @@ def check_free(asker: str) -> None:
 def put(
     functions: Mapping[str, Callable[..., Any]],
     asker: str,
-    passed_by: Callable[[str, str, dict[str, Any]], None] | None = None,
+    on_bypass: Callable[[str, str, dict[str, Any]], None] | None = None,
 ) -> None:
     """Put each of these functions, by its name in Megatron's module, in the place of Megatron's own
     in every module that has it, under whatever name: a script may have imported it before. `asker`
     is who asked for it. If a job calls one of Megatron's own schedule functions all the same,
-    `passed_by` is given its name, the file and line of the call, and the arguments, before it runs.
+    `on_bypass` is given its name, the file and line of the call, and the arguments, before it runs.
     Raises UsageError if Megatron has no such function."""
     global _put_by
     home = namespace_of(compatibility.schedules())
-    _originals.update((name, megatrons(name)) for name in functions)
+    _originals.update((name, original_function(name)) for name in functions)
     _put_by = asker
     replaced = {id(home[name]): function for name, function in functions.items()}
     for _, namespace in _loaded():
@@ -122,12 +131,12 @@ def put(
             if id(value) in replaced:
                 namespace[name] = replaced[id(value)]
     for name in SCHEDULES:
-        if name in functions and passed_by is not None:
-            _divert(_originals[name], partial(passed_by, name))
+        if name in functions and on_bypass is not None:
+            _divert(_originals[name], partial(on_bypass, name))
 
 
-def _divert(function: Any, passed_by: Callable[[str, dict[str, Any]], None]) -> None:
-    """Let whoever calls this very function outside of rrfp call `passed_by` first."""
+def _divert(function: Any, on_bypass: Callable[[str, dict[str, Any]], None]) -> None:
+    """Let whoever calls this very function outside of rrfp call `on_bypass` first."""
     # The code of a closure cannot be exchanged so; Megatron's functions are none.
     if type(function) is not FunctionType or function.__closure__:
         return
@@ -139,7 +148,7 @@ def _divert(function: Any, passed_by: Callable[[str, dict[str, Any]], None]) -> 
     def run(*args: Any, **arguments: Any) -> Any:
         caller = sys._getframe(2)  # behind the function itself
         if not _is_of_rrfp(caller.f_globals):
-            passed_by(f"{caller.f_code.co_filename}:{caller.f_lineno}", arguments)
+            on_bypass(f"{caller.f_code.co_filename}:{caller.f_lineno}", arguments)
         return own(*args, **arguments)
 
     function.__signature__ = signature(function)  # type: ignore[attr-defined]
@@ -163,7 +172,7 @@ def _places() -> Iterator[tuple[str, Any]]:
         if module.partition(".")[0] == "megatron" and GETTER in namespace:
             value = namespace[GETTER]
             # Skip unrelated modules that define the same name for themselves.
-            if module.startswith(_CORE) or home_of(value) != module:
+            if module.startswith(_CORE) or defining_module(value) != module:
                 yield module, value
 
 
@@ -176,7 +185,7 @@ def _loaded() -> Iterator[tuple[str, dict[Any, Any]]]:
 # Acts once a certain module has been imported, by whomever.
 
 
-def after_import(name: str, act: Callable[[], None]) -> None:
+def call_after_import(name: str, act: Callable[[], None]) -> None:
     """Call `act` right after the module `name` was executed, before whoever imports it goes on; at
     once if it was imported already. What `act` raises, the import raises."""
     if name in sys.modules:

@@ -15,10 +15,10 @@ import torch
 
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_dealing
-from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import CallersStates, StepData, is_iterator, shared
+from rrfp.megatron.step.microbatch_data import LoopRandomStates, StepData, is_iterator, shared
 from rrfp.planning.collectives import agreed_order, told_by_first
 from rrfp.planning.forecast import MeasuredTasks
 from rrfp.planning.item_costs import resolve_cost, resolve_features
@@ -68,14 +68,14 @@ class AheadIterator:
         moves random states that the loop may use."""
         if self._failure is not None or self._is_random:
             return None
-        before = CallersStates()
+        before = LoopRandomStates()
         while len(self.waiting) < num:
             try:
                 self.waiting.append(next(self.source))
             except Exception as error:
                 self._failure = error
                 return None
-            if CallersStates() != before:
+            if LoopRandomStates() != before:
                 self._is_random = True
                 return None
         return [*self.waiting][:num]
@@ -177,7 +177,7 @@ class LookAhead:
             items()  # What is missing is said before all else.
             replica = 0
             if isinstance(self._admission, ListedOrders) and self._admission.num_replicas > 1:
-                replicas = replicas_of(groups)
+                replicas = replica_group(groups)
                 check_replicas(self._admission, replicas.size())
                 replica = replicas.rank()
             return admission_order(self._admission, step, num_microbatches, weigh, replica)

@@ -143,7 +143,7 @@ class Pipeline:
         self._transport.close(farewell=farewell)
 
 
-def tell_of_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
+def publish_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
     """Tell the ranks that wait for this one in the opening called `name` that it has failed."""
     reason = first_line(str(error))
     sentence = reason if isinstance(error, RrfpError) else f"{type(error).__name__}: {reason}"
@@ -196,14 +196,16 @@ class LayoutLinks:
     def __post_init__(self) -> None:
         self.num_trained = whole_number(self.num_trained, "the first step")
 
-    def chooser_of(self, policy: Policy) -> HintChooser | None:
+    def hint_chooser(self, policy: Policy) -> HintChooser | None:
         """What chooses the policies of training steps; None if they have the one that they were
         given."""
         if self.chooser is None and isinstance(policy.hint, AutoHint):
             self.chooser = HintChooser(policy)
         return self.chooser
 
-    def bound_of(self, models: Sequence[Any], hold: object, device: torch.device) -> MemoryBound:
+    def memory_bound_of(
+        self, models: Sequence[Any], hold: object, device: torch.device
+    ) -> MemoryBound:
         """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
         assert isinstance(hold, Bytes | Auto)
         key = tuple(map(id, models))

@@ -19,39 +19,39 @@ _NAMESPACE: Any = vars(ModuleType)["__dict__"]
 def foreign_layer(value: Any) -> Any | None:
     """The outermost part of a callable that is not Megatron's own; None if all of it is."""
     for layer in _layers(value):
-        if type(layer) is not FunctionType or not _is_in(home_of(layer), *_MEGATRONS):
+        if type(layer) is not FunctionType or not _is_in(defining_module(layer), *_MEGATRONS):
             return layer
     return None
 
 
 def is_ours(value: Any) -> bool:
     """Whether it is rrfp's own."""
-    return _is_in(home_of(value), "rrfp")
+    return _is_in(defining_module(value), "rrfp")
 
 
-def home_of(value: Any) -> str:
+def defining_module(value: Any) -> str:
     """The name of the module with the outermost code of a callable."""
     inner = _inner(value)
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))
     if type(value) is MethodType or (_is_of_functools(value) and inner is not None):
-        return home_of(inner)
+        return defining_module(inner)
     if isinstance(value, type | BuiltinFunctionType):
         return str(value.__module__)
     return type(value).__module__
 
 
-def described(value: Any) -> str:
+def describe_callable(value: Any) -> str:
     """A callable by module, name and file, for a sentence."""
     inner = _inner(value)
     if type(value) is FunctionType:
         code = value.__code__
         where = f"{code.co_filename}:{code.co_firstlineno}"
-        return f"{home_of(value)}.{code.co_qualname} ({where})"
+        return f"{defining_module(value)}.{code.co_qualname} ({where})"
     if type(value) is MethodType:
-        return described(inner)
+        return describe_callable(inner)
     if _is_of_functools(value) and inner is not None:
-        return f"a functools.{type(value).__name__} of {described(inner)}"
+        return f"a functools.{type(value).__name__} of {describe_callable(inner)}"
     if isinstance(value, BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     of = value if isinstance(value, type) else type(value)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rrfp.errors import UsageError
+from rrfp.megatron.adapters.global_state import tracker_of_generators
 from rrfp.megatron.adapters.models import attribute_of
-from rrfp.megatron.adapters.random_states import tracker_of_generators
 from rrfp.megatron.step.microbatch_data import is_iterator, shared
 from rrfp.megatron.step.stage import refuse_stateful
-from rrfp.megatron.step.weight_gradients import described_hook, lost_hook
+from rrfp.megatron.step.weight_gradients import describe_hook, unreachable_hook
 from rrfp.planning.step_policy import StepPolicy, hints_in_order
 from rrfp.runtime.net.transport import check_device
 from rrfp.schedule.tasks import Kind
@@ -114,11 +114,11 @@ def _refuse_other_splits(config: Any, steering: StepPolicy) -> None:
 
 
 def _refuse_lost_hooks(model: Any) -> None:
-    found = lost_hook(model)
+    found = unreachable_hook(model)
     if found is not None:
         name, hook = found
         raise UsageError(
-            f"{name} has {described_hook(hook)}, which would not see the gradient that Transformer "
+            f"{name} has {describe_hook(hook)}, which would not see the gradient that Transformer "
             "Engine keeps for it; switch delay_wgrad_compute off, or remove the hook"
         )
 

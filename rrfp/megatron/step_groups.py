@@ -21,8 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.groups import (
     default_groups,
-    expert_groups_of,
-    pipeline_of,
+    expert_groups,
+    pipeline_group,
     refuse_multi_module,
 )
 from rrfp.runtime.rendezvous import Rendezvous
@@ -50,7 +50,7 @@ def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
     refuse_multi_module(pg_collection)
     if pg_collection is None and p2p_communicator is None:
         return default_groups()
-    pipeline = pipeline_of(pg_collection, p2p_communicator)
+    pipeline = pipeline_group(pg_collection, p2p_communicator)
     if pipeline is None:
         raise UsageError(
             "the process groups of this step have no pp, and neither its p2p_communicator nor "
@@ -85,7 +85,7 @@ def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
     """The process groups in which this rank shares collectives inside tasks."""
     shared = [groups.tp, groups.cp]
     if has_experts:
-        shared += expert_groups_of(groups)
+        shared += expert_groups(groups)
     return [group for group in shared if group is not None]
 
 

@@ -13,7 +13,7 @@ from rrfp.trace.safe_files import ReportFile, open_own, open_whole
 # What a run has dealt, as a file that `admit_across` takes: a line a step.
 
 
-class DealingFile:
+class AssignmentFile:
     """The file, written by one rank of the run.
 
     A step without a line of its own, before the one that a run goes on from, has what the data
@@ -41,7 +41,7 @@ class DealingFile:
         self._file.close()
 
 
-class OrdersFile:
+class AdmissionFile:
     """What one replica's first rank writes."""
 
     def __init__(self, path: Path, replica: int) -> None:
@@ -57,7 +57,7 @@ class OrdersFile:
         self._file.close()
 
 
-def join_orders(path: Path) -> None:
+def join_admission_files(path: Path) -> None:
     """Join the files of all replicas, up to the last step that all of them have; without any, there
     is nothing to do."""
     parts: list[Path] = []

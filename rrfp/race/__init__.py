@@ -1,1 +1,1 @@
-"""Races: systems compared side by side, the paper's questions as presets, and the results."""
+"""Races of systems: presets for the paper's questions, their execution, and the results."""

@@ -19,7 +19,7 @@ _COLORS = {
     "fixed": "#0072B2",
     "ready": "#009E73",
 }
-"""Colors by dispatch, from Okabe and Ito, as in all charts."""
+"""Colors by dispatch, from the palette of Okabe and Ito."""
 _PARTS = {
     "compute": "#C4C4C4",
     "blocking": CAUSE_COLORS[Cause.TRANSFER],
@@ -34,8 +34,12 @@ _TITLES = {
 
 
 def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
-    """The chart that answers a preset's question; None if no row does."""
-    chart = _parts(rows) if preset.measure is Measure.TIME else _bars(preset.measure, rows)
+    """Draw the chart that answers a preset's question; None if no row has its figure."""
+    chart = (
+        _time_parts_chart(rows)
+        if preset.measure is Measure.TIME
+        else _ratio_chart(preset.measure, rows)
+    )
     if chart is None:
         return None
     return finished(
@@ -52,13 +56,13 @@ def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
     )
 
 
-def _bars(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
+def _ratio_chart(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
     base_value = 1.0 if measure is Measure.SPEED else 0.0
     found = []
     for row in rows:
         estimate = row.ratio_to_megatron if measure is Measure.SPEED else row.slowdown
         if estimate is not None:
-            found.append({**_described(row), **estimate.as_json()})
+            found.append({**_labels(row), **estimate.as_json()})
     if not found:
         return None
     frame = pl.DataFrame(found)
@@ -79,9 +83,9 @@ def _bars(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
     )
 
 
-def _parts(rows: Sequence[ResultRow]) -> Any | None:
+def _time_parts_chart(rows: Sequence[ResultRow]) -> Any | None:
     found = [
-        {**_described(row), "part": part, "place": place, "seconds": seconds}
+        {**_labels(row), "part": part, "place": place, "seconds": seconds}
         for row in rows
         for place, (part, seconds) in enumerate(
             zip(_PARTS, (row.compute_s, row.blocking_s, row.coordination_s), strict=True)
@@ -105,9 +109,9 @@ def _parts(rows: Sequence[ResultRow]) -> Any | None:
     )
 
 
-def _described(row: ResultRow) -> dict[str, str]:
+def _labels(row: ResultRow) -> dict[str, str]:
     return {
         "case": row.lineup_row.case.name,
         "row": row.label,
-        "dispatch": row.lineup_row.system.told_dispatch,
+        "dispatch": row.lineup_row.system.dispatch_label,
     }

@@ -1,7 +1,7 @@
-"""DeepSpeed's pipeline engine, which executes 1F1B with blocking transfers.
+"""DeepSpeed's pipeline engine, which runs 1F1B with blocking transfers.
 
-The engine's reduction of gradients and its optimizer step are left out: gradients are in Megatron's
-buffers, where they are reduced as those of every other system.
+The engine's gradient reduction and optimizer step are skipped: gradients are in Megatron's buffers
+and are reduced there, as for every other system.
 """
 
 import os
@@ -23,7 +23,7 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.data.batches import Batch
 
 Wrap = Callable[[], AbstractContextManager[None]]
-"""What an instruction runs in."""
+"""Makes the context in which the next instruction of a kind runs."""
 
 
 class DeepSpeedSchedule(PeerSchedule):
@@ -41,18 +41,18 @@ class DeepSpeedSchedule(PeerSchedule):
         self._stage = _Stage(ChunkModule(chunk, self.model, is_last=stage == num_stages - 1))
         layers: list[torch.nn.Module] = [torch.nn.Identity() for _ in range(num_stages)]
         layers[stage] = self._stage
-        # It takes the groups that torch.distributed has.
+        # DeepSpeed uses the existing groups of torch.distributed.
         deepspeed.init_distributed(auto_mpi_discovery=False)
         module = PipelineModule(
             layers,
             num_stages=num_stages,
-            # Megatron has divided the loss already, and DeepSpeed divides it once more.
+            # Megatron has already divided the loss; this cancels DeepSpeed's own division.
             loss_fn=lambda loss, _: loss * num_microbatches,
             partition_method="uniform",
         )
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            # It is never asked to step, but the engine's backward asks that there be one.
+            # The optimizer never steps, but the engine's backward requires one.
             optimizer=torch.optim.SGD(chunk.parameters(), lr=0.0),
             config={
                 "train_micro_batch_size_per_gpu": batch_shape[0],
@@ -70,20 +70,20 @@ class DeepSpeedSchedule(PeerSchedule):
         return self._stage.losses()
 
     def close(self) -> None:
-        """Nothing is under way: DeepSpeed's transfers block."""
+        """Do nothing: DeepSpeed's transfers block, so none is in flight."""
 
     def _instructions(self, tally: Tally) -> dict[type, Callable[..., None]]:
-        """DeepSpeed's instructions with this step's pace and records."""
+        """DeepSpeed's instructions, paced and recorded for this step."""
         (stage,) = self.layout.stages
         originals = type(self._engine)._INSTRUCTION_MAP
         wraps: dict[type, Wrap] = {
-            instructions.ForwardPass: _each(tally.task, _tasks(stage, Kind.F)),
-            instructions.BackwardPass: _each(tally.task, _tasks(stage, Kind.B)),
-            # A message is named by the task that takes it.
-            instructions.RecvActivation: _each(tally.blocking, _tasks(stage, Kind.F)),
-            instructions.SendActivation: _each(tally.blocking, _tasks(stage + 1, Kind.F)),
-            instructions.RecvGrad: _each(tally.blocking, _tasks(stage, Kind.B)),
-            instructions.SendGrad: _each(tally.blocking, _tasks(stage - 1, Kind.B)),
+            instructions.ForwardPass: _wrap_next(tally.task, _tasks(stage, Kind.F)),
+            instructions.BackwardPass: _wrap_next(tally.task, _tasks(stage, Kind.B)),
+            # A message is identified by the task that receives it.
+            instructions.RecvActivation: _wrap_next(tally.blocking, _tasks(stage, Kind.F)),
+            instructions.SendActivation: _wrap_next(tally.blocking, _tasks(stage + 1, Kind.F)),
+            instructions.RecvGrad: _wrap_next(tally.blocking, _tasks(stage, Kind.B)),
+            instructions.SendGrad: _wrap_next(tally.blocking, _tasks(stage - 1, Kind.B)),
         }
         left_out = dict.fromkeys(
             (instructions.ReduceGrads, instructions.ReduceTiedGrads, instructions.OptimizerStep),
@@ -94,15 +94,17 @@ class DeepSpeedSchedule(PeerSchedule):
 
 
 def _tasks(stage: int, kind: Kind) -> Iterator[Task]:
-    """A stage's tasks of a kind, in the order in which 1F1B runs them."""
+    """A stage's tasks of a kind in 1F1B's order, by microbatch."""
     return (Task(stage, kind, microbatch) for microbatch in count())
 
 
-def _each(wrap: Callable[[Task], AbstractContextManager[None]], tasks: Iterator[Task]) -> Wrap:
+def _wrap_next(wrap: Callable[[Task], AbstractContextManager[None]], tasks: Iterator[Task]) -> Wrap:
     return lambda: wrap(next(tasks))
 
 
 def _wrapped(execute: Callable[..., None], wrap: Wrap) -> Callable[..., None]:
+    """An instruction's function that runs in the context of `wrap`."""
+
     def wrapped(engine: Any, **of_instruction: Any) -> None:
         with wrap():
             execute(engine, **of_instruction)
@@ -111,7 +113,7 @@ def _wrapped(execute: Callable[..., None], wrap: Wrap) -> Callable[..., None]:
 
 
 class _Stage(torch.nn.Module):
-    """A stage as DeepSpeed calls it: with the activation alone, microbatch after microbatch."""
+    """A stage as DeepSpeed calls it: with the activation alone, in order of the microbatches."""
 
     def __init__(self, module: ChunkModule) -> None:
         super().__init__()
@@ -123,11 +125,12 @@ class _Stage(torch.nn.Module):
         self._indices = iter(torch.arange(len(batches)))
 
     def losses(self) -> list[Any]:
-        """What the loss function returned in this step, in microbatch order."""
+        """The loss function's results of this step, in microbatch order."""
         return self._module.losses()
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
-        """The first stage gets a microbatch's number, and takes the microbatch from its data."""
+        """Run the next microbatch. The first stage gets the microbatch's number instead of an
+        activation, and reads the microbatch from its data."""
         inputs = (activation,) if activation.is_floating_point() else ()
         output: torch.Tensor = self._module(*inputs, microbatch=next(self._indices))
         return output

@@ -1,11 +1,11 @@
-"""The input and output of a race's ranks: entries, turns and their files.
+"""Entries and turns of a race, and the files that the launcher and the ranks exchange.
 
-A **race** is one launch of ranks. Its **entries** are the systems that are compared, each with its
-settings. In **round** r every entry has a **turn**: it runs one training step under seed + r, so
-that all turns of a round have the same data, costs and jitter. Every round shuffles the entries
-anew, so that drift of the machine, and effects of one turn on the next, affect all of them alike.
+A **race** is one launch of ranks. Its **entries** are the compared systems with their settings. In
+**round** r every entry has a **turn**: it runs one training step under seed + r, so that all turns
+of a round have the same data, costs and jitter. Every round shuffles the entries, so that drift of
+the machine, and effects of one turn on the next, affect all entries alike.
 
-Imports no torch: the command line writes and reads these files too.
+Imports no torch, because the command line also writes and reads these files.
 """
 
 import json
@@ -22,18 +22,20 @@ from rrfp.train.settings import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A system in a race."""
+    """A system in a race, with its settings."""
 
     name: str
     """Unique among all entries."""
     settings: TrainSettings
-    """Its steps are rounds; `pace` and `jitter` give the modelled times of its tasks."""
+    """Training settings. `steps` is the number of rounds; `pace` and `jitter` give the modelled
+    task times."""
     peer: str | None = None
-    """The peer that runs it, if one does (`rrfp.race.systems`)."""
+    """Name of the peer whose schedule runs it (`rrfp.race.systems.PEERS`); None for rrfp or
+    Megatron."""
     time_factor: float = 1.0
-    """How many times longer its tasks take than the costs say."""
+    """Factor between its task times and those of the costs."""
     costs_sha256: str | None = None
-    """The SHA-256 of its file of costs, which every host reads; None for a preset."""
+    """SHA-256 of its costs file, which every host reads; None for a preset."""
 
     def to_json(self) -> str:
         described = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -49,31 +51,30 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The outcome of an entry's step in a round. Times of ranks are means over all ranks."""
+    """The result of an entry's step in a round. Times of ranks are means over all ranks."""
 
     entry: str
     round: int
     step_time_s: float
-    """From the first rank's entry into the schedule to the last rank's return, on one clock."""
+    """Time from the first rank's entry into the schedule to the last rank's return."""
     compute_s: float
     """Time in F, B and W."""
     blocking_s: float
-    """Time with nothing to run: before the rank's call, waiting for inputs and transfers, and from
-    its return to that of the last rank."""
+    """Idle time: from the first rank's entry to this rank's, waits for inputs and transfers, and
+    from this rank's return to the last rank's."""
     coordination_s: float
     """Time waiting for the agreement of ranks that share a collective."""
     peak_held: float
-    """The most activations that a rank held, in microbatches of the whole rank."""
+    """Peak number of activations of any rank, in microbatches of the whole rank."""
     num_tasks: int
     num_over: int
-    """Tasks whose real work exceeded their modelled time."""
+    """Number of tasks whose real work exceeded their modelled time."""
     peak_held_bytes: int | None = None
-    """The most bytes that a rank held, by the sizes of the costs; None where they say nothing of
-    memory."""
+    """Peak bytes of any rank by the costs' sizes; None if the costs have no sizes."""
     gradient_difference: float | None = None
     """In round 0 only: the largest ||own - reference|| / ||reference|| of any parameter."""
     gradients_same: bool | None = None
-    """In round 0 only: whether gradients equal the reference's to the last bit."""
+    """In round 0 only: True if gradients are bit-identical to the reference's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,17 @@ class RaceFiles:
 
     @property
     def entries(self) -> Path:
-        """What to race, one `Entry` per line."""
+        """The file of entries, one `Entry` per line."""
         return self.path / "entries.jsonl"
 
     @property
     def turns(self) -> Path:
-        """The results, one `Turn` or `Failure` per line, in the order in which they ended."""
+        """The file of results, one `Turn` or `Failure` per line, in the order of completion."""
         return self.path / "turns.jsonl"
 
     @property
-    def under_way(self) -> Path:
-        """Holds the entry and the round of the turn that began last."""
+    def current_turn_file(self) -> Path:
+        """The file with the entry and the round of the last turn that began."""
         return self.path / "under_way.json"
 
     def write_entries(self, entries: Sequence[Entry]) -> None:
@@ -126,28 +127,28 @@ class RaceFiles:
         ]
 
     def ended(self) -> set[tuple[str, int]]:
-        """Entry and round of every completed turn."""
+        """Entry name and round of every completed turn."""
         return {(each.entry, each.round) for each in self.read_turns() if isinstance(each, Turn)}
 
     def failed(self) -> set[str]:
-        """The entries that failed and have not completed a turn since."""
+        """Names of the entries that failed and have not completed a turn since."""
         last = {each.entry: each for each in self.read_turns()}
         return {name for name, each in last.items() if isinstance(each, Failure)}
 
-    def begin(self, entry: Entry, number: int) -> None:
-        """Write down whose turn it is."""
-        write_whole(self.under_way, json.dumps([entry.name, number]).encode())
+    def write_current_turn(self, entry: Entry, number: int) -> None:
+        """Store the entry and the round of the turn that begins now."""
+        write_whole(self.current_turn_file, json.dumps([entry.name, number]).encode())
 
-    def read_under_way(self) -> tuple[str, int] | None:
-        """The entry and the round of the turn that began last; None before the first one."""
-        if not self.under_way.exists():
+    def read_current_turn(self) -> tuple[str, int] | None:
+        """The entry name and the round of the last turn that began; None before the first."""
+        if not self.current_turn_file.exists():
             return None
-        name, number = json.loads(self.under_way.read_text(encoding="utf-8"))
+        name, number = json.loads(self.current_turn_file.read_text(encoding="utf-8"))
         return name, number
 
 
 def _are_fields(values: dict[str, Any], kind: type[Turn | Failure]) -> bool:
-    """Whether these are the fields of a turn or a failure, all of their types."""
+    """Return whether the values are the fields of `kind`, with the right types."""
     types = get_type_hints(kind)
     return values.keys() == types.keys() and all(
         isinstance(value, types[name] if types[name] is not float else float | int)
@@ -156,7 +157,7 @@ def _are_fields(values: dict[str, Any], kind: type[Turn | Failure]) -> bool:
 
 
 def append_object(path: Path, values: dict[str, Any]) -> None:
-    """Append an object to a file of JSON lines; an incomplete last line is ended first."""
+    """Append an object to a JSON lines file, after terminating an incomplete last line."""
     with open_own(path) as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
@@ -166,8 +167,8 @@ def append_object(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines, if it exists. Skips lines that are not objects, such as
-    an interrupted write's half line."""
+    """Yield the objects in a JSON lines file; none if it is missing. Skips lines that are not
+    objects, such as the rest of an interrupted write."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines():
@@ -182,8 +183,8 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
 def rounds(
     entries: Sequence[Entry], ended: Collection[tuple[str, int]]
 ) -> Iterator[tuple[int, Entry]]:
-    """The turns to take, round after round, except those that have `ended`. A round's order depends
-    only on its number and the entries."""
+    """Yield the turns by round, except those in `ended`. The order within a round depends only on
+    its number and the entries."""
     num_rounds = max((entry.settings.num_steps for entry in entries), default=0)
     for number in range(num_rounds):
         order = list(entries)

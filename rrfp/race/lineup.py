@@ -1,7 +1,6 @@
-"""The lineup of a race: rows and entries made from presets and the user's flags.
+"""The lineup of a race: rows and entries, made from presets and the user's flags.
 
-A row is a system in a case. Rows that mean the same, in one preset or in several, share an entry,
-which runs once.
+A row is a system in a case. Equal rows of one or several presets share an entry, which runs once.
 """
 
 import json
@@ -15,8 +14,8 @@ from fractions import Fraction
 from rrfp.errors import UsageError
 from rrfp.inputs import sha256_of
 from rrfp.race.entries import Entry
-from rrfp.race.presets import PAPERS, Contest, Measure, Preset, Scale
-from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, why_not
+from rrfp.race.presets import PAPER_BOUND, Contest, Measure, Preset, Scale
+from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, peer_problem
 from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.knobs import Hold, parse_hold
@@ -30,7 +29,7 @@ from rrfp.trace.run_json import versions
 from rrfp.train.settings import ModelKind, TrainSettings
 
 _PRESET_MS = 20.0
-"""The mean time of a rank's F, B and W in the simulator's profiles."""
+"""Mean time of a rank's F, B and W in the simulator's profiles."""
 
 _LAYERS_A_RANK = 2
 """Layers per rank: enough for two chunks."""
@@ -39,20 +38,20 @@ _HIDDEN, _HEADS, _SEQ_LENGTH = 32, 4, 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The conditions shared by all systems that are compared."""
+    """The conditions under which systems are compared."""
 
     profile: str
-    """Costs and jitter: `language+lognormal:0.5`."""
+    """Costs and jitter, such as `language+lognormal:0.5`."""
     pp: int
     tp: int
     microbatches: int
     seed: int
     task_ms: float | None = None
-    """The mean time of a rank's F, B and W; None to take the costs as they are."""
+    """Mean time of a rank's F, B and W; None for unscaled costs."""
 
     @property
     def costs(self) -> str:
-        """A preset, or a file, whose path may contain plus signs."""
+        """The costs in `profile`: a preset, or a file, whose path may contain plus signs."""
         parts = self.profile.split("+")
         for count in range(len(parts), 1, -1):
             costs = "+".join(parts[:count])
@@ -72,7 +71,7 @@ class Case:
 
     @property
     def time_factor(self) -> float:
-        """How many times longer tasks take than the costs say."""
+        """Factor between the task times of the race and those of the costs."""
         return 1.0 if self.task_ms is None else self.task_ms / _PRESET_MS
 
 
@@ -85,29 +84,29 @@ class LineupRow:
     system: System
     limit: int | None
     hold: Hold | None
-    """As asked for: a share of 1F1B's peak is still one."""
+    """The hold as the user wrote it; a fraction of 1F1B's peak is not converted."""
     admit: Admit
     entry: str
-    """The name of the entry that runs it."""
+    """Name of the entry that runs it."""
     megatron: str
-    """The entry of Megatron's 1F1B in the same case."""
+    """Name of the entry of Megatron's 1F1B in the same case."""
     against: str | None
-    """The entry that its slowdown is relative to, if the question is about that."""
+    """Name of the entry that the slowdown is relative to; None if the preset shows no slowdown."""
 
     @property
     def bound(self) -> str:
-        """The bound on its memory, in words; empty if its order alone bounds it."""
+        """Memory bound for tables, such as `limit 4`; empty for systems with a fixed order."""
         if not self.system.is_ours:
             return ""
         return f"limit {self.limit}" if self.hold is None else f"hold {self.hold}"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a user asks for besides presets and scale; None and empty leave it to the presets."""
+class RaceOptions:
+    """The user's options besides presets and scale; None and empty keep the presets' values."""
 
     peers: tuple[Project, ...] = tuple(Project)
-    """The projects whose schedules race; what cannot run here is left out."""
+    """The projects whose schedules race; peers that cannot run here are skipped."""
     holds: tuple[str, ...] = ()
     admits: tuple[Admit, ...] = ()
     profiles: tuple[str, ...] = ()
@@ -127,15 +126,15 @@ class Lineup:
 
     @property
     def races(self) -> dict[tuple[int, int], list[Entry]]:
-        """The entries of each launch, by number of pipeline and tensor-parallel ranks."""
+        """The entries of each launch, by (pipeline ranks, tensor-parallel ranks)."""
         found: dict[tuple[int, int], list[Entry]] = {}
         for entry in self.entries.values():
             found.setdefault((entry.settings.layout.pp, entry.settings.layout.tp), []).append(entry)
         return found
 
     def to_json(self) -> str:
-        """The lineup as text. Equal lineups give equal texts, unless a file of costs, the software
-        or the machine has changed."""
+        """The lineup as text. Equal lineups give equal texts if the costs files, the software and
+        the machine are the same."""
         projects = {PEERS[entry.peer].project for entry in self.entries.values() if entry.peer}
         lineup = {
             "versions": versions(*sorted(projects - {Project.TORCH})),
@@ -145,9 +144,9 @@ class Lineup:
         return json.dumps(lineup, indent=1)
 
 
-def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
-    """The lineup of these presets. Raises UsageError for what cannot be raced, and if nothing is
-    left to race."""
+def line_up(presets: Sequence[Preset], scale: Scale, asked: RaceOptions) -> Lineup:
+    """Make the lineup of these presets. Raises UsageError for options that cannot be raced, and if
+    no system is left to compare with megatron-1f1b."""
     for bound in asked.holds:
         read_bound(bound)
     rows: list[LineupRow] = []
@@ -173,15 +172,16 @@ def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
     return Lineup(tuple(presets), tuple(rows), entries)
 
 
-def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[LineupRow, Entry]]:
+def _rows_of(preset: Preset, scale: Scale, asked: RaceOptions) -> Iterator[tuple[LineupRow, Entry]]:
+    """The rows of a preset, each with its entry."""
     for contest in preset.contests:
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
         for case in _cases(contest, scale, asked):
-            varies = _vary(case)
+            varies = _microbatches_differ(case)
             pace, file = settled(case.costs), costs_file(case.costs)
             sha256 = None if file is None else sha256_of(file)
             for system, limit, hold, admit in _combinations(contest, case, asked, varies):
-                most = None if hold is None else _in_numbers(hold, case, system, int(steps))
+                most = None if hold is None else _absolute_hold(hold, case, system, int(steps))
                 settings = _settings(case, system, limit, most, admit, int(steps), pace)
                 name = _name(case, system, limit, hold, admit)
                 entry = Entry(name, settings, system.peer, case.time_factor, sha256)
@@ -195,13 +195,14 @@ def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[Lineu
                         admit,
                         name,
                         _name(case, MEGATRON, None, None, Admit.GIVEN),
-                        _against(preset, case, system, limit, hold, admit),
+                        _slowdown_baseline(preset, case, system, limit, hold, admit),
                     ),
                     entry,
                 )
 
 
-def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
+def _task_ms(case: Case, scale: Scale, asked: RaceOptions) -> float | None:
+    """The mean task time of a case. Raises UsageError for --task-ms with costs from a file."""
     if case.costs in COST_PRESETS:
         return asked.task_ms or scale.task_ms
     if asked.task_ms is not None:
@@ -212,13 +213,13 @@ def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
     return None
 
 
-def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
+def _cases(contest: Contest, scale: Scale, asked: RaceOptions) -> Iterator[Case]:
     if asked.seed is not None:
         seeds: tuple[int, ...] = (asked.seed,)
     else:
         seeds = contest.seeds or (TrainSettings().run.seed,)
     for seed in seeds:
-        for pp, tp, microbatches in contest.sizes:
+        for pp, tp, microbatches in contest.sizes(scale):
             for profile in asked.profiles or contest.profiles:
                 for level in contest.levels:
                     text = f"{profile}+{level}" if level else profile
@@ -227,14 +228,14 @@ def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
 
 
 def _combinations(
-    contest: Contest, case: Case, asked: Asked, varies: bool
+    contest: Contest, case: Case, asked: RaceOptions, varies: bool
 ) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
     for system in contest.systems:
-        # Everything is compared with Megatron's 1F1B, so it always runs.
+        # Megatron's 1F1B always runs, because all others are compared with it.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
         if not is_asked or not _fits(system, case):
             continue
-        if system.peer is not None and not _races(system, case, asked):
+        if system.peer is not None and not _peer_races(system, case, asked):
             continue
         if not system.is_ours:
             yield system, None, None, Admit.GIVEN
@@ -247,26 +248,26 @@ def _combinations(
 
 
 def _fits(system: System, case: Case) -> bool:
-    """Whether a system can run at all: on gloo Megatron interleaves over 3 or more ranks only, and
-    peers run without tensor parallelism here."""
+    """Return whether a system can run in a case. On gloo, Megatron interleaves only over 3 or more
+    ranks; peers run here without tensor parallelism."""
     if system.dispatch is Dispatch.MEGATRON and system.chunks > 1:
         return case.pp >= 3
     return system.dispatch is not None or case.tp == 1
 
 
-def _races(system: System, case: Case, asked: Asked) -> bool:
-    """Whether a peer races. One that is asked for by name does, and is refused with the reason if
-    it cannot run."""
+def _peer_races(system: System, case: Case, asked: RaceOptions) -> bool:
+    """Return whether a peer races. A peer that the user names always does; if it cannot run, a
+    later check raises the reason."""
     assert system.peer is not None
     project = PEERS[system.peer].project
     if project not in asked.peers:
         return False
-    can_run = project.is_installed and why_not(system.peer, case.pp, case.microbatches) is None
+    can_run = project.is_installed and peer_problem(system.peer, case.pp, case.microbatches) is None
     return can_run or system in asked.systems
 
 
-def _vary(case: Case) -> bool:
-    """Whether the known costs of microbatches differ: only then does admission order matter.
+def _microbatches_differ(case: Case) -> bool:
+    """Return whether the microbatches' known costs differ, so that the admission order matters.
 
     Raises UsageError for costs that do not fit the case.
     """
@@ -279,7 +280,7 @@ def _vary(case: Case) -> bool:
 
 
 def cannot_race(name: str, error: UsageError) -> UsageError:
-    """The error for a case or an entry that cannot run, with the flags to change."""
+    """Make the error for a case or an entry that cannot run, with the flags to change."""
     return UsageError(
         f"{name} cannot race: {error}; or choose others with --system, --profile or --scale"
     )
@@ -289,7 +290,7 @@ def read_bound(text: str) -> tuple[int | None, Hold | None]:
     """Parse `paper`, `limit 4`, `hold 8`, `hold 40GiB`, or `hold 1.5x` (of the largest peak, in
     bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for
     any other text."""
-    if text == PAPERS:
+    if text == PAPER_BOUND:
         return PAPER_LIMIT, None
     kind, _, value = text.partition(" ")
     if kind == "limit" and re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
@@ -297,29 +298,29 @@ def read_bound(text: str) -> tuple[int | None, Hold | None]:
     try:
         return None, parse_hold(value, "--hold", auto=False)
     except UsageError as error:
-        raise UsageError(f"{error}, or {PAPERS} for its limit") from None
+        raise UsageError(f"{error}, or {PAPER_BOUND} for its limit") from None
 
 
-def _in_numbers(hold: Hold, case: Case, system: System, steps: int) -> Hold:
-    """A hold that is a share of 1F1B's peak in bytes, as a number: the same for all systems of a
-    case."""
+def _absolute_hold(hold: Hold, case: Case, system: System, steps: int) -> Hold:
+    """Convert a hold that is a fraction of 1F1B's peak to a number, which is the same for all
+    systems of a case."""
     shape = Shape(case.pp, case.microbatches, system.chunks, system.placement)
     rounds = [(case.seed + number, 0) for number in range(steps)]
     try:
         found = resolved(Policy(HINTS["bf"], hold=hold), shape, resolve_costs(case.costs), rounds)
     except UsageError as error:
         raise cannot_race(case.name, error) from None
-    # Costs without bytes have microbatches of one size.
+    # Costs without sizes give a hold in microbatches, which may be fractional.
     most = found.hold
     assert most is not None
     return max(1, int(most)) if isinstance(most, Fraction) else most
 
 
-def _against(
+def _slowdown_baseline(
     preset: Preset, case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit
 ) -> str | None:
-    """What a slowdown is relative to. For jitter, the same system at the first level; for hints,
-    `bf` under the same bound."""
+    """Name of the entry that a slowdown is relative to: for jitter the same system at the first
+    level, for hints `bf` under the same bound; None if there is no such entry."""
     if preset.measure is not Measure.SLOWDOWN:
         return None
     levels = preset.contests[0].levels
@@ -332,6 +333,7 @@ def _against(
 
 
 def _name(case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit) -> str:
+    """The unique name of an entry."""
     words = [case.name + ":", system.name]
     if limit is not None:
         words.append(f"limit {limit}")

@@ -1,11 +1,10 @@
-"""The schedules of torch.distributed.pipelining.
+"""Pipeline schedules of other projects on Megatron's model chunks; torch.distributed.pipelining.
 
-If a schedule splits the backward, weight gradients are deferred as under our own hints, through the
-hook that torch's stages have for this. torch's own split, by traversing the autograd graph, would
-compute every weight gradient twice and give Megatron's layers a second whole backward in W. Where
-a schedule of this kind runs a backward whole, as DualPipeV does beside a forward, its W follows its
-B at once, and only then its message leaves.
-"""
+If a schedule splits the backward, weight gradients are deferred as under rrfp's own hints, through
+a hook of torch's stages. torch's own split traverses the autograd graph; it would compute every
+weight gradient twice and run a second whole backward of Megatron's layers in W. If such a schedule
+runs a backward whole, as DualPipeV does beside a forward, its W follows its B immediately and its
+message leaves after both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.groups import pipeline_of
+from rrfp.megatron.adapters.groups import pipeline_group
 from rrfp.megatron.adapters.parallel_state import context_parallel_size
 from rrfp.megatron.adapters.schedules import run_forward
 from rrfp.megatron.settings import GradOrder
@@ -43,15 +42,13 @@ from rrfp.train.data.batches import Batch
 from rrfp.train.launch.process_groups import Layout
 from rrfp.train.models.model import ModelChunks
 
-# A step under another project's pipeline schedule, run unchanged on Megatron's model chunks.
-#
-# The peer decides the order, moves the tensors and calls the backward. We supply the stages' work,
-# which is Megatron's forward, the pace, and the records. Gradients are accumulated as they
-# come, in Megatron's fp32 buffers, and reduced at the end of the step.
+# A peer's schedule runs unchanged: it decides the order, moves the tensors and calls the backward.
+# rrfp supplies the stages' work, which is Megatron's forward, the pace, and the records. Gradients
+# accumulate in order of arrival in Megatron's fp32 buffers and are reduced at the end of the step.
 
 
 class PeerSchedule(ABC):
-    """Runs one rank's steps with a named peer; keeps the figures of the last step."""
+    """Runs one rank's steps with a named peer, and stores a report of the last step."""
 
     def __init__(
         self,
@@ -70,12 +67,12 @@ class PeerSchedule(ABC):
         self._pace = pace
         self._clock = clock
         self.report: StepReport | None = None
-        """How the last step went on this rank."""
+        """Figures of the last step on this rank."""
 
     def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
-        """Run one step; every rank of the pipeline calls this. Returns what the loss function
-        returned, in microbatch order (empty except on the last stage). Gradients are added to the
-        parameters' `main_grad`.
+        """Run one step; every rank of the pipeline calls this. Returns the loss function's results
+        in microbatch order (empty except on the last stage). Gradients are added to the parameters'
+        `main_grad`.
 
         The first step, and one with another number or shape of microbatches, also connects the
         ranks. Raises UsageError if the microbatches differ in shape.
@@ -109,13 +106,13 @@ class PeerSchedule(ABC):
 
     @abstractmethod
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
-        """Build the peer's schedule for microbatches like these, unless the last step had such.
-        `batch_shape` is (micro_batch_size, length)."""
+        """Build the peer's schedule for this number and shape of microbatches, unless it is already
+        built. `batch_shape` is (micro_batch_size, length)."""
 
     @abstractmethod
     def run_tasks(self, batches: Sequence[Batch], tally: "Tally") -> list[Any]:
-        """Run all tasks and transfers of a step. Returns what the loss function returned, in
-        microbatch order (empty except on the last stage)."""
+        """Run all tasks and transfers of a step. Returns the loss function's results in microbatch
+        order (empty except on the last stage)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -123,7 +120,7 @@ class PeerSchedule(ABC):
 
 
 class ChunkModule(torch.nn.Module):
-    """A model chunk as a peer's stage calls it: with the activation and the microbatch's number."""
+    """A model chunk, called by a peer's stage with the activation and the microbatch's number."""
 
     def __init__(self, chunk: Any, model: ModelChunks, *, is_last: bool) -> None:
         super().__init__()
@@ -134,11 +131,12 @@ class ChunkModule(torch.nn.Module):
         self._reduced: dict[int, Any] = {}
 
     def begin(self, batches: Sequence[Batch]) -> None:
+        """Set the microbatches of the next step."""
         self._batches = batches
         self._reduced = {}
 
     def losses(self) -> list[Any]:
-        """What the loss function returned in this step, in microbatch order."""
+        """The loss function's results of this step, in microbatch order."""
         return [reduced for _, reduced in sorted(self._reduced.items())]
 
     def forward(self, *inputs: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
@@ -161,7 +159,7 @@ class ChunkModule(torch.nn.Module):
         if self._is_last:
             (self._reduced[index],) = reduced
             if config.grad_scale_func is not None:
-                # Scaling makes it a vector of one, which some of torch's releases refuse.
+                # Scaling makes it a vector of one element, which some releases of torch refuse.
                 output = config.grad_scale_func(output).reshape(())
         assert isinstance(output, torch.Tensor)
         return output
@@ -189,16 +187,16 @@ class Tally:
 
     @property
     def peak_held(self) -> float:
-        """The most activations held so far, in microbatches of the whole rank."""
+        """Peak number of activations so far, in microbatches of the whole rank."""
         return self._counts.peak_held / self._shape.num_chunks
 
     def message_ns(self, receiver: Task) -> int:
-        """The modelled time of the message for a task."""
+        """Modelled time of the message to a task; 0 without pace."""
         return 0 if self._pace is None else self._pace.message_ns(receiver)
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Wrap the work of a task."""
+        """Context of a task's work; paces and records it."""
         start_ns = self._clock()
         with nullcontext() if self._pace is None else self._pace.task(task):
             yield
@@ -212,50 +210,49 @@ class Tally:
 
     @contextmanager
     def wait(self, cause: Cause) -> Iterator[None]:
-        """Wrap a wait."""
+        """Context of a wait; records it."""
         start_ns = self._clock()
         yield
         self._record(WaitRecord(start_ns, self._clock(), self._step, cause))
 
     @contextmanager
     def blocking(self, receiver: Task) -> Iterator[None]:
-        """Wrap a transfer that blocks both ends, of the message for a task; for each of them it
-        ends when the modelled time has passed since the exchange."""
+        """Context of a transfer that blocks sender and receiver, of the message to a task. On both
+        it ends when the modelled time has passed since the exchange."""
         with self.transfer():
             yield
             sleep_until(self._clock() + self.message_ns(receiver))
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Wrap a wait for transfers."""
+        """Context of a wait for transfers; records it."""
         return self.wait(self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank))
 
 
-# Sends of torch.distributed that leave only when their modelled time has passed.
-#
-# A directed link carries one message at a time, in the order in which they were issued, while the
-# rank goes on. Each link has a thread that sleeps for a message's time and then sends it; `close`
-# joins it. Waiting for a send includes waiting for its delay.
-
-
 BatchSends = Callable[..., list[Any]]
-"""Starts sends and receives, and returns their handles to wait on."""
+"""Starts sends and receives and returns their handles."""
 
 
 class DelayedSends:
-    """The outgoing links of one rank."""
+    """Delays sends of torch.distributed by their modelled time, on one rank's outgoing links.
+
+    A directed link carries one message at a time, in order of issue, while the rank continues. Each
+    link has a thread that sleeps for a message's time and then sends it; `close` joins the thread.
+    Waiting for a send includes waiting for its delay.
+    """
 
     def __init__(self) -> None:
         self._times_ns: dict[int, int] = {}
-        """How long a message takes, by the id of its send, which has not begun."""
+        """Modelled message times by the id of their send operation; only sends not yet started."""
         self._links: dict[int, ThreadPoolExecutor] = {}
 
     def hold_back(self, sends: Sequence[dist.P2POp], message_ns: int) -> None:
-        """Delay these sends by `message_ns`, once a `batch` of this object starts them."""
+        """Mark these sends to be delayed by `message_ns` when the function of `batch` starts
+        them."""
         if message_ns:
             self._times_ns.update((id(send), message_ns) for send in sends)
 
     def batch(self, original: BatchSends) -> BatchSends:
-        """A replacement for torch's `_batch_p2p` that delays the sends that were held back."""
+        """A replacement for torch's `_batch_p2p` that delays the marked sends."""
 
         def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
             if not self._times_ns and not self._links:
@@ -271,6 +268,8 @@ class DelayedSends:
         self._links.clear()
 
     def _start(self, op: dist.P2POp, original: BatchSends) -> Any:
+        """Start an operation, on its link's thread if it or an earlier send of the link is delayed;
+        returns its handle."""
         message_ns = self._times_ns.pop(id(op), 0)
         if op.op is not dist.isend or not (message_ns or op.peer in self._links):
             (work,) = original([op])
@@ -287,13 +286,13 @@ class DelayedSends:
 
 
 class _Delayed:
-    """A handle of a send that may not have begun."""
+    """The handle of a delayed send."""
 
     def __init__(self, send: Future[Any]) -> None:
         self._send = send
 
     def wait(self) -> None:
-        """Wait for the send. Raises what it raises, such as a time-out."""
+        """Wait for the send. Raises the send's own error, such as a timeout."""
         self._send.result().wait()
 
 
@@ -304,26 +303,28 @@ class TorchSchedule(PeerSchedule):
         """As `PeerSchedule`."""
         super().__init__(*args, **kwargs)
         self._delayed_sends = DelayedSends()
-        self._built: _Built | None = None
+        self._pipeline: _TorchPipeline | None = None
 
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
-        if self._built is None or not self._built.fits(num_microbatches, batch_shape):
-            self._built = _Built(self.name, self.model, self.layout, num_microbatches, batch_shape)
+        if self._pipeline is None or not self._pipeline.fits(num_microbatches, batch_shape):
+            self._pipeline = _TorchPipeline(
+                self.name, self.model, self.layout, num_microbatches, batch_shape
+            )
 
     def run_tasks(self, batches: Sequence[Batch], tally: Tally) -> list[Any]:
-        assert self._built is not None
-        for stage in self._built.stages:
+        assert self._pipeline is not None
+        for stage in self._pipeline.stages:
             stage.begin(batches, tally, self._delayed_sends)
         indices = torch.arange(len(batches))
         with _transfers(tally, self._delayed_sends):
-            self._built.schedule.step(microbatch=indices, target=indices, return_outputs=False)
-        return self._built.stages[-1].losses()
+            self._pipeline.schedule.step(microbatch=indices, target=indices, return_outputs=False)
+        return self._pipeline.stages[-1].losses()
 
     def close(self) -> None:
         self._delayed_sends.close()
 
 
-class _Built:
+class _TorchPipeline:
     """torch's schedule for a number and shape of microbatches, with this rank's stages."""
 
     def __init__(
@@ -344,8 +345,8 @@ class _Built:
             for chunk, stage in zip(model.chunks, layout.stages, strict=True)
         ]
         kind = getattr(pipelining, peer.schedule)
-        # The last stage returns a final loss, divided by the number of microbatches as Megatron
-        # does, so that torch has nothing to divide or compute.
+        # The last stage returns the final loss, already divided by the number of microbatches as in
+        # Megatron, so torch must not compute or divide anything.
         self.schedule = kind(
             self.stages if issubclass(kind, schedules.PipelineScheduleMulti) else self.stages[0],
             num_microbatches,
@@ -384,7 +385,7 @@ class _TorchStage(pipelining.PipelineStage):
             message.device,
             input_args=() if stage == 0 else message,
             output_args=torch.empty((), requires_grad=True) if is_last else message,
-            group=pipeline_of(None),
+            group=pipeline_group(None),
             dw_builder=self._weight_gradient if shape.splits_backward else None,
         )
         self._shape = shape
@@ -394,7 +395,7 @@ class _TorchStage(pipelining.PipelineStage):
         self._delayed_sends: DelayedSends
 
     def begin(self, batches: Sequence[Batch], tally: Tally, delayed_sends: DelayedSends) -> None:
-        """Prepare for a step."""
+        """Set the microbatches of the next step, and its pacing and recording."""
         self._module.begin(batches)
         if self.dw_builder is not None:
             self._deferred = DeferredWeightGradients(self._module, GradOrder.ARRIVAL, len(batches))
@@ -402,14 +403,14 @@ class _TorchStage(pipelining.PipelineStage):
         self._delayed_sends = delayed_sends
 
     def losses(self) -> list[Any]:
-        """What the loss function returned in this step, in microbatch order."""
+        """The loss function's results of this step, in microbatch order."""
         return self._module.losses()
 
-    # Called by torch's schedules for a task, and for its message to another rank.
+    # torch's schedules call the following functions for a task, and for its messages.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         task = Task(self.stage_index, Kind.F, fwd_chunk_id)
-        with self._tally.task(task), self._deferring(fwd_chunk_id):
+        with self._tally.task(task), self._defer_weights(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
@@ -421,7 +422,7 @@ class _TorchStage(pipelining.PipelineStage):
     ) -> None:
         task = Task(self.stage_index, Kind.B, bwd_chunk_id)
         runs_weights_too = full_backward and self.dw_builder is not None
-        with self._tally.task(task), self._deferring(bwd_chunk_id):
+        with self._tally.task(task), self._defer_weights(bwd_chunk_id):
             super().backward_one_chunk(
                 bwd_chunk_id, loss, full_backward and not runs_weights_too, last_backward
             )
@@ -441,8 +442,8 @@ class _TorchStage(pipelining.PipelineStage):
         return self._hold_back(sends, Task(self.stage_index, Kind.B, bwd_chunk_id))
 
     @contextmanager
-    def _deferring(self, microbatch: int) -> Iterator[None]:
-        """Wrap a task; defers its weight gradients if the schedule splits them off."""
+    def _defer_weights(self, microbatch: int) -> Iterator[None]:
+        """Context of a task; defers its weight gradients if the schedule splits the backward."""
         self._deferring_microbatch = microbatch
         with nullcontext() if self._deferred is None else self._deferred.task(microbatch):
             yield
@@ -453,6 +454,7 @@ class _TorchStage(pipelining.PipelineStage):
         return partial(self._deferred.run, self._deferring_microbatch)
 
     def _hold_back(self, sends: list[dist.P2POp], sender: Task) -> list[dist.P2POp]:
+        """Delay a task's sends by their modelled time; returns them."""
         receiver = self._shape.receiver(sender)
         if sends and receiver is not None:
             self._delayed_sends.hold_back(sends, self._tally.message_ns(receiver))
@@ -461,8 +463,8 @@ class _TorchStage(pipelining.PipelineStage):
 
 @contextmanager
 def _transfers(tally: Tally, delayed_sends: DelayedSends) -> Iterator[None]:
-    """Replace the two functions by which torch's schedules start transfers and wait for them:
-    delays sends that are held back, and records waits."""
+    """Replace the two functions with which torch's schedules start transfers and wait for them, to
+    delay sends and to record waits."""
     start, finish = schedules._batch_p2p, schedules._wait_batch_p2p
 
     def recorded(work: list[Any]) -> None:

@@ -1,10 +1,11 @@
-"""The paper's questions as races, and how large they are at each scale.
+"""The paper's questions as presets of races, and the sizes of races at each scale.
 
-The paper's evaluation numbers no questions; ours follow its order: RQ1 end to end (its section 7.2,
-the large table), RQ2 where the time goes (its table 3), RQ3 injected jitter (table 6), RQ4 hints
-(table 7), RQ5 scaling (table 8), RQ6 memory and sameness (its appendices C.2 and E).
+The paper does not number its questions; the presets follow its order: RQ1 end to end (its section
+7.2, the large table), RQ2 where the time goes (table 3), RQ3 injected jitter (table 6), RQ4 hints
+(table 7), RQ5 scaling (table 8), RQ6 memory and equality of gradients (appendices C.2 and E).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,8 +35,8 @@ from rrfp.race.systems import (
 )
 from rrfp.schedule.admission import Admit
 
-PAPERS = "paper"
-"""The bound that stands for the paper's limit on D."""
+PAPER_BOUND = "paper"
+"""Name of the bound that is the paper's limit on D."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,13 @@ class Scale:
     microbatches: int
     steps: int
     task_ms: float
-    """The mean time of a pipeline rank's F, B and W."""
+    """Mean time of a pipeline rank's F, B and W."""
     groups: tuple[tuple[int, int], ...]
     """Pipeline and tensor-parallel ranks of comparisons with tensor parallelism."""
     pps: tuple[int, ...]
-    """Pipeline ranks of the scaling preset; the microbatches below are for it too."""
+    """Numbers of pipeline ranks of the scaling preset."""
     microbatch_counts: tuple[int, ...]
+    """Numbers of microbatches of the scaling preset."""
 
 
 SCALES = {
@@ -62,11 +64,30 @@ SCALES = {
         32, 128, 10, 20.0, ((16, 1), (16, 2), (16, 4)), (8, 16, 32, 64), (64, 128, 256)
     ),
 }
-"""`tiny` is for tests: its tasks are too short to say anything about speed."""
+"""`tiny` is for tests: its tasks are too short for meaningful speeds."""
+
+
+Sizes = tuple[tuple[int, int, int], ...]
+"""Pipeline ranks, tensor-parallel ranks and microbatches of each case."""
+
+
+def _one_size(scale: Scale) -> Sizes:
+    return ((scale.pp, 1, scale.microbatches),)
+
+
+def _tensor_parallel_sizes(scale: Scale) -> Sizes:
+    return tuple((pp, tp, scale.microbatches) for pp, tp in scale.groups)
+
+
+def _growing_sizes(scale: Scale) -> Sizes:
+    """More pipeline ranks, then more microbatches."""
+    pps = [(pp, 1, scale.microbatches) for pp in scale.pps]
+    counts = [(scale.pp, 1, count) for count in scale.microbatch_counts]
+    return tuple(dict.fromkeys([*pps, *counts]))
 
 
 class Measure(StrEnum):
-    """What a preset's table and chart show."""
+    """Figure that a preset's table and chart show."""
 
     SPEED = "speed"
     """Speedup over Megatron's 1F1B."""
@@ -84,15 +105,15 @@ class Contest:
     profiles: tuple[str, ...]
     levels: tuple[str, ...] = ("",)
     """Jitter added to each profile."""
-    bounds: tuple[str, ...] = (PAPERS,)
+    bounds: tuple[str, ...] = (PAPER_BOUND,)
     """Bounds of readiness-first systems: `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (of the
     largest peak that 1F1B has in bytes)."""
     admits: tuple[Admit, ...] = (Admit.GIVEN,)
-    """Admission orders of readiness-first systems; others than the given one only if costs vary."""
-    sizes: tuple[tuple[int, int, int], ...]
-    """Pipeline ranks, tensor-parallel ranks and microbatches."""
+    """Admission orders of readiness-first systems. Others than the given one race only if the
+    microbatches' costs differ."""
+    sizes: Callable[[Scale], Sizes] = _one_size
     seeds: tuple[int, ...] = ()
-    """None: the one that the user asks for."""
+    """Seeds of the cases; if empty, the seed that the user gives."""
     most_steps: int | None = None
 
 
@@ -106,123 +127,94 @@ class Preset:
     contests: tuple[Contest, ...]
 
 
-PRESETS = ("rq1", "rq2", "rq3", "rq4", "rq5", "rq6")
-
 _EVEN = "language"
 _VARYING = "language+lognormal:0.5"
 _IMAGES = "multimodal"
 _HOLDS = ("hold 1.0x", "hold 1.5x", "hold 2.0x")
 """At 1.0x, systems have as much memory as 1F1B needs in the heaviest of the steps."""
-_MEGATRONS = (MEGATRON, MEGATRON_INTERLEAVED)
-_PEERS = (
+_LIMITS = ("limit 4", "limit 8", "limit 16", "limit 32", "limit 48")
+_FEW = (MEGATRON, FIXED_1F1B, BF, BFW)
+_ALL = (
+    MEGATRON,
+    MEGATRON_INTERLEAVED,
     TORCH_1F1B,
     TORCH_INTERLEAVED,
     TORCH_INTERLEAVED_ZB,
     TORCH_ZBV,
     TORCH_DUALPIPEV,
     DEEPSPEED_1F1B,
+    FIXED_1F1B,
+    FIXED_ZB_H1,
+    BF,
+    BFW,
+    BF_DEEP,
+    BFW_DEEP,
+    ZB_V,
 )
-_OURS = (BF, BFW, BF_DEEP, BFW_DEEP, ZB_V)
-_FEW = (MEGATRON, FIXED_1F1B, BF, BFW)
 
-
-def preset_named(name: str, scale: Scale) -> Preset:
-    """The preset of that name, one of `PRESETS`, at a scale."""
-    size = (scale.pp, 1, scale.microbatches)
-    match name:
-        case "rq1":
-            return Preset(
-                name,
-                "End to end: how fast is each system, and how much does it hold?",
-                Measure.SPEED,
-                (
-                    Contest(
-                        systems=(*_MEGATRONS, *_PEERS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
-                        profiles=(_EVEN, _VARYING, _IMAGES),
-                        bounds=(PAPERS, *_HOLDS),
-                        admits=(Admit.GIVEN, Admit.PYRAMID),
-                        sizes=(size,),
-                    ),
-                    # Waiting for a better task pays where tasks are even.
-                    Contest(
-                        systems=(MEGATRON, ZB_V_PATIENT),
-                        profiles=(_EVEN,),
-                        bounds=_HOLDS[:1],
-                        sizes=(size,),
-                    ),
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "rq1",
+            "End to end: how fast is each system, and how much does it hold?",
+            Measure.SPEED,
+            (
+                Contest(
+                    systems=_ALL,
+                    profiles=(_EVEN, _VARYING, _IMAGES),
+                    bounds=(PAPER_BOUND, *_HOLDS),
+                    admits=(Admit.GIVEN, Admit.PYRAMID),
                 ),
-            )
-        case "rq2":
-            return Preset(
-                name,
-                "Where does the time of a step go?",
-                Measure.TIME,
-                (
-                    Contest(
-                        systems=_FEW,
-                        profiles=(_VARYING,),
-                        sizes=tuple((pp, tp, scale.microbatches) for pp, tp in scale.groups),
-                    ),
+                # Patience pays off only with even tasks.
+                Contest(systems=(MEGATRON, ZB_V_PATIENT), profiles=(_EVEN,), bounds=("hold 1.0x",)),
+            ),
+        ),
+        Preset(
+            "rq2",
+            "Where does the time of a step go?",
+            Measure.TIME,
+            (Contest(systems=_FEW, profiles=(_VARYING,), sizes=_tensor_parallel_sizes),),
+        ),
+        Preset(
+            "rq3",
+            "How much does injected jitter slow each system down?",
+            Measure.SLOWDOWN,
+            (Contest(systems=_FEW, profiles=(_EVEN,), levels=("J0", "J1", "J2", "J3")),),
+        ),
+        Preset(
+            "rq4",
+            "What does the choice of the hint change?",
+            Measure.SLOWDOWN,
+            (
+                Contest(
+                    systems=(MEGATRON, BF, FB, B_FIRST, F_FIRST, HINT_1F1B, BFW, HINT_ZB_H1),
+                    profiles=(_VARYING, _IMAGES),
                 ),
-            )
-        case "rq3":
-            return Preset(
-                name,
-                "How much does injected jitter slow each system down?",
-                Measure.SLOWDOWN,
-                (
-                    Contest(
-                        systems=_FEW,
-                        profiles=(_EVEN,),
-                        levels=("J0", "J1", "J2", "J3"),
-                        sizes=(size,),
-                    ),
+            ),
+        ),
+        Preset(
+            "rq5",
+            "Does the gain grow with the pipeline and with the step?",
+            Measure.SPEED,
+            (Contest(systems=(MEGATRON, BF, BFW), profiles=(_VARYING,), sizes=_growing_sizes),),
+        ),
+        Preset(
+            "rq6",
+            "What does memory buy, and are gradients the same?",
+            Measure.SPEED,
+            (
+                Contest(
+                    systems=(MEGATRON, BF, BFW), profiles=(_IMAGES,), bounds=(*_LIMITS, *_HOLDS)
                 ),
-            )
-        case "rq4":
-            hints = (BF, FB, B_FIRST, F_FIRST, HINT_1F1B, BFW, HINT_ZB_H1)
-            return Preset(
-                name,
-                "What does the choice of the hint change?",
-                Measure.SLOWDOWN,
-                (Contest(systems=(MEGATRON, *hints), profiles=(_VARYING, _IMAGES), sizes=(size,)),),
-            )
-        case "rq5":
-            pps = [(pp, 1, scale.microbatches) for pp in scale.pps]
-            counts = [(scale.pp, 1, count) for count in scale.microbatch_counts]
-            return Preset(
-                name,
-                "Does the gain grow with the pipeline and with the step?",
-                Measure.SPEED,
-                (
-                    Contest(
-                        systems=(MEGATRON, BF, BFW),
-                        profiles=(_VARYING,),
-                        sizes=tuple(dict.fromkeys([*pps, *counts])),
-                    ),
+                Contest(
+                    systems=_ALL,
+                    profiles=(_IMAGES,),
+                    bounds=("hold 1.0x",),
+                    seeds=(42, 1234, 2026),
+                    most_steps=1,
                 ),
-            )
-        case _:
-            assert name == "rq6"
-            limits = tuple(f"limit {limit}" for limit in (4, 8, 16, 32, 48))
-            return Preset(
-                name,
-                "What does memory buy, and are gradients the same?",
-                Measure.SPEED,
-                (
-                    Contest(
-                        systems=(MEGATRON, BF, BFW),
-                        profiles=(_IMAGES,),
-                        bounds=(*limits, *_HOLDS),
-                        sizes=(size,),
-                    ),
-                    Contest(
-                        systems=(*_MEGATRONS, *_PEERS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
-                        profiles=(_IMAGES,),
-                        bounds=("hold 1.0x",),
-                        sizes=(size,),
-                        seeds=(42, 1234, 2026),
-                        most_steps=1,
-                    ),
-                ),
-            )
+            ),
+        ),
+    )
+}

@@ -1,9 +1,9 @@
-"""The work of a race's ranks: every entry's turns, round by round, in one launch.
+"""The work of a race's ranks: all entries' turns, round by round, in one launch.
 
 All entries train the same small model from the same parameters, which no optimizer changes. Before
-the one timed step everything is warm and quiet: links are open, every code path has run, garbage
-has been collected, and all ranks have synchronised. Our links are closed after each turn, so that
-their threads do not disturb the next one.
+each timed step, links are open, every code path has run once, garbage has been collected, and all
+ranks have synchronized. rrfp's links are closed after each turn, so that their threads do not
+disturb the next one.
 
 In round 0 an entry's gradients are compared with the reference: Megatron's 1F1B, on the same data,
 without a pace.
@@ -56,23 +56,20 @@ from rrfp.train.pacing import StepPacer, make_pace
 from rrfp.train.planning import run_planner
 from rrfp.train.settings import TrainSettings
 
-# The gradients of a step, by name in the whole model, so that two systems can be compared.
-
-
 Gradients = dict[str, torch.Tensor]
+"""Gradients of a step by the parameter's name in the whole model."""
 
 
 def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) -> Gradients:
-    """Copies of the gradients of a rank's chunks, this rank's slices of them, in fp32.
+    """Copy the gradients of a rank's chunks (this rank's slices) to the CPU in fp32.
 
-    They are read from where Megatron's data parallelism accumulates them or, in chunks without it,
-    from the parameters. A parameter that no task has used has zeros.
-    """
-    from rrfp.megatron.adapters.models import unwrapped
+    They come from `main_grad`, where Megatron's data parallelism accumulates them, or from `grad`
+    in chunks without it. A parameter without gradient gives zeros."""
+    from rrfp.megatron.adapters.models import unwrap_models
 
     return {
         whole_name(name, chunk, settings, layout): _gradient(parameter)
-        for chunk in unwrapped(chunks)
+        for chunk in unwrap_models(chunks)
         for name, parameter in chunk.named_parameters()
     }
 
@@ -87,10 +84,9 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 def relative_difference(
     own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> float:
-    """How far `own` gradients are from the `other` ones: the norm of the difference as a share of
-    the norm of the other gradient, for the parameter where that is largest.
+    """The largest ||own - other|| / ||other|| over all parameters.
 
-    Raises RrfpError if they are not gradients of the same parameters.
+    Raises RrfpError if the gradients belong to different parameters.
     """
     if own.keys() != other.keys():
         strange = sorted(own.keys() ^ other.keys())
@@ -102,6 +98,7 @@ def relative_difference(
 
 
 def _difference(own: torch.Tensor, other: torch.Tensor) -> float:
+    """||own - other|| / ||other||; infinite for a zero or non-finite reference."""
     difference = float((own.double() - other.double()).norm())
     norm = float(other.double().norm())
     if difference == 0:
@@ -109,17 +106,13 @@ def _difference(own: torch.Tensor, other: torch.Tensor) -> float:
     return difference / norm if norm and math.isfinite(difference) else math.inf
 
 
-# One system of a race on one rank: its schedule, on a model shared with others, paced for each
-# round.
-
-
 _LEAST_TIMEOUT_S = 120.0
-"""How much longer a turn may take than some multiple of its modelled work."""
+"""Time limit of a turn beyond `_TIMEOUT_FACTOR` times its modelled work."""
 _TIMEOUT_FACTOR = 4
 
 
-class _AtOnce:
-    """The pace of a step that is not paced: it adds no time."""
+class _Unpaced:
+    """A `StepPace` that adds no time."""
 
     def task(self, task: Task) -> AbstractContextManager[None]:
         return nullcontext()
@@ -138,22 +131,22 @@ class _AtOnce:
 
 
 class _RoundPace:
-    """The pace of the current round, whatever number the schedule itself gives the step."""
+    """A `Pace` for the current round, independent of the schedule's own step number."""
 
     def __init__(self, pacer: StepPacer) -> None:
         self.pacer = pacer
         self.round: int | None = None
-        """The round; None: the step is not paced."""
+        """The current round; None for an unpaced step."""
 
     def sizes(self, step: int, shape: Shape) -> Sizes | None:
         return self.pacer.sizes(self.round or 0, shape)
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
-        return _AtOnce() if self.round is None else self.pacer.start_step(self.round, shape)
+        return _Unpaced() if self.round is None else self.pacer.start_step(self.round, shape)
 
 
 class _NoItems:
-    """The `StepItems` of a race, whose costs are modelled."""
+    """Empty `StepItems`: a race's costs are modelled, so planning needs no data."""
 
     def items(self) -> Sequence[Batch]:
         return ()
@@ -163,7 +156,7 @@ class _NoItems:
 
 
 class _Records:
-    """Keeps the tasks and waits of a step; schedules record them from several threads."""
+    """Collects the tasks and waits of a step; `record` is called from several threads."""
 
     def __init__(self) -> None:
         self._records: list[WaitRecord] = []
@@ -176,8 +169,8 @@ class _Records:
             self._tasks.append(record)
 
     def take_peak_bytes(self, sizes: Sizes, kinds: Sequence[Kind]) -> int:
-        """The most bytes held at once in the tasks since the last call, by these sizes of the
-        rank's chunks: the same count for every system, whoever decided."""
+        """Peak activation bytes in the tasks since the last call, computed from the sizes of the
+        rank's chunks in the same way for every system."""
         tasks, self._tasks = self._tasks, []
         held = peak = 0
         for task in sorted(tasks):
@@ -199,7 +192,7 @@ class _Records:
         self._records, self._tasks = [], []
 
     def take_ns(self) -> tuple[int, int]:
-        """Time in coordination, and in all other waits, since the last call."""
+        """Time in coordination and in all other waits since the last call."""
         records, self._records = self._records, []
         coordination_ns = blocking_ns = 0
         for record in records:
@@ -211,7 +204,7 @@ class _Records:
 
 
 class RacedSystem:
-    """An entry on this rank: its model, its schedule and its pace."""
+    """An entry on this rank: its schedule and pace, on a model that entries share."""
 
     def __init__(self, entry: Entry, layout: Layout, model: ModelChunks, data: Data) -> None:
         settings = entry.settings
@@ -235,14 +228,14 @@ class RacedSystem:
         )
         assert pacer is not None
         self._pace = _RoundPace(pacer)
-        # The leader of a group decides ahead, based on how long its tasks took so far. How long a
-        # rank waits follows from how punctual announcements were.
+        # A group's leader decides in advance from the task times so far, and patience depends on
+        # how punctual announcements were. Both need a paced warm-up.
         self._learns_times = settings.policy.dispatch == Dispatch.READY and (
             settings.layout.tp > 1 or settings.policy.waits
         )
         self._schedule: NativeSchedule | ForwardBackward | PeerSchedule
         if entry.peer is not None:
-            self._schedule = kind_of(entry.peer)(
+            self._schedule = schedule_class_of(entry.peer)(
                 entry.peer, model, layout, self._records.record, pace=self._pace
             )
         else:
@@ -252,15 +245,15 @@ class RacedSystem:
         self._is_warm = False
         self._planner = run_planner(settings, self._records.record, pacer, NUM_SIMULATIONS)
         self._planned: dict[int, Sequence[int]] = {}
-        """By round: its planned order."""
+        """The planned admission order, by round."""
 
     def prepare(self, number: int) -> None:
-        """Draw the round's pace, before its step begins."""
+        """Draw the round's modelled times, before its step begins."""
         self._pace.pacer.prepare(number)
 
     def batches(self, number: int) -> list[Batch]:
-        """The round's microbatches, in admission order. A planned order is that of the model, and
-        the next round's is planned while this one is raced."""
+        """The round's microbatches in admission order. A planned order follows the modelled times;
+        the next round's order is planned during this round."""
         if self._planner is None:
             order = self._pace.pacer.order(number)
         else:
@@ -271,9 +264,11 @@ class RacedSystem:
         return [self._batches.batch(number, microbatch) for microbatch in order]
 
     def warm_up(self, number: int) -> None:
-        """Run the round's step once, so that links are open and all systems find equally warm
-        caches. After the first time, only as many microbatches as there are ranks, unless the
-        schedule is built for their number. A schedule that learns task times runs paced."""
+        """Run the round's step once, to open links and warm caches equally for all systems.
+
+        After the first time it runs only one microbatch per rank, unless the schedule is built for
+        a number of microbatches. A schedule that learns task times runs the whole step, paced.
+        """
         batches = self.batches(number)
         if self._learns_times:
             self.step(batches, number)
@@ -285,18 +280,18 @@ class RacedSystem:
         self.forget()
 
     def step(self, batches: Sequence[Batch], number: int | None = None) -> None:
-        """Run a step, paced for round `number` if given; its gradients are added to those
-        present."""
+        """Run a step, paced for round `number` if given. Gradients are added to the present
+        ones."""
         self._pace.round = number
-        with chunks_of(self.settings):
+        with virtual_pipeline_of(self.settings):
             if isinstance(self._schedule, PeerSchedule):
                 self._schedule.run(number or 0, batches)
                 return
             run_schedule(self._schedule, self.settings, self._model, batches)
 
-    def most_s(self, number: int) -> float:
-        """More than a round's turn takes unless it is stuck: a multiple of all its work and
-        messages one after another, because jitter adds to them."""
+    def timeout_s(self, number: int) -> float:
+        """Time limit in seconds for a round's turn: a multiple of its total work and messages in
+        sequence, as jitter adds to them."""
         settings = self.settings
         met = conditions(
             self._costs,
@@ -324,14 +319,14 @@ class RacedSystem:
         return gradients(self._model.chunks, self.settings, self.layout)
 
     def forget(self) -> None:
-        """Clear the gradients and what was recorded."""
+        """Clear the gradients and the records."""
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
         self._model.optimizer.zero_grad()
         self._records.forget()
 
     def figures(self, offset_ns: int) -> torch.Tensor:
-        """The figures of the last step on this rank, as `rrfp.race.rank` reads them."""
+        """The figures of the last step on this rank, as `turn_of` reads them."""
         assert self._schedule.report is not None
         summary = self._schedule.report.summary
         tally = self._pace.pacer.tally
@@ -353,13 +348,13 @@ class RacedSystem:
         )
 
     def _peak_bytes(self) -> int:
-        """The most bytes that this rank held in the last round; -1 where sizes are not known."""
+        """Peak activation bytes of this rank in the last round; -1 if sizes are unknown."""
         shape = self._pace.pacer.shape
         sizes = self._pace.sizes(self._pace.round or 0, shape)
         return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
 
-    def rest(self) -> None:
-        """Release what would disturb other systems."""
+    def close(self) -> None:
+        """Close the links, whose threads would disturb other systems. Later steps reopen them."""
         if isinstance(self._schedule, ForwardBackward | PeerSchedule):
             self._schedule.close()
 
@@ -374,8 +369,8 @@ def _check_costs(pace: str, sha256: str | None) -> None:
         )
 
 
-def kind_of(peer: str) -> type[PeerSchedule]:
-    """What runs a peer. Imports its project, which only its own races need."""
+def schedule_class_of(peer: str) -> type[PeerSchedule]:
+    """The class that runs a peer's schedule. Imports the peer's project."""
     if PEERS[peer].project is Project.DEEPSPEED:
         from rrfp.race.deepspeed_schedule import DeepSpeedSchedule
 
@@ -386,7 +381,7 @@ def kind_of(peer: str) -> type[PeerSchedule]:
 
 
 def _shape_of(entry: Entry) -> Shape:
-    """The shape of an entry's step, with its kinds of task."""
+    """The shape of an entry's step, including its kinds of task."""
     settings = entry.settings
     shape = settings.shape
     if entry.peer is not None:
@@ -394,28 +389,28 @@ def _shape_of(entry: Entry) -> Shape:
     return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
 
 
-def chunks_of(settings: TrainSettings) -> AbstractContextManager[None]:
-    """Set, for the block, the number of chunks per rank, which Megatron keeps globally."""
+def virtual_pipeline_of(settings: TrainSettings) -> AbstractContextManager[None]:
+    """Context that sets Megatron's global number of chunks per rank."""
     from rrfp.megatron.adapters.parallel_state import virtual_pipeline
 
     return virtual_pipeline(virtual_pipeline_size(settings))
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Run this rank's part of every turn that has not ended yet. Raises what a step raises."""
+    """Run this rank's part of every remaining turn. Raises any error of a step."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     files = RaceFiles(run.path)
     leads = layout.rank == 0
     offset_ns = introduce(layout).clock_offset_ns
-    # Only one rank reads, because another host may see an outdated version of a shared file.
-    told = _state(files) if leads else None
-    entries, ended = broadcast_json(told, _decode_state)
+    # Only rank 0 reads, because another host may see an outdated version of a shared file.
+    state = _state(files) if leads else None
+    entries, ended = broadcast_json(state, _decode_state)
     race = _Race(layout, entries, offset_ns)
     gc.freeze()
 
     def begin(entry: Entry, number: int) -> None:
         if leads:
-            files.begin(entry, number)
+            files.write_current_turn(entry, number)
 
     for number, entry in rounds(entries, ended):
         reference = race.missing_reference(entry) if number == 0 else None
@@ -429,12 +424,13 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _state(files: RaceFiles) -> object:
-    """The entries and the turns that have ended, for all ranks."""
+    """The entries and the completed turns as JSON values, to broadcast to all ranks."""
     return [[entry.to_json() for entry in files.read_entries()], sorted(files.ended())]
 
 
-def _decode_state(told: object) -> tuple[list[Entry], set[tuple[str, int]]]:
-    entries, ended = map(items, items(told, 2))
+def _decode_state(state: object) -> tuple[list[Entry], set[tuple[str, int]]]:
+    """Read the value of `_state`. Raises ValueError if it is invalid."""
+    entries, ended = map(items, items(state, 2))
     try:
         read = [Entry.from_json(text(entry)) for entry in entries]
     except (KeyError, TypeError) as error:
@@ -454,16 +450,16 @@ class _Race:
         self._models: dict[tuple[int, int, str], ModelChunks] = {}
         self._systems: dict[str, RacedSystem] = {}
         self._references: dict[tuple[int, int], list[Gradients]] = {}
-        """By `_reference_key`: the gradients of all ranks; known only to rank 0."""
+        """All ranks' reference gradients by `_reference_key`; only rank 0 has the tensors."""
 
     def turn(self, entry: Entry, number: int) -> Turn:
         """Run an entry's step of a round; every rank calls this, and rank 0 gets all figures."""
         system = self._system(entry)
-        with _bounded(entry, number, system.most_s(number)):
+        with _time_limit(entry, number, system.timeout_s(number)):
             system.warm_up(number)
             batches = system.batches(number)
             system.prepare(number)
-            with _stillness():
+            with _garbage_collection_paused():
                 dist.barrier()
                 system.step(batches, number)
             figures = system.figures(self._offset_ns)
@@ -473,30 +469,30 @@ class _Race:
             if number == 0:
                 turn = self._compare(turn, system)
             system.forget()
-            system.rest()
+            system.close()
         return turn
 
     def _system(self, entry: Entry) -> RacedSystem:
+        """The entry's system, created when first used. Data and models are shared."""
         if entry.name not in self._systems:
             settings = entry.settings
             layout = replace(
                 self._layout, chunks=settings.layout.chunks, placement=settings.layout.placement
             )
-            # Settings with the same key share a model; order and bounds are not part of it.
+            # Entries that differ only in order and bounds share data and model.
             data_key = (settings.run.seed, settings.data.microbatches)
             if data_key not in self._data:
                 self._data[data_key] = open_data(settings)
             data = self._data[data_key]
             model_key = (settings.run.seed, settings.layout.chunks, str(settings.layout.placement))
             if model_key not in self._models:
-                with chunks_of(settings):
+                with virtual_pipeline_of(settings):
                     self._models[model_key] = build_model(settings, layout, data)
             self._systems[entry.name] = RacedSystem(entry, layout, self._models[model_key], data)
         return self._systems[entry.name]
 
     def missing_reference(self, entry: Entry) -> Entry | None:
-        """The entry whose gradients of the first round this one's are compared with; None if they
-        are already known."""
+        """The entry that computes the reference gradients for this one; None if they are known."""
         key = _reference_key(entry.settings)
         if key in self._references:
             return None
@@ -511,7 +507,7 @@ class _Race:
     def refer_to(self, reference: Entry) -> None:
         """Compute the reference's gradients of the first round; every rank calls this."""
         system = self._system(reference)
-        with _bounded(reference, 0, system.most_s(0)):
+        with _time_limit(reference, 0, system.timeout_s(0)):
             system.warm_up(0)
             system.step(system.batches(0))
             gathered = gather_tensors(system.gradients())
@@ -519,7 +515,7 @@ class _Race:
             system.forget()
 
     def _compare(self, turn: Turn, system: RacedSystem) -> Turn:
-        """The turn, with the comparison of its gradients."""
+        """Return the turn with the comparison of its gradients; unchanged except on rank 0."""
         settings = system.settings
         found = gather_tensors(system.gradients())
         if self._layout.rank != 0:
@@ -541,15 +537,15 @@ class _Race:
 
 
 def _reference_key(settings: TrainSettings) -> tuple[int, int]:
-    """Settings with equal keys have the same gradients."""
+    """Key of the reference gradients. Settings with equal keys have the same gradients."""
     return settings.run.seed, settings.data.microbatches
 
 
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
-    """A turn's outcome, from the `RacedSystem.figures` of all ranks, one row each."""
+    """Make a turn from the `RacedSystem.figures` of all ranks, one row each."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, *counts = table.T
     held, num_tasks, num_over, peak_bytes = counts
-    # A rank that is done, or was not called yet, is as idle as one that waits inside the step.
+    # Time before a rank's own entry and after its own return counts as idle.
     blocking_ns = blocking_ns + (end_ns.max() - end_ns) + (start_ns - start_ns.min())
     return Turn(
         entry.name,
@@ -566,8 +562,8 @@ def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
 
 
 @contextmanager
-def _stillness() -> Iterator[None]:
-    """Pause garbage collection."""
+def _garbage_collection_paused() -> Iterator[None]:
+    """Collect garbage, then pause garbage collection in the block."""
     gc.collect()
     gc.disable()
     try:
@@ -577,9 +573,9 @@ def _stillness() -> Iterator[None]:
 
 
 @contextmanager
-def _bounded(entry: Entry, number: int, most_s: float) -> Iterator[None]:
-    """End this process if a turn takes longer: a wait inside a library cannot be interrupted."""
-    timer = threading.Timer(most_s, partial(_give_up, entry, number, most_s))
+def _time_limit(entry: Entry, number: int, timeout_s: float) -> Iterator[None]:
+    """End the process if the block takes longer; a wait inside a library cannot be interrupted."""
+    timer = threading.Timer(timeout_s, partial(_give_up, entry, number, timeout_s))
     timer.daemon = True
     timer.start()
     try:
@@ -588,7 +584,8 @@ def _bounded(entry: Entry, number: int, most_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _give_up(entry: Entry, number: int, most_s: float) -> None:
-    sentence = f"round {number} of {entry.name} was not over after {most_s:.0f} s"
+def _give_up(entry: Entry, number: int, timeout_s: float) -> None:
+    """Write a failure report and exit."""
+    sentence = f"round {number} of {entry.name} was not over after {timeout_s:.0f} s"
     FailureReport(sentence, RrfpError.exit_code, False, False).write()
     os._exit(RrfpError.exit_code)

@@ -1,4 +1,4 @@
-"""The tables of a race: a table for each case for people, and one of all rows for programs."""
+"""Tables of a race's results: one per case for people, and one of all rows for programs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from rrfp.trace.records import NS_PER_S
 
 
 def result_table(rows: Sequence[ResultRow]) -> Table:
-    """The rows for programs; CSV has the intervals of estimates in columns of their own."""
+    """All rows for programs. In CSV, the bounds of intervals have columns of their own."""
     return Table("", [*_result_columns(rows)] if rows else [], rows_key="rows")
 
 
@@ -40,9 +40,9 @@ def _estimate_columns(
 
 
 def case_tables(preset: Preset, every_row: Sequence[ResultRow]) -> list[Table]:
-    """The rows of a preset for people: a table for each case.
+    """The rows of a preset for people, one table per case.
 
-    The first table has the preset's question, and the last one notes on single rows.
+    The first table's title has the preset's question; the last table has the notes.
     """
     rows = [row for row in every_row if row.lineup_row.preset == preset.name]
     cases: dict[Case, list[ResultRow]] = {}
@@ -82,11 +82,16 @@ def _case_table(case: Case, rows: Sequence[ResultRow], measure: Measure) -> Tabl
             return ""
         return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
 
-    columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
-    # Nothing is known of memory where costs say no sizes, and of intervals after one round.
+    columns = {
+        "time": time,
+        "95 of\n100": interval,
+        "x mega-\ntron": _speed,
+        **_MEASURE_COLUMNS[measure],
+    }
+    # Columns may be empty: memory without sizes in the costs, intervals after a single round.
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     if any(cells.get("peak\nGB", ())):
-        # 80 columns have the width for one of the two.
+        # A line of 80 columns has room for only one of the two.
         del cells["held"]
     timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
     return Table(
@@ -115,7 +120,7 @@ def _peak(row: ResultRow) -> str:
     return "" if row.peak_held_bytes is None else f"{row.peak_held_bytes / 1e9:.3g}"
 
 
-def _share(seconds: Callable[[ResultRow], float | None]) -> Callable[[ResultRow], str]:
+def _seconds(seconds: Callable[[ResultRow], float | None]) -> Callable[[ResultRow], str]:
     def cell(row: ResultRow) -> str:
         found = seconds(row)
         return "" if found is None else f"{found:.3f}"
@@ -132,7 +137,7 @@ def _slowdown_interval(row: ResultRow) -> str:
     return "" if found is None else f"{100 * found.low:+.1f} {100 * found.high:+.1f}"
 
 
-_OF: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
+_MEASURE_COLUMNS: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
     Measure.SPEED: {
         "over\nfloor": lambda row: _ratio(row.ratio_to_floor),
         "over\nload": lambda row: _ratio(row.ratio_to_load),
@@ -140,9 +145,9 @@ _OF: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
         "peak\nGB": _peak,
     },
     Measure.TIME: {
-        "compute\ns": _share(lambda row: row.compute_s),
-        "blocking\ns": _share(lambda row: row.blocking_s),
-        "coordi-\nnation s": _share(lambda row: row.coordination_s),
+        "compute\ns": _seconds(lambda row: row.compute_s),
+        "blocking\ns": _seconds(lambda row: row.blocking_s),
+        "coordi-\nnation s": _seconds(lambda row: row.coordination_s),
     },
     Measure.SLOWDOWN: {
         "slow-\ndown %": _slowdown,
@@ -150,7 +155,7 @@ _OF: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
         "held": _held,
     },
 }
-"""The columns of each measure, beside those that all have."""
+"""The additional columns for each measure."""
 
 
 def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:

@@ -1,9 +1,8 @@
-"""The results of a race: its turns and models as rows.
+"""The results of a race: turns and modelled times, combined into rows.
 
-Ratios are paired: a round's step of one system over the same round's step of another, which had the
-same costs and jitter, or over that step's floor; then the median over rounds. Intervals contain 95
-of 100 bootstrap medians (`rrfp.analyze.compare`).
-"""
+Ratios are paired: a round's step time of one system over that of another in the same round, with
+the same costs and jitter, or over that step's lower bound; then the median over rounds. Intervals
+are 95% bootstrap intervals of the median (`rrfp.analyze.compare`)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,56 +14,56 @@ import numpy as np
 from rrfp.analyze.compare import Estimate, estimate, resampled_medians
 from rrfp.race.entries import Failure, Turn
 from rrfp.race.lineup import Lineup, LineupRow
-from rrfp.race.runner import Modelled
+from rrfp.race.runner import ModelledTimes
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.knobs import described_hold
 
 MOST_DIFFERENCE = 1e-5
-"""How far gradients may differ, relative to their norm: the order of sums changes the last bits."""
+"""Largest accepted gradient difference relative to the norm; the order of sums changes last
+bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """The results of a system in a case. A value is None if it is unknown: no turn has ended, its
-    gradients are not known to agree, or the simulator does not have its order."""
+    """The results of a system in a case. A value is None if unknown: no turn has ended, the
+    gradients are not known to agree, or the simulator does not know the order."""
 
     lineup_row: LineupRow
     steps: int
-    """Completed turns."""
+    """Number of completed turns."""
     step_time_s: Estimate | None
     ratio_to_megatron: Estimate | None
-    """Speedup over Megatron's 1F1B: its time over this one's."""
+    """Speedup over Megatron's 1F1B: Megatron's time over this system's."""
     ratio_to_floor: Estimate | None
     ratio_to_load: Estimate | None
     ratio_to_simulated: Estimate | None
     slowdown: Estimate | None
-    """How much longer a step takes than the one it is compared with, as a share of that one."""
+    """Additional step time over the row's baseline (`LineupRow.against`), as a fraction."""
     compute_s: float | None
     blocking_s: float | None
     coordination_s: float | None
     peak_held: float | None
     peak_held_bytes: int | None
-    """By the sizes of the costs; None where they say nothing of memory."""
+    """Peak bytes by the costs' sizes; None if the costs have no sizes."""
     over_pace: float | None
-    """The share of tasks whose work exceeded their modelled time."""
+    """Fraction of tasks whose work exceeded their modelled time."""
     gradients_agree: bool | None
     gradients_same: bool | None
-    """Whether gradients are equal to the last bit; only for the given admission order, as another
-    one sums in another order."""
+    """True if gradients are bit-identical. Known only for the given admission order, because
+    another one sums in another order."""
     gradient_difference: float | None
     error: str | None
 
     @property
     def label(self) -> str:
-        """The system, its bound on memory and its admission order."""
+        """Name of the row: the system, its memory bound and its admission order."""
         lineup_row = self.lineup_row
         admit = "" if lineup_row.admit is Admit.GIVEN else lineup_row.admit
         return " ".join(filter(None, (lineup_row.system.name, lineup_row.bound, admit)))
 
     @property
     def is_void(self) -> bool:
-        """Whether its gradients show that it did other work than the reference, so that its time
-        says nothing."""
+        """True if the gradients differ from the reference's, so that the times are meaningless."""
         return self.gradients_agree is False
 
     @property
@@ -86,7 +85,7 @@ class ResultRow:
             "preset": lineup_row.preset,
             "system": system.name,
             "hint": None if system.peer else system.policy.hint.name,
-            "dispatch": system.told_dispatch,
+            "dispatch": system.dispatch_label,
             "profile": case.profile,
             "pp": case.pp,
             "tp": case.tp,
@@ -121,7 +120,7 @@ class ResultRow:
 
 
 def results(
-    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, Modelled]
+    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, ModelledTimes]
 ) -> list[ResultRow]:
     """One row for each row of the lineup."""
     turns: dict[str, dict[int, Turn]] = {name: {} for name in lineup.entries}
@@ -132,17 +131,18 @@ def results(
         if isinstance(each, Failure):
             failures[each.entry] = each
         else:
-            # A turn that failed once and then ended has not failed.
+            # A later completed turn cancels a failure.
             failures.pop(each.entry, None)
             turns[each.entry][each.round] = each
-    valid = {name for name, of_entry in turns.items() if _agree(of_entry)}
+    valid = {name for name, of_entry in turns.items() if _gradients_agree(of_entry)}
     return [
         _row(lineup_row, turns, valid, models[lineup_row.entry], failures.get(lineup_row.entry))
         for lineup_row in lineup.rows
     ]
 
 
-def _agree(of_entry: Mapping[int, Turn]) -> bool | None:
+def _gradients_agree(of_entry: Mapping[int, Turn]) -> bool | None:
+    """Return whether an entry's gradients agree with the reference's; None before round 0."""
     difference = of_entry[0].gradient_difference if 0 in of_entry else None
     return None if difference is None else difference <= MOST_DIFFERENCE
 
@@ -151,7 +151,7 @@ def _row(
     lineup_row: LineupRow,
     turns: Mapping[str, Mapping[int, Turn]],
     valid: set[str],
-    model: Modelled,
+    model: ModelledTimes,
     failure: Failure | None,
 ) -> ResultRow:
     own = turns[lineup_row.entry]
@@ -166,8 +166,8 @@ def _row(
         return _estimate([times[number] / known[number] for number in rounds if number in known])
 
     def times_of(name: str) -> dict[int, float]:
-        """The times of an entry; empty if its gradients are not known to agree, or if --system
-        leaves it out."""
+        """Step times of an entry by round; empty if its gradients are not known to agree, or if
+        --system excludes it."""
         if name not in valid:
             return {}
         return {number: turn.step_time_s for number, turn in turns.get(name, {}).items()}
@@ -198,7 +198,7 @@ def _row(
             default=None,
         ),
         over_pace=sum(turn.num_over for turn in own.values()) / num_tasks if num_tasks else None,
-        gradients_agree=_agree(own),
+        gradients_agree=_gradients_agree(own),
         gradients_same=first.gradients_same
         if first is not None and lineup_row.admit is Admit.GIVEN
         else None,

@@ -1,4 +1,4 @@
-"""Runs the races of a lineup, launch by launch, and resumes interrupted ones."""
+"""Runs the races of a lineup, one launch after the other, and resumes interrupted ones."""
 
 import fcntl
 import json
@@ -27,34 +27,32 @@ from rrfp.trace.safe_files import make_directory, open_own
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
-# The model of each entry of a race: the floor and the load of its steps, and their simulated
-# times.
-#
-# A turn and its model have the same costs and jitter. The simulator knows the tasks of peers
-# but not their order, so those have a floor and no simulated time.
+# Modelled times of entries: lower bound, load and simulated time of each step, with the costs and
+# jitter of the real turn. The simulator knows the tasks of peers but not their order, so peers have
+# a lower bound and no simulated time.
 
 
 @dataclass(frozen=True, slots=True)
-class Modelled:
+class ModelledTimes:
     """An entry's modelled times by round, in seconds."""
 
     floor_s: tuple[float, ...]
-    """The lower bound: no schedule is faster (`rrfp.simulate.time_bounds.floor`)."""
+    """Lower bounds that no schedule can beat (`rrfp.simulate.time_bounds.floor`)."""
     load_s: tuple[float, ...]
-    """The work of the most loaded rank."""
+    """Work of the most loaded rank."""
     simulated_s: tuple[float, ...] | None
-    """The simulated times; None if the simulator does not know this order."""
+    """Simulated times; None if the simulator does not know the order."""
 
     @property
     def times_s(self) -> tuple[float, ...]:
-        """Roughly what the rounds take."""
+        """Estimated times of the rounds."""
         return self.floor_s if self.simulated_s is None else self.simulated_s
 
 
 def model_entries(
     entries: Iterable[Entry], kept_in: Path, finished: Callable[[], None] = lambda: None
-) -> dict[str, Modelled]:
-    """The models of all entries, by name; `kept_in` caches them.
+) -> dict[str, ModelledTimes]:
+    """Model the times of all entries, by name. The file `kept_in` caches them.
 
     `finished` is called once per entry.
     """
@@ -65,7 +63,7 @@ def model_entries(
             finished()
             continue
         settings = entry.settings
-        # What these share is drawn only once.
+        # Entries with equal keys share random draws.
         key = (
             settings.run.pace,
             settings.run.jitter,
@@ -82,17 +80,18 @@ def model_entries(
     return found
 
 
-def _read(path: Path) -> dict[str, Modelled]:
-    names = {"entry", *(field.name for field in fields(Modelled))}
+def _read(path: Path) -> dict[str, ModelledTimes]:
+    """Read the cached models; invalid lines are skipped."""
+    names = {"entry", *(field.name for field in fields(ModelledTimes))}
     return {
-        values.pop("entry"): Modelled(**values)
+        values.pop("entry"): ModelledTimes(**values)
         for values in read_objects(path)
         if values.keys() == names
     }
 
 
-def _model(entries: Sequence[Entry]) -> list[Modelled]:
-    """The models of entries that have the same conditions in every round."""
+def _model(entries: Sequence[Entry]) -> list[ModelledTimes]:
+    """Model entries that have the same conditions in every round."""
     costs = _costs(entries[0])
     jitter = parse_jitter(entries[0].settings.run.jitter)
     seed, steps = entries[0].settings.run.seed, entries[0].settings.num_steps
@@ -100,7 +99,7 @@ def _model(entries: Sequence[Entry]) -> list[Modelled]:
         [_setting(entry, costs, jitter) for entry in entries], range(seed, seed + steps)
     )
     return [
-        Modelled(
+        ModelledTimes(
             _seconds(trial.floor_ns for trial in row.trials),
             _seconds(trial.load_ns for trial in row.trials),
             None if entry.peer is not None else _seconds(trial.makespan_ns for trial in row.trials),
@@ -128,11 +127,12 @@ def check_model(entry: Entry) -> None:
 
 
 def _setting(entry: Entry, costs: Costs, jitter: Jitter) -> Setting:
+    """The simulator's setting for an entry."""
     settings = entry.settings
     is_native = settings.policy.dispatch == Dispatch.MEGATRON
     policy = settings.effective_policy
     if is_native:
-        # Megatron's own schedule binds as a fixed order does.
+        # Megatron's own schedule is a fixed order.
         policy = replace(policy, dispatch=Dispatch.FIXED)
     policy, shape = fitted(policy, settings.shape, counts_places=False)
     return Setting(
@@ -147,11 +147,11 @@ def _setting(entry: Entry, costs: Costs, jitter: Jitter) -> Setting:
 
 
 RANK_MODULE = "rrfp.race.rank"
-"""The module with each rank's work."""
+"""The module that each rank runs."""
 
 _LAUNCH_S = 15.0
 _BETWEEN_TURNS_S = 1.0
-"""Rough time of a launch, on a small machine."""
+"""Estimated times of a launch and between two turns, on a small machine."""
 
 Launch = Callable[[TrainSettings, RunDir], None]
 """Runs the ranks of a race to their end (`rrfp.train.launch.launcher`)."""
@@ -159,7 +159,7 @@ Launch = Callable[[TrainSettings, RunDir], None]
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts that run the ranks, and which one this is, by the flags of `rrfp train`."""
+    """The hosts of a race and this host's number, as in the flags of `rrfp train`."""
 
     nnodes: int = 1
     node_rank: int = 0
@@ -167,9 +167,11 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
+        """True on host 0."""
         return self.node_rank == 0
 
     def applied(self, settings: TrainSettings, out: Path) -> TrainSettings:
+        """The settings with these hosts and this output directory."""
         return settings.changed(
             nnodes=self.nnodes,
             node_rank=self.node_rank,
@@ -190,7 +192,7 @@ class BenchDir:
 
     @property
     def models(self) -> Path:
-        """The models of the entries (`rrfp.race.runner`)."""
+        """The cache of `model_entries`."""
         return self.path / "models.jsonl"
 
     def race(self, pp: int, tp: int) -> RaceFiles:
@@ -201,11 +203,11 @@ class BenchDir:
         return [each for size in lineup.races for each in self.race(*size).read_turns()]
 
     def prepare(self, lineup: Lineup, *, force: bool) -> IO[bytes]:
-        """Make the directory, or resume an earlier run of the same lineup in it.
+        """Create the directory, or resume an earlier run of the same lineup in it.
 
-        `force` removes what another lineup, or this one, has left. Raises UsageError if another
-        lineup is there and `force` is not set, or if something else is there. No other process can
-        prepare the directory until the returned file is closed.
+        `force` deletes the results of any earlier lineup. Raises UsageError if the directory holds
+        another lineup and `force` is not set, or other files. The returned file holds a lock: no
+        other process can prepare the directory until it is closed.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file; choose a directory with --out")
@@ -271,7 +273,7 @@ def _is_lineup(text: str) -> bool:
 
 
 def _why_other(path: Path, known: str, text: str) -> str:
-    """Why the race in a directory is not the one asked for."""
+    """Format the error for a directory with another lineup, with the difference."""
     was, now = json.loads(known), json.loads(text)
     names = {"versions": "software", "cores": "number of cores"}
     differ = [name for name in names if was.get(name) != now[name]]
@@ -314,18 +316,16 @@ def race(
     *,
     retry: bool = False,
 ) -> None:
-    """Run every turn of the lineup that has not ended yet; with `retry`, also those of entries that
-    have failed.
+    """Run all remaining turns of the lineup; with `retry`, also those of entries that have failed.
 
-    On a single host an entry that fails is passed to `failed` and left out, and the others go on.
-    Raises RrfpError if Megatron's 1F1B fails, without which nothing can be compared, if ranks fail
-    between two turns, and for any failure on several hosts, where the next call leaves the entry
-    out.
+    On a single host, an entry that fails is passed to `failed` and skipped. Raises RrfpError if
+    Megatron's 1F1B fails, which all others are compared with, if ranks fail between two turns, and
+    for any failure on several hosts, where the next call skips the entry.
     """
     for size, entries in lineup.races.items():
         files = bench.race(*size)
-        live = _live(entries, files, retry=retry)
-        while any(_left(live, files)):
+        live = _entries_to_run(entries, files, retry=retry)
+        while any(_remaining_turns(live, files)):
             failure = _launch(live, files, hosts, launch)
             if failure is None:
                 break
@@ -336,16 +336,16 @@ def race(
 def turns_left(
     lineup: Lineup, bench: BenchDir, *, retry: bool = False
 ) -> Iterator[tuple[int, Entry]]:
-    """The turns that `race` would run, by round and entry."""
+    """The turns that `race` would run, as (round, entry)."""
     for size, entries in lineup.races.items():
         files = bench.race(*size)
-        yield from _left(_live(entries, files, retry=retry), files)
+        yield from _remaining_turns(_entries_to_run(entries, files, retry=retry), files)
 
 
 def time_left_s(
-    lineup: Lineup, bench: BenchDir, models: Mapping[str, Modelled], *, retry: bool = False
+    lineup: Lineup, bench: BenchDir, models: Mapping[str, ModelledTimes], *, retry: bool = False
 ) -> float:
-    """Roughly how long the turns of `turns_left` take."""
+    """Estimated time in seconds of the turns of `turns_left`."""
     turns = list(turns_left(lineup, bench, retry=retry))
     launches = {(entry.settings.layout.pp, entry.settings.layout.tp) for _, entry in turns}
     return _LAUNCH_S * len(launches) + sum(
@@ -353,27 +353,27 @@ def time_left_s(
     )
 
 
-def _live(entries: Sequence[Entry], files: RaceFiles, *, retry: bool) -> list[Entry]:
-    """The entries that have not failed, or all."""
+def _entries_to_run(entries: Sequence[Entry], files: RaceFiles, *, retry: bool) -> list[Entry]:
+    """The entries to run: all with `retry`, otherwise those that have not failed."""
     failed = set() if retry else files.failed()
     return [entry for entry in entries if entry.name not in failed]
 
 
-def _left(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tuple[int, Entry]]:
-    """The turns to take."""
+def _remaining_turns(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tuple[int, Entry]]:
+    """The turns of these entries that have not ended, as (round, entry)."""
     return rounds(entries, files.ended())
 
 
 def _launch(
     entries: Sequence[Entry], files: RaceFiles, hosts: Hosts, launch: Launch
 ) -> Failure | None:
-    """Run the ranks to their end; returns the failure of an entry, if one failed."""
+    """Launch the ranks and wait for their end; returns the failure of an entry, if one failed."""
     run = RunDir(files.path)
     if hosts.leads:
         make_directory(files.path)
         files.write_entries(entries)
-        files.under_way.unlink(missing_ok=True)
-    settings = hosts.applied(_of_race(entries[0].settings), run.path)
+        files.current_turn_file.unlink(missing_ok=True)
+    settings = hosts.applied(_grouping_settings(entries[0].settings), run.path)
     try:
         launch(settings, run)
     except (UsageError, StoppedError):
@@ -388,33 +388,33 @@ def _launch(
         if hosts.nnodes > 1:
             files.append(failure)
             raise
-        failure = replace(failure, error=_with_logs_kept(failure.error, run))
+        failure = replace(failure, error=_move_logs_aside(failure.error, run))
         files.append(failure)
         return failure
     return None
 
 
-def _of_race(settings: TrainSettings) -> TrainSettings:
-    """The settings that all entries of a race share: the grouping of ranks."""
+def _grouping_settings(settings: TrainSettings) -> TrainSettings:
+    """Settings with the grouping of ranks, which all entries of a race share."""
     return TrainSettings(
         pp=settings.layout.pp, tp=settings.layout.tp, layers=settings.model.layers, no_trace=True
     )
 
 
 def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
-    """The failure of the entry whose turn it was; None between turns."""
-    under_way = files.read_under_way()
-    if under_way is None:
+    """The failure of the entry whose turn was running; None between turns."""
+    current_turn = files.read_current_turn()
+    if current_turn is None:
         return None
-    name, number = under_way
-    if under_way in files.ended():
+    name, number = current_turn
+    if current_turn in files.ended():
         return None
     return Failure(name, number, str(error).partition("\n")[0])
 
 
-def _with_logs_kept(sentence: str, run: RunDir) -> str:
-    """Move the logs of a failure aside, because the next launch writes its own; returns the
-    sentence with their new place."""
+def _move_logs_aside(sentence: str, run: RunDir) -> str:
+    """Rename the logs of a failed launch, as the next launch writes new ones; returns the sentence
+    with the new path."""
     if not run.logs.exists():
         return sentence
     kept = run.path / f"logs-failed-{len([*run.path.glob('logs-failed-*')])}"
@@ -423,6 +423,7 @@ def _with_logs_kept(sentence: str, run: RunDir) -> str:
 
 
 def _is_reference(entry: Entry) -> bool:
+    """Return whether the entry is Megatron's 1F1B."""
     settings = entry.settings
     return (
         settings.policy.dispatch == Dispatch.MEGATRON and settings.layout.chunks == MEGATRON.chunks

@@ -1,6 +1,6 @@
-"""The systems that are compared, by the names that rows show.
+"""The systems of races, by the names that rows show.
 
-A name covers everything except the bound on memory and the admission order, which rows show
+A name covers everything except the memory bound and the admission order, which rows show
 separately.
 """
 
@@ -15,14 +15,12 @@ from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.train.settings import Dtype, ModelKind, TrainSettings
 
-# The schedules of other projects that ours are compared with, and what each needs.
-#
-# Imports neither torch nor DeepSpeed: the command line refuses what cannot run before it starts any
-# rank.
+# Peers: schedules of other projects, with their requirements. This module imports neither torch nor
+# DeepSpeed, because the command line checks the requirements before it starts ranks.
 
 
 class Project(StrEnum):
-    """The project that a schedule comes from; rows show it in the place of a dispatch."""
+    """The project of a peer's schedule; rows show it in place of a dispatch."""
 
     TORCH = "torch"
     """torch.distributed.pipelining"""
@@ -30,23 +28,23 @@ class Project(StrEnum):
 
     @property
     def is_installed(self) -> bool:
-        # A folder of that name in the working directory has a spec, too, but no origin.
+        # A directory of that name in the working directory has a spec but no origin.
         spec = importlib.util.find_spec(self)
         return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A schedule of another project, and the layout that it runs on here."""
+    """A schedule of another project, with the layout that it runs on here."""
 
     project: Project
     schedule: str
-    """The class, in torch.distributed.pipelining or in deepspeed.runtime.pipe.engine."""
+    """Name of its class in torch.distributed.pipelining or deepspeed.runtime.pipe.engine."""
     chunks: int
     """Model chunks per pipeline rank."""
     placement: Placement
     splits: bool
-    """Whether it splits weight gradients off the backward, always or for some microbatches."""
+    """True if it splits weight gradients off the backward, always or for some microbatches."""
 
     def shape(self, num_ranks: int, num_microbatches: int) -> Shape:
         """The tasks of one of its steps."""
@@ -99,20 +97,21 @@ def check_peer(name: str, settings: TrainSettings) -> None:
         f"{name} runs here on pipeline ranks alone, in fp32; leave --tp, --cp, --dp and --dtype "
         "out",
     )
-    problem = why_not(name, settings.layout.pp, settings.data.microbatches)
+    problem = peer_problem(name, settings.layout.pp, settings.data.microbatches)
     _require(problem is None, f"{name} {problem}")
 
 
 def check_installed(project: Project, what: str) -> None:
-    """Raise UsageError if a project is missing that something needs."""
+    """Raise UsageError if `project`, which `what` needs, is not installed."""
     _require(
         project.is_installed,
         f"{what} needs {project}, which is not installed; run pip install {project}",
     )
 
 
-def why_not(name: str, num_ranks: int, number: int) -> str | None:
-    """Why a peer cannot run that number of microbatches on that many ranks; None if it can."""
+def peer_problem(name: str, num_ranks: int, number: int) -> str | None:
+    """The reason why a peer cannot run `number` microbatches on `num_ranks` ranks; None if it
+    can."""
     if name == "torch-1f1b" and number < num_ranks:
         return (
             f"needs at least one microbatch per rank, {num_ranks}, not {number}; choose "
@@ -139,32 +138,32 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system of the race: its policy and its chunks."""
+    """A system that can race."""
 
     name: str
     policy: Policy
-    """The policy. A peer decides by itself, and this one's hint has the same tasks."""
+    """The policy. For a peer, which decides by itself, its hint has the same tasks as the peer."""
     chunks: int = 1
     placement: Placement = Placement.LOOP
 
     @property
     def peer(self) -> str | None:
-        """The peer that decides, by its name in `PEERS`."""
+        """Name in `PEERS` of the peer that decides; None for rrfp and Megatron."""
         return self.name if self.name in PEERS else None
 
     @property
     def dispatch(self) -> Dispatch | None:
-        """The dispatch of the policy; None where a peer decides."""
+        """The dispatch of the policy; None for a peer."""
         return None if self.peer else self.policy.dispatch
 
     @property
     def is_ours(self) -> bool:
-        """Whether tasks are dispatched by readiness, so that memory can be bounded."""
+        """True if rrfp dispatches tasks by readiness, so that memory bounds apply."""
         return self.dispatch is Dispatch.READY
 
     @property
-    def told_dispatch(self) -> str:
-        """The dispatch as rows show it."""
+    def dispatch_label(self) -> str:
+        """Dispatch, or a peer's project, as rows show it."""
         return self.dispatch or PEERS[self.name].project
 
 
@@ -183,7 +182,7 @@ def _peer(name: str, hint: str) -> System:
 
 
 MEGATRON = _system("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
-"""The system that all others are compared with."""
+"""The reference that all other systems are compared with."""
 MEGATRON_INTERLEAVED = _system("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
 TORCH_1F1B = _peer("torch-1f1b", "1f1b")
 TORCH_INTERLEAVED = _peer("torch-interleaved", "interleaved")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
+from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_report import StepReport
-from rrfp.megatron.transport_log import TransportLog
 from rrfp.planning.candidates import in_words
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime import rendezvous as introduction
@@ -191,12 +191,12 @@ class Trainer:
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_of
+            from rrfp.megatron.adapters.groups import data_parallel_group
 
             loss = sum(item["loss"].item() for item in losses) / len(losses)
             own = torch.tensor([loss, tokens], dtype=torch.float64)
             replicas = [torch.empty_like(own) for _ in range(layout.dp)]
-            dist.all_gather(replicas, own, group=data_parallel_of(None))
+            dist.all_gather(replicas, own, group=data_parallel_group(None))
             shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
             shared[1] = sum(replica[1].item() for replica in replicas)
         dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
@@ -360,9 +360,9 @@ class Evaluation:
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_of
+            from rrfp.megatron.adapters.groups import data_parallel_group
 
-            dist.all_reduce(sums, group=data_parallel_of(None))
+            dist.all_reduce(sums, group=data_parallel_group(None))
         dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
         loss = (sums[0] / sums[1]).item()
         if not math.isfinite(loss):
@@ -510,7 +510,7 @@ def _train(
 def _tell_transport(transport: TransportLog, report: StepReport | None) -> None:
     """Log what carries the tensors; Megatron's own schedule has none of our links."""
     if report is not None and report.planes is not None:
-        transport.tell(report.planes)
+        transport.publish(report.planes)
 
 
 def _told(

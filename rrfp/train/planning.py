@@ -18,7 +18,7 @@ from rrfp.planning.forecast import MeasuredTasks
 from rrfp.planning.item_costs import resolve_cost, resolve_features
 from rrfp.planning.order_planner import EntryPlanner, StepItems
 from rrfp.planning.order_search import Known
-from rrfp.planning.step_files import DealingFile
+from rrfp.planning.step_files import AssignmentFile
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.schedule.admission import Admit, admission_order, format_admission
 from rrfp.schedule.balance import AdmitAcross, Hands
@@ -219,13 +219,13 @@ class AdmissionFile:
 
     def write(self, order: Sequence[int]) -> None:
         """Write the order of a step that has ended; all ranks call this together."""
-        from rrfp.megatron.adapters.groups import data_parallel_of
+        from rrfp.megatron.adapters.groups import data_parallel_group
 
         orders = [torch.tensor(order)]
         layout = self._layout
         if layout.dp > 1 and layout.pp_rank == layout.tp_rank == 0:
             orders = [torch.empty_like(orders[0]) for _ in range(layout.dp)]
-            replicas = data_parallel_of(None)
+            replicas = data_parallel_group(None)
             dist.all_gather(orders, torch.tensor(order), group=replicas)
         if self._file is not None:
             self._file.write(format_admission([each.tolist() for each in orders]))
@@ -268,7 +268,7 @@ class RunDealing:
         return [self._batches.batch(step, number) for number in self.hands[self._layout.dp_rank]]
 
     def _agreed(self, step: int) -> Hands:
-        from rrfp.megatron.adapters.groups import data_parallel_of
+        from rrfp.megatron.adapters.groups import data_parallel_group
 
         return agreed_hands(
             self._dealing,
@@ -277,7 +277,7 @@ class RunDealing:
             lambda: self._weigh(step),
             self._num_microbatches,
             step_groups(None, None),
-            data_parallel_of(None),
+            data_parallel_group(None),
             _CPU,
         )
 
@@ -301,8 +301,8 @@ def run_dealing(
 
 def dealing_file(
     run: RunDir, settings: TrainSettings, layout: Layout, first_step: int
-) -> DealingFile | None:
+) -> AssignmentFile | None:
     """The file of what a run deals, on rank 0."""
     if layout.rank > 0:
         return None
-    return DealingFile(run.dealing, layout.dp, settings.data.microbatches, first_step)
+    return AssignmentFile(run.dealing, layout.dp, settings.data.microbatches, first_step)

@@ -1,1 +1,1 @@
-"""What to train with: settings, and the split of a model's layers, found by simulation."""
+"""Search, by simulation, for settings and a split of the model's layers."""

@@ -1,4 +1,4 @@
-"""A candidate as flags to paste: for `rrfp train`, `rrfp run` and Megatron-LM's scripts."""
+"""Formats a candidate as flags of `rrfp train`, `rrfp run` and Megatron-LM's scripts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,18 +12,19 @@ from rrfp.tune.source import Candidate, Source
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The flags of a candidate, each with its value as one text."""
+    """A candidate's flags; each text is a flag with its value."""
 
     train: tuple[str, ...]
-    """Of `rrfp train`."""
+    """Flags of `rrfp train`."""
     run: tuple[str, ...]
-    """Of `rrfp run`."""
+    """Flags of `rrfp run`."""
     megatron: tuple[str, ...] | None
-    """Of Megatron-LM's script behind `rrfp run`; None for what Megatron-LM does not build."""
+    """Flags of Megatron-LM's script behind `rrfp run`; None if Megatron-LM cannot build the
+    model."""
 
 
 def flags_of(candidate: Candidate, source: Source) -> Flags:
-    """The flags that make a run this candidate."""
+    """The flags with which a run uses the candidate's settings."""
     policy = tuple(_policy(candidate, source))
     layout = tuple(_layout(candidate, source))
     is_loop = candidate.placement is Placement.LOOP
@@ -71,5 +72,5 @@ def _megatron(candidate: Candidate, source: Source) -> tuple[str, ...] | None:
 
 
 def _size(candidate: Candidate, source: Source) -> int:
-    """Sequences in a microbatch."""
+    """Number of sequences in a microbatch of the candidate."""
     return (source.micro_batch_size or 1) * candidate.joined // candidate.divided

@@ -1,4 +1,4 @@
-"""Costs that a user names, as a source to tune on."""
+"""Makes a `Source` for `rrfp tune` from a costs specification."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rrfp.tune.source import Source
 
 _MOST_CHUNKS = 8
 MOST_FORWARDS = 2**14
-"""Of a step, all ranks together: a larger one takes seconds to simulate."""
+"""Most forwards in a step, over all ranks; larger steps take seconds to simulate."""
 _JOINED = (2, 4, 8)
 _DIVIDED = (2, 4)
 
@@ -26,32 +26,32 @@ CHUNK_LAYOUTS = (
     (3, Placement.LOOP),
     (4, Placement.LOOP),
 )
-"""The chunks and placements that are tried."""
+"""The combinations of chunks and placement that the search tries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a user says about costs."""
+class CostOptions:
+    """Options that describe the pipeline behind user-given costs."""
 
     pp: int
     microbatches: int
     micro_batch_size: int | None = None
     layers: tuple[int, ...] | None = None
-    """In all, or by stage."""
+    """The total number of layers, or the number for each stage."""
     uneven: Uneven = Uneven.RANKS
     tp: int = 1
     dp: int = 1
     loop_only: bool = False
-    """Leave out what Megatron-LM's scripts do not build."""
+    """Skip the V placement, which Megatron-LM's scripts cannot build."""
     task_ns: int = 0
-    """The runtime's own time between two tasks."""
+    """Runtime overhead between two tasks."""
     message_ns: int = 0
-    """The runtime's own time for a message."""
+    """Runtime overhead per message."""
 
 
-def source_of_costs(text: str, asked: Asked, jitter: Jitter) -> Source:
-    """The source that `--costs`-like text names. Raises UsageError for what is not costs, and for
-    settings that do not go with them."""
+def source_of_costs(text: str, asked: CostOptions, jitter: Jitter) -> Source:
+    """Make a source from text as `--costs` takes it. Raises UsageError if the text is invalid or
+    does not fit the options."""
     costs = resolve_costs(text)
     check_divided(costs, text, asked.tp)
     if asked.pp * asked.microbatches * asked.tp * asked.dp > MOST_FORWARDS:
@@ -91,13 +91,13 @@ def source_of_costs(text: str, asked: Asked, jitter: Jitter) -> Source:
         message_ns=asked.message_ns,
         unsearched=unsearched,
     )
-    # What does not fit is told before anything is searched.
+    # Raises UsageError now, before the search, if the costs do not fit the shape.
     source.costs.step(shape, 0, 0)
     return source
 
 
 def cut_of(text: str, source: Source, asked_uneven: Uneven, split: Sequence[int]) -> Cut:
-    """The document that cuts the costs of this name as the source's, with this split."""
+    """The content of a costs file that divides the costs `text` by this split of layers."""
     given = None
     if source.split is not None and not isinstance(source.layered, FlopCosts):
         given = Given(
@@ -112,7 +112,7 @@ def cut_of(text: str, source: Source, asked_uneven: Uneven, split: Sequence[int]
 
 
 def by_stage(layers: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    """The layers of each stage: as given, or of all together evenly."""
+    """The number of layers of each stage, from one number per stage or from their total."""
     if len(layers) > 1 or num_stages == 1:
         check_split(layers, sum(layers), num_stages, "--layers")
         return layers
@@ -124,8 +124,8 @@ def by_stage(layers: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     return even_cut(layers[0], num_stages)
 
 
-def _own_shape(costs: Costs, asked: Asked) -> Shape:
-    """The shape that the costs are given for: the fewest chunks that they fit."""
+def _own_shape(costs: Costs, asked: CostOptions) -> Shape:
+    """The shape with the fewest chunks for which the costs are valid."""
     whole: UsageError | None = None
     for chunks in range(1, _MOST_CHUNKS + 1):
         shape = Shape(asked.pp, asked.microbatches, chunks)
@@ -140,22 +140,18 @@ def _own_shape(costs: Costs, asked: Asked) -> Shape:
 
 
 def _layers(
-    costs: Costs, shape: Shape, asked: Asked
+    costs: Costs, shape: Shape, asked: CostOptions
 ) -> tuple[Layered | None, tuple[int, ...] | None, list[str]]:
-    """The costs by layer, their own split, and what cannot be searched."""
+    """The costs by layer and their own split, or None, and notes on what cannot be searched."""
     if isinstance(costs, FlopCosts):
         if asked.layers is not None:
             raise UsageError("the model says how many layers it has; leave --layers out")
         return costs, costs.split_over(shape.num_stages), []
     if asked.layers is None:
-        return (
-            None,
-            None,
-            [
-                "the split of layers: the costs do not say how many layers a stage has; --layers N "
-                "does"
-            ],
+        note = (
+            "the split of layers: the costs do not say how many layers a stage has; --layers N does"
         )
+        return None, None, [note]
     split = by_stage(asked.layers, shape.num_stages)
     return layered_of(costs, shape, split, asked.uneven), split, []
 
@@ -163,6 +159,7 @@ def _layers(
 def _layouts(
     costs: Costs, shape: Shape, layered: Layered | None, *, loop_only: bool
 ) -> list[tuple[int, Placement]]:
+    """The layouts of `CHUNK_LAYOUTS` that the costs allow."""
     found = []
     for chunks, placement in CHUNK_LAYOUTS:
         if loop_only and placement is Placement.V:
@@ -181,7 +178,8 @@ def _layouts(
     return found
 
 
-def _sizes(layered: Layered | None, asked: Asked) -> list[tuple[int, int]]:
+def _sizes(layered: Layered | None, asked: CostOptions) -> list[tuple[int, int]]:
+    """The sizes of microbatches to try, as (joined, divided)."""
     sizes = [(1, 1)]
     if layered is not None and layered.fixed_ns is not None:
         sizes += [(num, 1) for num in _JOINED if asked.microbatches % num == 0]

@@ -1,4 +1,4 @@
-"""A recorded run as a source to tune on: its costs are what its tasks took."""
+"""Makes a `Source` for `rrfp tune` from a recorded run; its costs are the measured times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from rrfp.tune.from_costs import CHUNK_LAYOUTS, MOST_FORWARDS, by_stage
 from rrfp.tune.source import Candidate, Source
 
 _MOST_STEPS = 40
-"""Of a run that are measured; more say nothing new."""
+"""Most steps of a run that are measured; more would not improve the estimates."""
 
 
 def source_of_run(
@@ -35,11 +35,11 @@ def source_of_run(
     loop_only: bool = False,
     num_vision_stages: int = 0,
 ) -> Source:
-    """The source that a recorded run makes. Every second step is searched by, and the others are
-    predicted for.
+    """Make a source from a recorded run. The search uses every second step, and predictions are
+    made for the others.
 
-    `layers` are those of each stage, or of all together, where the run does not tell; the first
-    `num_vision_stages` have others than the rest. Raises RrfpError for a run that cannot be
+    `layers` gives the number of layers by stage, or their total, if the run does not record it. The
+    first `num_vision_stages` stages have vision layers. Raises RrfpError for a run that cannot be
     replayed.
     """
     run = read_run(recording)
@@ -94,33 +94,33 @@ def source_of_run(
         seeds=seeds[::2],
         fresh_seeds=fresh,
         numbers=[each.step for each in run.steps[: len(measured)]],
-        own=_own(run, split),
+        own=_baseline(run, split),
         measured_s=fmean(measured[seed].window_ns for seed in fresh) / NS_PER_S,
         unsearched=unsearched,
     )
 
 
 def _is_uniform(recording: Recording) -> bool:
-    """Whether all messages have the same size, as they do where microbatches have."""
+    """Return whether all messages, and so all microbatches, have the same size."""
     found = {send.num_bytes for records in recording.ranks for send in records.sends}
     return len(found - {0}) == 1
 
 
 def settings_of(recording: Recording) -> Mapping[str, object]:
-    """The settings that the run was given, by flag."""
+    """The settings given to the run, by flag; empty if unknown."""
     settings = recording.settings.get("settings")
     return settings if isinstance(settings, Mapping) else {}
 
 
 def _overhead_ns(steps: Sequence[MeasuredStep]) -> int:
-    """What lies between two tasks beside waiting for messages, in the mean: the runtime's own work,
-    and waiting for a core."""
+    """Mean time between two tasks, without waits for messages: the runtime's own work, and waits
+    for a core."""
     found = [ns for step in steps for each in step.replicas for ns in each.overheads_ns.values()]
     return round(fmean(found)) if found else 0
 
 
 def _beyond_median_ns(steps: Sequence[MeasuredStep]) -> int:
-    """What messages take in the mean beyond their median, which the costs have."""
+    """Mean minus median message time; the costs already contain the median."""
     found = [ns for step in steps for each in step.replicas for ns in each.transfers_ns.values()]
     return max(0, round(fmean(found)) - median_low(found)) if found else 0
 
@@ -128,7 +128,7 @@ def _beyond_median_ns(steps: Sequence[MeasuredStep]) -> int:
 def _split(
     run: RecordedRun, settings: Mapping[str, object], layers: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
-    """Layers by stage; None where nobody tells."""
+    """Layers by stage; None if neither the user nor the run gives them."""
     num_stages = run.shape.num_stages
     if layers is not None:
         return by_stage(layers, num_stages)
@@ -140,7 +140,7 @@ def _split(
 
 
 def _towers(num_vision_stages: int, shape: Shape) -> tuple[str | None, ...]:
-    """Which stages see images, and which text."""
+    """The modality of each stage, `images` or `text`; empty without vision stages."""
     if not num_vision_stages:
         return ()
     return tuple(
@@ -168,8 +168,8 @@ def _admitted(settings: Mapping[str, object]) -> str | None:
     return admit if isinstance(admit, str) and admit != Admit.GIVEN else None
 
 
-def _own(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
-    """What the run was; None for an order of the user's own."""
+def _baseline(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
+    """The run's own settings as a candidate; None if its order is not that of a known hint."""
     policy = run.policy
     hint = run.hint_name
     if hint not in HINTS or isinstance(policy.hold, Auto | ShareOf1F1B):

@@ -1,6 +1,6 @@
-"""The search: all layouts with all hints on a few steps, the best of them on more, and from the
-best of these on by small changes. Everything is simulated on the same steps, and the proposals are
-predicted for others, which the search has not seen."""
+"""The search: all layouts with all hints on one step, the best of them on more steps, then local
+changes of the best. All candidates are simulated on the same steps; the proposals are then
+predicted on held-out steps."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,51 +25,51 @@ from rrfp.simulate.costs.model import Costs
 from rrfp.trace.records import NS_PER_S
 from rrfp.tune.source import Candidate, Source, balanced, imbalance, loads, moves, work_of
 
-# What candidates would take, by simulation: each step once.
+# Simulation of candidates; each step of a candidate is simulated once.
 
 
 _AT_ONCE = 32
-"""Candidates that are simulated in one go: those of one layout share what is drawn."""
+"""Candidates per batch; candidates of one layout share random draws."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A candidate's step under one seed."""
+class StepOutcome:
+    """The simulation of a candidate's step under one seed."""
 
     makespan_ns: int
     peak_bytes: int | None
-    """The most that a rank held; None where the costs say nothing of memory."""
+    """Peak bytes of any rank; None if the costs have no memory sizes."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """How much may be simulated."""
+    """The remaining budget of the search."""
 
     simulations: int
     until: float | None = None
-    """When to stop, by the monotonic clock."""
+    """Deadline by the monotonic clock."""
 
     def is_spent(self) -> bool:
-        """Whether nothing more may be."""
+        """Return whether the budget is used up."""
         return self.simulations <= 0 or (self.until is not None and monotonic() >= self.until)
 
 
 @dataclass(slots=True)
 class Evaluator:
-    """Simulates candidates of a source, and remembers what came out."""
+    """Simulates candidates of a source and caches the outcomes."""
 
     source: Source
     memory: Hold
     budget: Budget
-    told: Callable[[], None] = lambda: None
+    on_simulation: Callable[[], None] = lambda: None
     """Called after each simulation."""
-    _outcomes: dict[tuple[Candidate, int], Outcome | None] = field(default_factory=dict)
+    _outcomes: dict[tuple[Candidate, int], StepOutcome | None] = field(default_factory=dict)
     _costs: dict[object, Costs] = field(default_factory=dict)
     _least: dict[object, int] = field(default_factory=dict)
     _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
 
-    def run(self, candidates: Iterable[Candidate], seed: int) -> list[Outcome | None]:
-        """The outcome of each under a seed; None for one that cannot run, or not in the memory."""
+    def run(self, candidates: Iterable[Candidate], seed: int) -> list[StepOutcome | None]:
+        """The outcome of each candidate under a seed; None if it cannot run within the memory."""
         asked = list(candidates)
         new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
         for first in range(0, len(new), _AT_ONCE):
@@ -77,7 +77,7 @@ class Evaluator:
         return [self._outcomes[each, seed] for each in asked]
 
     def mean_ns(self, candidate: Candidate, seeds: Sequence[int]) -> float:
-        """The mean over seeds; infinite for one that cannot run under one of them."""
+        """Mean step time over seeds; infinite if the candidate cannot run under one of them."""
         total = 0
         for seed in seeds:
             (outcome,) = self.run([candidate], seed)
@@ -87,7 +87,7 @@ class Evaluator:
         return total / len(seeds)
 
     def least_bytes(self, candidate: Candidate, seeds: Iterable[int]) -> int:
-        """The least bound in bytes with which no rank can get stuck under any of the seeds."""
+        """Least memory bound in bytes under which no rank can deadlock under any seed."""
         return max((self._least_of(candidate, seed) for seed in seeds), default=0)
 
     def _least_of(self, candidate: Candidate, seed: int) -> int:
@@ -117,10 +117,10 @@ class Evaluator:
 
     def _count(self) -> None:
         self.budget.simulations -= 1
-        self.told()
+        self.on_simulation()
 
     def _setting(self, candidate: Candidate, seed: int) -> Setting | None:
-        """None for a candidate that cannot run."""
+        """The simulator's setting for a candidate; None if it cannot run."""
         source = self.source
         found = self._policy_and_shape(candidate)
         if found is None:
@@ -158,13 +158,15 @@ class Evaluator:
         return self._fitted[key]
 
     def _costs_of(self, candidate: Candidate) -> Costs:
-        """One object for all candidates with the same costs, so that draws are shared."""
+        """The candidate's costs. Candidates with equal costs get the same object, to share
+        draws."""
         key = (candidate.split, candidate.joined, candidate.divided)
         if key not in self._costs:
             self._costs[key] = self.source.costs_of(candidate)
         return self._costs[key]
 
-    def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> Outcome | None:
+    def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> StepOutcome | None:
+        """The outcome of a trial; None if it exceeded the memory."""
         peaks = trial.peak_held_bytes
         peak_bytes = None if peaks is None else max(peaks)
         if isinstance(self.memory, Bytes):
@@ -175,22 +177,22 @@ class Evaluator:
             held = Fraction(max(trial.peak_held), setting.shape.num_chunks)
             if held * candidate.joined > self.memory * candidate.divided:
                 return None
-        return Outcome(trial.makespan_ns + self.source.tail_ns, peak_bytes)
+        return StepOutcome(trial.makespan_ns + self.source.tail_ns, peak_bytes)
 
 
-# The space that is searched: where it begins, and what is next to a candidate.
+# The search space: initial candidates, and neighbors of a candidate.
 
 
 _READY, _FIXED = Dispatch.READY, Dispatch.FIXED
 _IDLE, _RANKED = WeightGradients.IDLE, WeightGradients.RANKED
 
-Way = tuple[str, Dispatch, WeightGradients]
-"""A hint, and what is made of it."""
+HintUse = tuple[str, Dispatch, WeightGradients]
+"""A hint, its dispatch, and the treatment of weight gradients."""
 
-_PATIENT = (("zb-h1", _READY, _RANKED), ("zb-v", _READY, _RANKED), ("v-half", _READY, _RANKED))
-"""What patience may make the best of all."""
+_ALSO_PATIENT = (("zb-h1", _READY, _RANKED), ("zb-v", _READY, _RANKED), ("v-half", _READY, _RANKED))
+"""Uses of hints that are also tried with patience."""
 
-_ONE_CHUNK: tuple[Way, ...] = (
+_ONE_CHUNK: tuple[HintUse, ...] = (
     ("bf", _READY, _IDLE),
     ("bfw", _READY, _IDLE),
     ("b-first", _READY, _IDLE),
@@ -201,7 +203,7 @@ _ONE_CHUNK: tuple[Way, ...] = (
     ("1f1b", _FIXED, _IDLE),
     ("zb-h1", _FIXED, _IDLE),
 )
-_LOOP: tuple[Way, ...] = (
+_LOOP: tuple[HintUse, ...] = (
     ("bf", _READY, _IDLE),
     ("bfw", _READY, _IDLE),
     ("bf-deep", _READY, _IDLE),
@@ -209,7 +211,7 @@ _LOOP: tuple[Way, ...] = (
     ("interleaved", _READY, _IDLE),
     ("interleaved", _FIXED, _IDLE),
 )
-_V: tuple[Way, ...] = (
+_V: tuple[HintUse, ...] = (
     ("bf-deep", _READY, _IDLE),
     ("bfw", _READY, _IDLE),
     ("bfw-deep", _READY, _IDLE),
@@ -224,21 +226,22 @@ _V: tuple[Way, ...] = (
 )
 
 _SHARES_OF_A_HOLD = tuple(map(Fraction, ("1/2", "3/4", "1", "5/4", "3/2", "2")))
-"""Holds in microbatches that are tried, as multiples of the number of ranks."""
+"""Holds to try, in microbatches per rank of the pipeline."""
 
 _NUM_EVEN, _NUM_OTHERS = 12, 8
-"""Splits that are tried from another one."""
+"""Number of neighboring splits to try: the most even ones, and random others."""
 
 
 @dataclass(slots=True)
 class Space:
-    """What may be chosen for a source under a bound on memory."""
+    """The candidates for a source under a memory bound."""
 
     source: Source
     memory: Hold
-    """A number of bytes or of microbatches."""
+    """The bound in bytes or in microbatches."""
     work: Sequence[float] = field(init=False, default=())
-    """By unit; empty where layers cannot be told apart."""
+    """Mean time of a microbatch for each unit (embedding, layers, head); empty without costs by
+    layer."""
 
     def __post_init__(self) -> None:
         source = self.source
@@ -247,16 +250,16 @@ class Space:
             seeds = list(source.seeds[:4]) or range(4)
             self.work = work_of(source.layered, source.shape.num_ranks, num, seeds)
 
-    def ways(self, chunks: int, placement: Placement) -> tuple[Way, ...]:
-        """The hints that go with a layout."""
+    def ways(self, chunks: int, placement: Placement) -> tuple[HintUse, ...]:
+        """The uses of hints that are possible with a layout."""
         found = _ONE_CHUNK if chunks == 1 else _V if placement is Placement.V else _LOOP
         if self.source.splits_backward:
             return found
         return tuple(way for way in found if not HINTS[way[0]].splits_backward)
 
-    def begin(self) -> list[Candidate]:
-        """Every layout with every hint, order of entry and size, the layers divided evenly, and so
-        that the ranks' loads are."""
+    def initial_candidates(self) -> list[Candidate]:
+        """All combinations of layout, hint, admission and size, with layers divided evenly and with
+        loads balanced."""
         source = self.source
         found = []
         for chunks, placement in source.layouts:
@@ -273,7 +276,7 @@ class Space:
                             divided=divided,
                         )
                         found += [replace(plain, admit=admit) for admit in source.admissions]
-                        if (hint, dispatch, w) in _PATIENT and (joined, divided) == (1, 1):
+                        if (hint, dispatch, w) in _ALSO_PATIENT and (joined, divided) == (1, 1):
                             patient = replace(plain, policy=plain.policy.waiting())
                             found += [replace(patient, admit=each) for each in source.admissions]
         if source.own is not None:
@@ -281,14 +284,14 @@ class Space:
         return list(dict.fromkeys(found))
 
     def memory_in(self, joined: int, divided: int) -> Hold:
-        """The memory, where it is in microbatches, in those of another size."""
+        """The memory bound; one in microbatches is converted to microbatches of the new size."""
         if isinstance(self.memory, Bytes):
             return self.memory
         assert isinstance(self.memory, int | Fraction)
         return max(1, int(self.memory * divided / joined))
 
     def splits(self, chunks: int, placement: Placement) -> list[tuple[int, ...] | None]:
-        """The splits to begin with."""
+        """The initial splits of layers for a layout: even, and with balanced loads."""
         source = self.source
         shape = Shape(source.shape.num_ranks, 1, chunks, placement)
         even = source.even(shape.num_stages)
@@ -300,7 +303,7 @@ class Space:
         return list(dict.fromkeys([even, balanced(even, self.work, slowness, shape)]))
 
     def holds(self, candidate: Candidate) -> Iterator[Hold]:
-        """The bounds that may be worth a try: all of the memory, or fewer microbatches."""
+        """The holds to try: the whole memory, and smaller numbers of microbatches."""
         whole = self.memory_in(candidate.joined, candidate.divided)
         yield whole
         ranks = self.source.shape.num_ranks
@@ -310,8 +313,8 @@ class Space:
             if hold <= most and (isinstance(whole, Bytes) or hold < whole):  # type: ignore[operator]
                 yield hold
 
-    def near(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
-        """Candidates that differ in one thing, in random order."""
+    def neighbors(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
+        """Candidates that differ in one setting, in random order."""
         source, found = self.source, []
         policy = candidate.policy
         if policy.limit is None and policy.dispatch is _READY:
@@ -331,14 +334,17 @@ class Space:
                 sized = replace(candidate, joined=joined, divided=divided)
                 found.append(sized.with_policy(hold=of_size, limit=None))
         if candidate.split is not None and source.moves_layers:
-            found += [candidate.with_split(split) for split in self._moved(candidate, draw)]
+            found += [
+                candidate.with_split(split) for split in self._neighboring_splits(candidate, draw)
+            ]
         found = [each for each in dict.fromkeys(found) if each != candidate]
         draw.shuffle(found)
         return found
 
-    def _moved(self, candidate: Candidate, draw: random.Random) -> list[tuple[int, ...]]:
-        """Splits with one layer moved: those that even out the ranks' loads best, and a few
-        others."""
+    def _neighboring_splits(
+        self, candidate: Candidate, draw: random.Random
+    ) -> list[tuple[int, ...]]:
+        """Splits with one layer moved: those with the most even loads, and a few random others."""
         source = self.source
         assert candidate.split is not None
         assert source.layered is not None
@@ -354,31 +360,30 @@ class Space:
 
 
 NUM_SEARCHED = 6
-"""Steps that candidates are compared on, at most."""
+"""Most steps on which candidates are compared."""
 NUM_PREDICTED = 20
-"""Steps that proposals are predicted for."""
-_KEPT = (0.35, 0.35)
-"""The share of candidates that go on after one step, and after two."""
+"""Steps on which proposals are predicted."""
+_SURVIVING_SHARES = (0.35, 0.35)
+"""Fraction of candidates that are kept after one step, and after two."""
 _AT_FIRST = 0.5
-"""The share of the simulations that candidates get on the first step, at most."""
+"""Largest fraction of the simulations for the first step."""
 _NUM_IMPROVED = 6
-"""Candidates that are improved by small changes."""
+"""Number of candidates that are improved by local changes."""
 _TOO_SLOW = 1.01
-"""How much longer than the best one a change may take on its first step, and still be tried on
-others."""
+"""A change is dropped once its total time exceeds the candidate's by this factor."""
 _QUANTILES = (0.05, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
-    """A candidate, and what it would take on steps that the search has not seen."""
+class Prediction:
+    """A candidate with its simulated times on held-out steps."""
 
     candidate: Candidate
     steps_s: tuple[float, ...]
-    """By fresh seed."""
+    """Step times by held-out seed."""
     first_seed: int
     peak_bytes: int | None
-    """The most that any rank would hold in these steps; None where the costs do not say."""
+    """Peak bytes of any rank in these steps; None if the costs have no memory sizes."""
 
     @property
     def mean_s(self) -> float:
@@ -386,32 +391,32 @@ class Predicted:
 
     @property
     def low_s(self) -> float:
-        """Nineteen of twenty steps take longer."""
+        """The 5% quantile of the step times."""
         return float(np.quantile(self.steps_s, _QUANTILES[0]))
 
     @property
     def high_s(self) -> float:
-        """Nineteen of twenty steps take less."""
+        """The 95% quantile of the step times."""
         return float(np.quantile(self.steps_s, _QUANTILES[1]))
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The outcome of a search."""
+class SearchResult:
+    """The result of a search."""
 
-    proposals: tuple[Predicted, ...]
+    proposals: tuple[Prediction, ...]
     """Best first."""
-    own: Predicted | None
-    """What the run was itself, or where none ran, 1F1B over the layers as given."""
+    own: Prediction | None
+    """The run's own settings, or without a run, 1F1B over the layers as given."""
     memory: Hold
-    """The bound on memory, as a number."""
+    """The memory bound as a number."""
     num_simulated: int
     imbalance: str | None
-    """What no order of tasks mends, in a sentence; None where the ranks' loads are even."""
+    """Sentence on uneven loads, which no order of tasks fixes; None if the loads are even."""
 
 
 def seeds_of(source: Source, seed: int, num_predicted: int) -> tuple[list[int], list[int]]:
-    """The steps to search by, and those to predict for."""
+    """The seeds of the steps to search on, and of the held-out steps."""
     if source.seeds:
         return list(source.seeds[:NUM_SEARCHED]), list(source.fresh_seeds)
     first_fresh = seed + NUM_SEARCHED
@@ -427,35 +432,38 @@ def tune(
     budget_s: float | None = None,
     num_best: int = 5,
     num_predicted: int = NUM_PREDICTED,
-    told: Callable[[], None] = lambda: None,
-) -> Found:
+    on_simulation: Callable[[], None] = lambda: None,
+) -> SearchResult:
     """Search for the best candidates that stay within the memory.
 
-    `simulations` bounds the steps that are simulated, and `budget_s` the time; what was found by
-    then counts. Equal arguments without `budget_s` give equal results. `told` is called after each
-    simulation. Raises UsageError for a memory in which nothing runs, with the least that suffices.
+    `simulations` bounds the number of simulated steps and `budget_s` the time in seconds; the best
+    candidates found by then are returned. Equal arguments without `budget_s` give equal results.
+    `on_simulation` is called after each simulation. Raises UsageError, with the least memory that
+    suffices, if no candidate fits into the memory.
     """
     searched, fresh = seeds_of(source, seed, num_predicted)
     bound = source.memory(memory, [*searched, *fresh])
     space = Space(source, bound)
-    # Proposals are predicted in any case, and so is what they are held against.
+    # Predictions of the proposals and the baseline do not count against the budget.
     reserved = (num_best + 1) * len(fresh)
     until = None if budget_s is None else monotonic() + budget_s
     budget = Budget(max(1, simulations - reserved), until)
-    evaluator = Evaluator(source, bound, budget, told)
+    evaluator = Evaluator(source, bound, budget, on_simulation)
     search = _Search(space, evaluator, searched, fresh, random.Random(seed))
     ranked = search.run()
     if not ranked:
-        raise _refused(space, evaluator, [*searched, *fresh])
+        raise _memory_refusal(space, evaluator, [*searched, *fresh])
     proposals = _predicted(ranked, evaluator, fresh, num_best)
     if not proposals:
-        raise _refused(space, evaluator, [*searched, *fresh])
-    unbound = Evaluator(source, _NO_BOUND[isinstance(bound, Bytes)], Budget(len(fresh)), told)
-    own = _own(source, space, unbound, fresh)
+        raise _memory_refusal(space, evaluator, [*searched, *fresh])
+    unbound = Evaluator(
+        source, _NO_BOUND[isinstance(bound, Bytes)], Budget(len(fresh)), on_simulation
+    )
+    own = _baseline(source, space, unbound, fresh)
     proposals.sort(key=lambda each: each.mean_s)
     spent = simulations - reserved - budget.simulations
-    told_imbalance = imbalance(source, space.work, proposals[0].candidate, searched)
-    return Found(tuple(proposals), own, bound, spent, told_imbalance)
+    imbalance_sentence = imbalance(source, space.work, proposals[0].candidate, searched)
+    return SearchResult(tuple(proposals), own, bound, spent, imbalance_sentence)
 
 
 class _Search:
@@ -474,45 +482,47 @@ class _Search:
         self._draw = draw
 
     def run(self) -> list[Candidate]:
-        """The candidates that came through, best first."""
-        possible = [each for each in self._space.begin() if self._fits(each)]
-        # Of those that are fastest on one step, none may stay within the memory on the others.
+        """Search, and return the best candidates, best first; empty if none can run."""
+        possible = [each for each in self._space.initial_candidates() if self._fits(each)]
+        # A fallback: the fastest candidates on one step may all exceed the memory on others.
         certain = [each for each in possible if each.policy.hold == self._space.memory]
         most = max(2 * _NUM_IMPROVED, round(_AT_FIRST * self._evaluator.budget.simulations))
         if len(possible) > most:
             possible = self._draw.sample(possible, most)
-        begun = self._halved(possible) or self._ranked(certain, self._seeds)
+        begun = self._halve(possible) or self._rank(certain, self._seeds)
         if not begun:
             return []
         found = list(begun)
         for candidate in self._diverse(begun)[:_NUM_IMPROVED]:
             if self._evaluator.budget.is_spent():
                 break
-            found.append(self._improved(candidate))
-        best = self._ranked(list(dict.fromkeys(found)), self._seeds)
-        # From the best one on once more, with all that is left.
+            found.append(self._improve(candidate))
+        best = self._rank(list(dict.fromkeys(found)), self._seeds)
+        # Spend the rest of the budget on the best candidate.
         if not self._evaluator.budget.is_spent():
-            best = self._ranked(list(dict.fromkeys([self._improved(best[0]), *best])), self._seeds)
+            best = self._rank(list(dict.fromkeys([self._improve(best[0]), *best])), self._seeds)
         return best
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether no rank can get stuck in any step, of those that are predicted, too."""
+        """Return whether no rank can deadlock on any step, including the held-out ones."""
         hold = candidate.policy.hold
         return not isinstance(hold, Bytes) or (
             self._evaluator.least_bytes(candidate, self._all_seeds) <= hold.num
         )
 
-    def _halved(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those that are best on one step, of these on two, and the rest on all, best first."""
-        for number, share in enumerate(_KEPT, start=1):
+    def _halve(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Successive halving: keep the best on one step, of these the best on two steps, and rank
+        the rest on all steps. Returns the survivors, best first."""
+        for number, share in enumerate(_SURVIVING_SHARES, start=1):
             seeds = self._seeds[:number]
-            ranked = self._ranked(candidates, seeds)
+            ranked = self._rank(candidates, seeds)
             candidates = ranked[: max(2 * _NUM_IMPROVED, round(share * len(ranked)))]
             if self._evaluator.budget.is_spent():
                 return candidates
-        return self._ranked(candidates, self._seeds)
+        return self._rank(candidates, self._seeds)
 
-    def _ranked(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Candidate]:
+    def _rank(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Candidate]:
+        """The candidates that can run on all seeds, by mean time."""
         for seed in seeds:
             self._evaluator.run(candidates, seed)
         means = {each: self._evaluator.mean_ns(each, seeds) for each in candidates}
@@ -527,10 +537,10 @@ class _Search:
         first = list(seen.values())
         return [*first, *(each for each in ranked if each not in first)]
 
-    def _improved(self, candidate: Candidate) -> Candidate:
-        """The candidate after all small changes, one after the other, that make it faster."""
+    def _improve(self, candidate: Candidate) -> Candidate:
+        """Apply local changes that make the candidate faster until none does (hill climbing)."""
         while not self._evaluator.budget.is_spent():
-            for changed in self._space.near(candidate, self._draw):
+            for changed in self._space.neighbors(candidate, self._draw):
                 if self._is_faster(changed, candidate):
                     candidate = changed
                     break
@@ -554,14 +564,14 @@ class _Search:
 
 def _predicted(
     ranked: Sequence[Candidate], evaluator: Evaluator, fresh: Sequence[int], num_best: int
-) -> list[Predicted]:
-    """The best one of each family on fresh steps; where there are fewer families, others, too."""
+) -> list[Prediction]:
+    """Predictions of the best candidate of each family, then of others, `num_best` in total."""
     of_families: dict[object, Candidate] = {}
     for each in ranked:
         of_families.setdefault((each.family, each.admit), each)
     in_turn = [*of_families.values()]
     in_turn += [each for each in ranked if each not in in_turn]
-    found: list[Predicted] = []
+    found: list[Prediction] = []
     for candidate in in_turn:
         if len(found) == num_best:
             break
@@ -571,9 +581,9 @@ def _predicted(
     return found
 
 
-def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) -> Predicted | None:
-    """What a candidate takes on these steps; None if one of them cannot be run."""
-    outcomes: list[Outcome] = []
+def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) -> Prediction | None:
+    """Predict a candidate on these steps; None if it cannot run one of them."""
+    outcomes: list[StepOutcome] = []
     for seed in seeds:
         (outcome,) = evaluator.run([candidate], seed)
         if outcome is None:
@@ -581,7 +591,7 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
         outcomes.append(outcome)
     peaks = [each.peak_bytes for each in outcomes]
     known = [peak for peak in peaks if peak is not None]
-    return Predicted(
+    return Prediction(
         candidate,
         tuple(each.makespan_ns / NS_PER_S for each in outcomes),
         seeds[0],
@@ -589,21 +599,23 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
     )
 
 
-def predict_unbound(candidate: Candidate, source: Source, seeds: Sequence[int]) -> Predicted | None:
-    """What a candidate takes on these steps, whatever it keeps."""
-    bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.tells_sizes]
+def predict_unbound(
+    candidate: Candidate, source: Source, seeds: Sequence[int]
+) -> Prediction | None:
+    """Predict a candidate on these steps without a memory bound."""
+    bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.knows_sizes]
     return predict(candidate, Evaluator(source, bound, Budget(len(seeds))), seeds)
 
 
-def _own(
+def _baseline(
     source: Source, space: Space, unbound: Evaluator, fresh: Sequence[int]
-) -> Predicted | None:
-    """What the run was itself, whatever it held, or 1F1B as Megatron would run it."""
+) -> Prediction | None:
+    """Predict the run's own settings, or Megatron's 1F1B without a run, without a memory bound."""
     own = source.own
     if own is None:
         plain = [
             each
-            for each in space.begin()
+            for each in space.initial_candidates()
             if each.policy.hint.name == "1f1b"
             and each.policy.hold is None
             and each.joined == each.divided == 1
@@ -615,10 +627,10 @@ def _own(
 
 
 _NO_BOUND: dict[bool, Hold] = {True: Bytes(2**60), False: 10**6}
-"""By whether the memory is in bytes."""
+"""An unlimited hold, by whether it is in bytes."""
 
 
-def _refused(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageError:
+def _memory_refusal(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageError:
     memory = space.memory
     if not isinstance(memory, Bytes):
         return UsageError(
@@ -627,7 +639,7 @@ def _refused(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageE
         )
     distinct = {
         (each.split, each.chunks, each.placement, each.joined, each.divided): each
-        for each in space.begin()
+        for each in space.initial_candidates()
     }
     least = min(evaluator.least_bytes(each, seeds) for each in distinct.values())
     return UsageError(

@@ -1,4 +1,4 @@
-"""The source that is tuned: costs, the pipeline that they are of, and the candidates for it."""
+"""The input of the search: costs with their pipeline, and the candidates for it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,31 +22,27 @@ from rrfp.simulate.jitter import NO_JITTER, Jitter
 from rrfp.simulate.memory_budgets import peak_of_1f1b
 from rrfp.simulate.world import TaskTimes
 
-# Costs with the runtime's own time: what lies between two tasks, and what a message takes beyond
-# its costs.
-
-
 _REMEMBERED = 64
 
 
 @dataclass(frozen=True)
 class WithOverheads:
-    """A `Costs`: other costs, with the runtime's time as a part of every task and message."""
+    """A `Costs` that adds the runtime's overhead to every task and message of other costs."""
 
     costs: Costs
     task_ns: int
     message_ns: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._longer))
+        object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._step_with_overheads))
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         return self._step(shape, seed, replica)  # type: ignore[attr-defined,no-any-return]
 
-    def _longer(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+    def _step_with_overheads(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         found = self.costs.step(shape, seed, replica)
         times, links, more = found.times, found.links, self.task_ns
-        # A backward that is not split is one task.
+        # An unsplit backward is one task and gets the overhead once.
         of_weights = more if shape.splits_backward else 0
         return replace(
             found,
@@ -59,13 +55,13 @@ class WithOverheads:
         )
 
 
-# Splits of a model's layers over stages, by the work of each rank alone.
+# Splits of a model's layers over stages, compared by the ranks' work.
 
 
 def loads(
     split: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> list[float]:
-    """The work of each pipeline rank; `work` is by unit, embedding and head included."""
+    """The work of each pipeline rank. `work` has the embedding, each layer and the head."""
     sums = list(accumulate(work, initial=0.0))
     ends = list(accumulate(split, initial=1))
     ends[0], ends[-1] = 0, len(work)
@@ -79,7 +75,8 @@ def loads(
 def work_of(
     layered: Layered, num_ranks: int, num_microbatches: int, seeds: Sequence[int]
 ) -> list[float]:
-    """The mean time of a microbatch for each unit, all kinds together, on a rank of speed 1."""
+    """Mean time of a microbatch, all kinds of task together, for each unit (embedding, layers,
+    head) on a rank of speed 1."""
     totals: list[float] = []
     for seed in seeds:
         units = layered.units(num_ranks, num_microbatches, seed, 0)
@@ -90,10 +87,10 @@ def work_of(
 
 
 def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every split with one layer moved from a stage to another."""
+    """All splits with one layer moved from one stage to another."""
     last = len(split) - 1
     for giver, layers in enumerate(split):
-        # Only the first and the last stage have something else to do.
+        # Only the first and the last stage, with embedding and head, may have no layer.
         if layers <= (0 if giver in (0, last) else 1):
             continue
         for taker in range(len(split)):
@@ -107,8 +104,8 @@ def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def balanced(
     begin: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> tuple[int, ...]:
-    """The split in which the most loaded rank has least to do, found from `begin` by moving one
-    layer after the other; of equals, the one with the most even loads."""
+    """Minimize the load of the most loaded rank, from `begin` by moving single layers. Ties go to
+    the split with the most even loads."""
 
     def badness(split: Sequence[int]) -> tuple[float, float]:
         found = loads(split, work, slowness, shape)
@@ -123,31 +120,31 @@ def balanced(
 
 
 _WEIGHED = 4
-"""Steps that tell whether microbatches weigh differently."""
+"""Steps used to test whether the microbatches' costs differ."""
 _SIGNAL = 2.0
-"""How many times the variance that noise explains the weights of microbatches must have."""
+"""Least ratio of the variance between microbatches to the variance that noise explains."""
 _EVEN = 1e-6
-"""The variance of weights that is nothing."""
+"""Variances up to this count as zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One point of the space: everything that `rrfp tune` may choose about a run."""
+    """One point of the search space: all settings that `rrfp tune` chooses."""
 
     policy: Policy
-    """It has no hold under an order that binds, and a limit only where the run had one."""
+    """The policy; without hold if the order is fixed, and with a limit only if the run had one."""
     chunks: int = 1
     placement: Placement = Placement.LOOP
     split: tuple[int, ...] | None = None
-    """Layers by stage, in model order; None where the costs do not tell layers apart."""
+    """Layers by stage, in model order; None without costs by layer."""
     admit: Admit = Admit.GIVEN
     joined: int = 1
-    """The number of given microbatches that become one."""
+    """Number of given microbatches that are joined into one."""
     divided: int = 1
-    """The number of microbatches that each given one becomes."""
+    """Number of microbatches into which each given one is divided."""
 
     def microbatches(self, given: int) -> int:
-        """The number of microbatches that `given` ones become."""
+        """Number of microbatches after joining or dividing `given` ones."""
         return given * self.divided // self.joined
 
     def with_policy(self, **changes: Any) -> Self:
@@ -156,7 +153,7 @@ class Candidate:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """The key that candidates share which differ in figures only."""
+        """Key of the candidates that differ only in numbers, such as the hold."""
         policy = self.policy
         return (policy.hint.name, policy.dispatch, policy.w, self.chunks, self.placement)
 
@@ -166,53 +163,54 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Costs to tune on."""
+    """Costs to tune on, with their pipeline and the choices that the search may make."""
 
     costs: Costs
     shape: Shape
-    """As the costs, or the run, have it; its kinds do not count."""
+    """Shape of the costs or the run; its kinds of task do not matter."""
     layered: Layered | None = None
-    """The same costs by layer; None where layers cannot be told apart."""
+    """The same costs by layer; None if unknown."""
     split: tuple[int, ...] | None = None
-    """Layers by stage as the costs have them."""
+    """Layers by stage in the costs."""
     moves_layers: bool = True
-    """Whether stages may have different numbers of layers."""
+    """True if stages may have different numbers of layers."""
     layouts: Sequence[tuple[int, Placement]] = ()
-    """The chunks and placements that may be chosen."""
+    """The allowed combinations of chunks and placement."""
     sizes: Sequence[tuple[int, int]] = ((1, 1),)
-    """The sizes of microbatches that may be chosen: so many joined, or divided into so many."""
+    """The allowed sizes of microbatches as (joined, divided): microbatches joined into one, or
+    parts of one."""
     micro_batch_size: int | None = None
-    """Sequences in a microbatch, where that is known."""
+    """Sequences in a microbatch; None if unknown."""
     is_text: bool = True
-    """A language model alone, as Megatron-LM's scripts train it."""
+    """True for a pure language model, as Megatron-LM's scripts train it."""
     is_uniform: bool = False
-    """All microbatches are of one size, and what differs between them is noise."""
+    """True if all microbatches have one size, so that their times differ by noise only."""
     admitted: str | None = None
-    """The run's own `--admit`, which stays: its microbatches are recorded in that order."""
+    """The run's own `--admit`, which cannot change: its microbatches are recorded in that order."""
     jitter: Jitter = NO_JITTER
     num_members: int = 1
     num_replicas: int = 1
     task_ns: int = 0
-    """The runtime's own time between two tasks."""
+    """Runtime overhead between two tasks."""
     message_ns: int = 0
-    """The runtime's own time for a message."""
+    """Runtime overhead per message."""
     tail_ns: int = 0
-    """What a step takes after its last task."""
+    """Time of a step after its last task."""
     seeds: Sequence[int] = ()
-    """The steps to search by; empty: any seed is a step of its own."""
+    """Seeds of the steps to search on; if empty, any seed is valid."""
     fresh_seeds: Sequence[int] = ()
-    """The steps that predictions are made for."""
+    """Seeds of the held-out steps."""
     numbers: Sequence[int] = ()
-    """The number of each step in the run."""
+    """Number in the run of each step, by seed."""
     own: Candidate | None = None
-    """What the run was: where its settings are known."""
+    """The run's own settings; None if unknown or without a run."""
     measured_s: float | None = None
-    """The mean time of the run's own steps that predictions are made for."""
+    """Mean measured time of the held-out steps."""
     unsearched: Sequence[str] = field(default=())
-    """What is not searched, and why."""
+    """Notes on settings that are not searched, with reasons."""
 
     def costs_of(self, candidate: Candidate) -> Costs:
-        """The candidate's costs. Raises UsageError where they cannot be cut so."""
+        """The candidate's costs. Raises UsageError if they cannot be divided by its split."""
         costs = self.costs
         if self.layered is not None:
             assert candidate.split is not None, "costs by layer are cut by a split"
@@ -232,7 +230,7 @@ class Source:
         )
 
     def even(self, num_stages: int) -> tuple[int, ...] | None:
-        """The layers of so many stages if nobody moves any: as the costs have them, or evenly."""
+        """The default split over `num_stages` stages: that of the costs, or an even one."""
         if self.layered is None:
             return None
         if self.split is not None and num_stages == len(self.split):
@@ -242,14 +240,14 @@ class Source:
         return even_cut(self.layered.num_layers, num_stages)
 
     @property
-    def tells_sizes(self) -> bool:
-        """Whether the costs say what microbatches keep."""
+    def knows_sizes(self) -> bool:
+        """Return whether the costs contain the microbatches' activation bytes."""
         seed = self.seeds[0] if self.seeds else 0
         return self.costs.step(self.shape, seed, 0).sizes is not None
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the costs know what weight gradients take by themselves."""
+        """Return whether the costs contain separate times of weight gradients."""
         shape = Shape(
             self.shape.num_ranks,
             self.shape.num_microbatches,
@@ -264,9 +262,9 @@ class Source:
         return True
 
     def memory(self, asked: Hold, seeds: Sequence[int]) -> Hold:
-        """The memory as a number: of bytes, or where the costs say nothing of memory, of
-        microbatches. Raises UsageError for bytes that the costs do not tell."""
-        if isinstance(asked, Bytes) and not self.tells_sizes:
+        """Convert a memory bound to bytes, or to microbatches if the costs have no sizes. Raises
+        UsageError for a bound in bytes if the costs have no sizes."""
+        if isinstance(asked, Bytes) and not self.knows_sizes:
             raise UsageError(
                 f"a memory of {asked} needs to know what microbatches keep, and the costs do not "
                 "say it; give the costs bytes, or the memory in microbatches, as in --memory "
@@ -286,7 +284,7 @@ class Source:
 
     @property
     def _whole(self) -> Costs:
-        """The costs of one stage a rank, as 1F1B has it."""
+        """The costs with one stage per rank, as for 1F1B."""
         even = self.even(self.shape.num_ranks)
         if self.layered is None or even is None or self.shape.num_chunks == 1:
             return self.costs
@@ -294,8 +292,8 @@ class Source:
 
     @property
     def admissions(self) -> Sequence[Admit]:
-        """The orders of entry that may make a difference: microbatches must weigh differently, and
-        by more than the noise of single tasks explains."""
+        """The admission orders to try. Others than the given one make sense only if the
+        microbatches' costs differ by more than the noise of single tasks."""
         if self.admitted is not None or self.is_uniform:
             return [Admit.GIVEN]
         between, noise = 0.0, 0.0
@@ -314,18 +312,16 @@ class Source:
         return [Admit.GIVEN, Admit.PYRAMID] if differ else [Admit.GIVEN]
 
 
-# Whether the ranks' loads are uneven for good, which no order of tasks mends.
-
-
 _EVEN_LOADS = 0.03
-"""The most loaded rank may have so much more than the mean, as a share."""
+"""Loads count as even up to this excess of the most loaded rank over the mean, as a fraction."""
 
 
 def imbalance(
     source: Source, work: Sequence[float], best: Candidate, seeds: Sequence[int]
 ) -> str | None:
-    """A sentence on the loads of the ranks as the costs have them, and what the best candidate's
-    split makes of them; None where they are even. `work` is by unit, or empty."""
+    """Describe uneven loads of the ranks, which no order of tasks can fix, and their imbalance
+    after the best candidate's split; None if the loads are even. `work` is that of `work_of`, or
+    empty."""
     found = _loads(source, seeds)
     excess = max(found) / fmean(found) - 1
     if excess <= _EVEN_LOADS:
@@ -346,7 +342,7 @@ def imbalance(
 
 
 def _loads(source: Source, seeds: Sequence[int]) -> list[float]:
-    """The mean time of each pipeline rank in a step."""
+    """Total work of each pipeline rank over the steps of these seeds."""
     shape = source.shape
     totals = [0.0] * shape.num_ranks
     for seed in seeds:

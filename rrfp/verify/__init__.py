@@ -1,1 +1,1 @@
-"""`rrfp verify`: shows that the order of tasks does not change what a model learns."""
+"""`rrfp verify`: checks that the order of tasks does not change the result of training."""

@@ -1,4 +1,4 @@
-"""The work of a rank of `rrfp verify`: train every variant, from the same start each time."""
+"""The work of a rank of `rrfp verify`: train every variant from the same initial state."""
 
 import hashlib
 import json
@@ -19,24 +19,26 @@ from rrfp.train.loop import Trainer, schedule_of
 from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import build_model
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.sameness import Learned, learned_file, variants_file
+from rrfp.verify.sameness import RankResult, learned_file, variants_file
 
 _MAX_DELAY_S = 1e-3
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train every variant on this rank, from the same start, and write what it learned."""
+    """Train every variant on this rank and append each result to the rank's file."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     lines = variants_file(run).read_text(encoding="utf-8").splitlines()
     with create_new(learned_file(run, layout.rank)) as file:
         for index, line in enumerate(lines):
             delays = Delays(index, layout.rank, _MAX_DELAY_S)
-            learned = _learn(TrainSettings.from_json(line), layout, delays)
-            file.write(f"{json.dumps(asdict(learned))}\n".encode())
+            result = _train(TrainSettings.from_json(line), layout, delays)
+            file.write(f"{json.dumps(asdict(result))}\n".encode())
             file.flush()
 
 
-def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
+def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResult:
+    """Train one variant with random delays."""
+
     def forget(_: Record) -> None:
         pass
 
@@ -47,16 +49,16 @@ def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
     batches = data.batches(layout.dp_rank)
     gradients: dict[str, str] = {}
 
-    def watched(**arguments: Any) -> list[Any]:
+    def schedule_with_digests(**arguments: Any) -> list[Any]:
         losses = schedule(**arguments)
         if not gradients:
             gradients.update(gradients_sha256(model.chunks, settings, layout))
         return losses
 
-    trainer = Trainer(settings, layout, model, batches, watched, forget)
+    trainer = Trainer(settings, layout, model, batches, schedule_with_digests, forget)
     results = [trainer.train_step(step) for step in range(settings.num_steps)]
     schedule.close()
-    return Learned(
+    return RankResult(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         parameters_sha256(model.chunks),
@@ -67,10 +69,10 @@ def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
 def gradients_sha256(
     chunks: Sequence[Any], settings: TrainSettings, layout: Layout
 ) -> dict[str, str]:
-    """Digests of a rank's gradients, by the parameters' names in the whole model."""
+    """Digest of each gradient of a rank, by the parameter's name in the whole model."""
     return {
         whole_name(name, chunk.module, settings, layout): hashlib.sha256(
-            _octets(parameter.main_grad)
+            _tensor_bytes(parameter.main_grad)
         ).hexdigest()
         for chunk in chunks
         for name, parameter in chunk.module.named_parameters()
@@ -78,13 +80,13 @@ def gradients_sha256(
 
 
 def parameters_sha256(chunks: Sequence[Any]) -> str:
-    """A digest of all bits of all parameters of a rank's model chunks."""
+    """Digest of all parameters of a rank's model chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():
-            digest.update(_octets(parameter))
+            digest.update(_tensor_bytes(parameter))
     return digest.hexdigest()
 
 
-def _octets(tensor: torch.Tensor) -> bytes:
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()

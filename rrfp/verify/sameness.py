@@ -1,14 +1,14 @@
-"""The check of `rrfp verify`: the order of tasks does not change what a model learns.
+"""The check of `rrfp verify`: the order of tasks does not change the result of training.
 
-Each layout is one launch. Its ranks train a small model again and again from the same start: with
-the reference, then under every hint that the layout supports and every rule of agreement. Random
-delays before each task and each message give every run its own timing. Losses, gradient norms and
-final parameters must equal the reference's on every rank, to the last bit.
+Each layout is one launch. Its ranks train a small model repeatedly from the same initial state:
+with the reference, then with every hint and agreement rule that the layout supports. Random delays
+before each task and each message give every run its own timing. Losses, gradient norms and final
+parameters must be bit-identical to the reference's on every rank.
 
-The reference is Megatron's own schedule; where ranks share a GPU, over which its transfers do not
-go, its order as a fixed one; and for the V, which Megatron lacks, `zb-v` as a fixed order. Megatron
-draws dropout in its own order of execution, so with dropout our runs are compared among themselves,
-with the first one as the reference.
+The reference is Megatron's own schedule. Two cases have another one: ranks that share a GPU, where
+Megatron's transfers do not work, use its order as a fixed order; the V placement, which Megatron
+lacks, uses `zb-v` as a fixed order. Megatron draws dropout in its own order of execution, so runs
+with dropout are compared with the first rrfp run with dropout.
 """
 
 import json
@@ -28,22 +28,21 @@ from rrfp.trace.safe_files import write_whole
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
-# The files between the launcher and the ranks of a layout: what to train, and what each rank
-# learned.
+# Files between the launcher and the ranks of a layout: the variants to train, and the results.
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """What one rank learned in one run."""
+class RankResult:
+    """The result of one run on one rank."""
 
     losses: list[float]
     grad_norms: list[float]
     parameters_sha256: str
     gradients_sha256: dict[str, str]
-    """Of the first step, by the parameter's name in the whole model."""
+    """Digests of the first step's gradients, by the parameter's name in the whole model."""
 
-    def difference(self, other: "Learned") -> str | None:
-        """The first difference to `other`, in a few words; None if equal to the last bit."""
+    def difference(self, other: "RankResult") -> str | None:
+        """Describe the first difference from `other`; None if the results are bit-identical."""
         for name, ours, theirs in (
             ("loss", self.losses, other.losses),
             ("gradient norm", self.grad_norms, other.grad_norms),
@@ -65,16 +64,17 @@ def learned_file(run: RunDir, rank: int) -> Path:
     return run.path / f"learned-{rank}.jsonl"
 
 
-def read_learned(run: RunDir, rank: int, num_variants: int) -> list[Learned]:
+def read_learned(run: RunDir, rank: int, num_variants: int) -> list[RankResult]:
+    """Read a rank's results, one per variant. Raises RrfpError if some are missing."""
     lines = learned_file(run, rank).read_text(encoding="utf-8").splitlines()
     if len(lines) != num_variants:
         raise RrfpError(
             f"rank {rank} finished {len(lines)} of {num_variants} runs; see {run.rank_log(rank)}"
         )
-    return [Learned(**json.loads(line)) for line in lines]
+    return [RankResult(**json.loads(line)) for line in lines]
 
 
-# The runs that `rrfp verify` compares, layout by layout.
+# The runs to compare, by layout.
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -87,13 +87,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vlm-pp4": {"model": "vlm", "pp": 4},
     "vlm-pp2-c2-v": {"model": "vlm", "pp": 2, "chunks": 2, "placement": Placement.V},
 }
-"""By name of a layout: the `TrainSettings` that it sets."""
+"""The `TrainSettings` of each layout, by its name."""
 
 RANDOM = "random"
-"""The hint that puts each rank's tasks, weight gradients included, in a random order."""
+"""Name of a hint that shuffles each rank's tasks, including weight gradients."""
 
 CHOICES = (*HINTS, RANDOM)
-"""What `--hint` takes."""
+"""Values of `--hint`."""
 
 SMALL: dict[str, Any] = {
     "microbatches": 8,
@@ -108,7 +108,7 @@ _DROPOUT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One run of a layout: its policy, and whether it has dropout."""
+    """One run of a layout: its policy and dropout."""
 
     hint: str
     """A hint's name, or `RANDOM`."""
@@ -117,7 +117,7 @@ class Variant:
     """None if no ranks share a collective inside a task."""
     dropout: float = 0.0
     bound: str = ""
-    """The bound on memory unless it is the default: `limit 1`, `hold 2`."""
+    """Memory bound such as `limit 1` or `hold 2`; empty for the default."""
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class Variant:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The `TrainSettings` that it sets, except a random hint."""
+        """The `TrainSettings` of the variant; without `hint` if that is `RANDOM`."""
         chosen: dict[str, Any] = {"dispatch": self.dispatch, "dropout": self.dropout}
         if self.hint != RANDOM:
             chosen["hint"] = self.hint
@@ -140,10 +140,8 @@ class Variant:
 def variants_of(
     layout: str, hints: tuple[str, ...] = CHOICES, *, full: bool = False, shares_gpu: bool = False
 ) -> list[Variant]:
-    """Every valid combination of hint and agreement on a layout, without and with dropout; the
-    first is the reference: Megatron's own schedule, or the same order of ours where ranks share a
-    GPU, over which Megatron's transfers do not go. `full` adds binding orders and tight bounds on
-    memory.
+    """All valid combinations of hint and agreement rule on a layout, without and with dropout. The
+    first is the reference. `full` adds fixed orders and tight memory bounds.
 
     Raises UsageError for an unknown layout or hint.
     """
@@ -166,16 +164,17 @@ def variants_of(
         for variant in ours
         if variant.dispatch is Dispatch.READY and not variant.bound
     ]
-    # A single variant has nothing to be compared with.
+    # A single variant with dropout would have nothing to compare with.
     return [reference, *ours, *(with_dropout if len(with_dropout) > 1 else ())]
 
 
 def layout_settings(layout: str, others: Mapping[str, Any]) -> TrainSettings:
-    """The settings of a small run on this layout, with others."""
+    """The settings of a small run on this layout, with `others` added."""
     return TrainSettings(**SMALL, **LAYOUTS[layout], **others)
 
 
 def _reference(layout: str) -> Variant:
+    """The variant that all others on the layout are compared with."""
     if LAYOUTS[layout].get("placement") == Placement.V:
         return Variant("zb-v", Dispatch.FIXED, None)
     hint = "interleaved" if "chunks" in LAYOUTS[layout] else "1f1b"
@@ -208,7 +207,7 @@ def _is_valid(layout: str, variant: Variant) -> bool:
 
 
 RANK_MODULE = "rrfp.verify.rank"
-"""The module with each rank's work."""
+"""The module that each rank runs."""
 
 _SEED = 1234
 
@@ -221,7 +220,7 @@ class Verdict:
     variant: Variant
     reference: Variant
     difference: str | None
-    """None: equal to the last bit on every rank."""
+    """The first difference; None if all ranks' results are bit-identical."""
 
 
 def verify(
@@ -233,14 +232,14 @@ def verify(
     launch: Callable[[TrainSettings, RunDir], None],
     device: Mapping[str, Any],
 ) -> list[Verdict]:
-    """Train every variant on the layout in one launch of its ranks, in `directory`, and compare.
+    """Train all variants on the layout in one launch and compare them with their reference.
 
-    `launch` runs the ranks to their end (`rrfp.train.launch.launcher`), and `device` has the
-    settings of where. Raises RrfpError if a rank fails.
+    Files go to `directory`. `launch` runs the ranks to their end (`rrfp.train.launch.launcher`);
+    `device` has the settings of the device. Raises RrfpError if a rank fails.
     """
     base = layout_settings(layout, device).changed(steps=steps, seed=_SEED)
     random_order = OrderFile(RANDOM, format_order(_random_order(base.shape)))
-    # A variant's own hint, if it has one, overrides the random one.
+    # A variant's settings contain no hint only if its hint is the random one.
     chosen = [base.changed(**{"hint": random_order, **variant.settings}) for variant in variants]
     return list(_verdicts(layout, variants, learn(base, chosen, directory, launch)))
 
@@ -250,9 +249,9 @@ def learn(
     chosen: Sequence[TrainSettings],
     directory: Path,
     launch: Callable[[TrainSettings, RunDir], None],
-) -> list[list[Learned]]:
-    """What each rank of `base` learns, by rank, under each of the chosen settings, which have its
-    layout; in one launch. Raises RrfpError if a rank fails."""
+) -> list[list[RankResult]]:
+    """Train the chosen settings, which share the layout of `base`, in one launch. Returns the
+    results by rank, then by settings. Raises RrfpError if a rank fails."""
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
     write_whole(variants_file(run), lines.encode())
@@ -261,6 +260,7 @@ def learn(
 
 
 def _random_order(shape: Shape) -> Order:
+    """An order with each rank's tasks shuffled, backward split."""
     shape = replace(shape, kinds=SPLIT_BACKWARD)
     rows = []
     for rank in range(shape.num_ranks):
@@ -271,8 +271,9 @@ def _random_order(shape: Shape) -> Order:
 
 
 def _verdicts(
-    layout: str, variants: list[Variant], learned: list[list[Learned]]
+    layout: str, variants: list[Variant], learned: list[list[RankResult]]
 ) -> Iterator[Verdict]:
+    """Compare each variant with the first one of equal dropout; `learned` is by rank, variant."""
     references: dict[float, int] = {}
     for index, variant in enumerate(variants):
         reference = references.setdefault(variant.dropout, index)

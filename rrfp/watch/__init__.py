@@ -1,1 +1,1 @@
-"""A run that is going, followed from the files that it writes: its figures, and who became slow."""
+"""Live figures of a running job, and detection of slow places, from the files that it writes."""

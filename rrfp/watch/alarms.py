@@ -1,7 +1,7 @@
-"""Names what the statistics found: which rank, stage, replica or link, its hosts, and a sentence.
+"""Alarms for slow ranks, stages, replicas and links, and the measures of a step for dashboards.
 
-Two detectors look at each step: one at the ranks' tasks, one at the links' messages. A link is not
-blamed while one of its ends is slow itself.
+Two detectors check each step: one the ranks' tasks, the other the links' messages. A link raises no
+alarm while a rank at one of its ends is slow.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ import numpy as np
 
 from rrfp.trace.records import RankInfo
 from rrfp.watch.figures import StepFigures
-from rrfp.watch.slowness import Against, Detector, Slow
+from rrfp.watch.slowness import Baseline, Detector, Slowdown
 
-_MOST_RANKS_TOLD = 8
+_MOST_RANKS_LISTED = 8
 
 
 class Kind(StrEnum):
-    """What can be slow."""
+    """Kind of place that can be slow."""
 
     RANK = "rank"
-    """One rank, or the ranks of a tensor-parallel group, which run each other's tasks."""
+    """One rank, or all ranks of a tensor-parallel group, which run the same tasks."""
     STAGE = "stage"
     """A pipeline rank in all of its replicas."""
     REPLICA = "replica"
@@ -32,22 +32,22 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What is slow, and since when."""
+    """A slow place."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """The ranks that are slow; of a link its ends, those that send first."""
+    """The slow ranks; for a link the senders, then the receivers."""
     pp_rank: int | None
     dp_rank: int | None
     link: tuple[int, int] | None
-    """The pipeline ranks from and to."""
+    """Sending and receiving pipeline rank."""
     hosts: tuple[str, ...]
     rise: float
-    """How much longer it takes, as a share: 0.3 is 30% longer."""
-    against: Against
+    """Additional time as a fraction: 0.3 is 30% longer."""
+    against: Baseline
     since_step: int
     has_chunks: bool = False
-    """Whether a pipeline rank holds several stages, and is no stage then."""
+    """True if each pipeline rank holds several stages; texts then say "pipeline rank"."""
 
     @property
     def _stage(self) -> str:
@@ -55,26 +55,24 @@ class Alarm:
 
     @property
     def place(self) -> str:
-        """`rank 3 (stage 1, replica 1)`."""
+        """Name of the place for people, such as `rank 3 (stage 1, replica 1, on node7)`."""
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {_join_ranks(self.ranks)}"
         match self.kind:
             case Kind.STAGE:
-                return f"{self._stage} {self.pp_rank}{_told_ranks(self.ranks)}"
+                return f"{self._stage} {self.pp_rank} ({ranks})"
             case Kind.REPLICA:
-                return f"replica {self.dp_rank}{_told_ranks(self.ranks)}"
+                return f"replica {self.dp_rank} ({ranks})"
             case Kind.LINK:
                 assert self.link is not None
                 where = "" if self.dp_rank is None else f" of replica {self.dp_rank}"
                 return f"the link from {self._stage} {self.link[0]} to {self.link[1]}{where}"
             case Kind.RANK:
-                many = "s" if len(self.ranks) > 1 else ""
-                return (
-                    f"rank{many} {_listed(self.ranks)} ({self._stage} {self.pp_rank}, "
-                    f"replica {self.dp_rank}{_on(self.hosts)})"
-                )
+                host = f", on {self.hosts[0]}" if len(self.hosts) == 1 else ""
+                return f"{ranks} ({self._stage} {self.pp_rank}, replica {self.dp_rank}{host})"
 
     @property
     def short(self) -> str:
-        """`rank_3`, `stage_1`, `replica_0`, `link_0-1`: a name for dashboards."""
+        """Name of the place for dashboards: `rank_3`, `stage_1`, `replica_0` or `link_0-1`."""
         match self.kind:
             case Kind.LINK:
                 assert self.link is not None
@@ -88,13 +86,13 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """`rank 3 (stage 1, replica 1, on node7) takes 31% longer than before, since step 57`."""
+        """Sentence such as `rank 3 (...) takes 31% longer than before, since step 57`."""
         is_group = self.kind is Kind.RANK and len(self.ranks) > 1
         verb, whose = ("take", "their") if is_group else ("takes", "its")
         compared = {
-            Against.MEMBERS: f"than {whose} tensor-parallel peers",
-            Against.PEERS: f"than {whose} peers in other replicas",
-            Against.PAST: "than before",
+            Baseline.MEMBERS: f"than {whose} tensor-parallel peers",
+            Baseline.PEERS: f"than {whose} peers in other replicas",
+            Baseline.PAST: "than before",
         }[self.against]
         if self.kind is Kind.REPLICA:
             compared = "than the other replicas"
@@ -105,7 +103,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alarm that was raised in this step, or has ended in it."""
+    """An alarm that was raised, or ended, in this step."""
 
     step: int
     alarm: Alarm
@@ -119,7 +117,7 @@ class Alert:
 
 
 class Alarms:
-    """The alarms of a session, whose ranks do not change."""
+    """Detects slow places in the steps of one session, whose ranks do not change."""
 
     def __init__(self, infos: Iterable[RankInfo]) -> None:
         self._infos = {info.rank: info for info in infos}
@@ -129,38 +127,39 @@ class Alarms:
         self._tasks = Detector(len(self._replicas), len(self._stages), len(self._members))
         self._hops: list[tuple[int, int]] = []
         self._links: Detector | None = None
-        self._slow: dict[Slow, Alarm] = {}
-        self._slow_links: dict[Slow, Alarm] = {}
+        self._slow: dict[Slowdown, Alarm] = {}
+        self._slow_links: dict[Slowdown, Alarm] = {}
         self._has_chunks = any(len(info.stages) > 1 for info in self._infos.values())
 
     @property
     def active(self) -> list[Alarm]:
-        """What is slow now."""
+        """The alarms that have not ended."""
         return [*self._slow.values(), *self._slow_links.values()]
 
     @property
     def leading(self) -> Alarm | None:
-        """The rank, stage or replica that stands out most, whether or not it counts as slow."""
+        """The rank, stage or replica with the largest rise, even if below the alarm threshold."""
         slow = self._tasks.leading
         return None if slow is None else self._alarm_of_tasks(slow)
 
-    def take(self, step: StepFigures) -> list[Alert]:
-        """Look at a step; returns what was raised or has ended in it."""
+    def add_step(self, step: StepFigures) -> list[Alert]:
+        """Add a step's figures and return the alarms that it raises or ends."""
         sample = np.full((len(self._replicas), len(self._stages), len(self._members)), np.nan)
         work = np.zeros(sample.shape)
         for figures in step.ranks.values():
             place = self._place(figures.info)
             sample[place], work[place] = figures.log_task_s, figures.busy_fraction
-        changes = self._tasks.take(step.step, sample, work)
+        changes = self._tasks.add_sample(step.step, sample, work)
         alerts = [
             Alert(step.step, self._slow.pop(slow), has_recovered=True) for slow in changes.recovered
         ]
         for slow in changes.slow:
             self._slow[slow] = self._alarm_of_tasks(slow)
             alerts.append(Alert(step.step, self._slow[slow]))
-        return alerts + self._take_links(step)
+        return alerts + self._add_links(step)
 
-    def _take_links(self, step: StepFigures) -> list[Alert]:
+    def _add_links(self, step: StepFigures) -> list[Alert]:
+        """Add a step's message times and return the link alarms that it raises or ends."""
         if self._links is None:
             self._hops = sorted({self._hop(link) for link in step.links})
             if not self._hops:
@@ -175,7 +174,7 @@ class Alarms:
                 replica, _, member = self._place(self._infos[link[0]])
                 place = replica, self._hops.index(hop), member
                 sample[place], work[place] = figures
-        changes = self._links.take(step.step, sample, work)
+        changes = self._links.add_sample(step.step, sample, work)
         alerts = [
             Alert(step.step, ended, has_recovered=True)
             for slow in changes.recovered
@@ -190,16 +189,18 @@ class Alarms:
         return alerts
 
     def _hop(self, link: tuple[int, int]) -> tuple[int, int]:
+        """The pipeline ranks of a link between two global ranks."""
         return self._infos[link[0]].pp_rank, self._infos[link[1]].pp_rank
 
     def _place(self, info: RankInfo) -> tuple[int, int, int]:
+        """A rank's index in the grid (replicas, stages, members)."""
         return (
             self._replicas.index(info.dp_rank),
             self._stages.index(info.pp_rank),
             self._members.index(info.tp_rank),
         )
 
-    def _alarm_of_tasks(self, slow: Slow) -> Alarm:
+    def _alarm_of_tasks(self, slow: Slowdown) -> Alarm:
         where = slow.where
         has_replicas, has_stages = len(self._replicas) > 1, len(self._stages) > 1
         if where.place is None or not has_stages:
@@ -207,9 +208,8 @@ class Alarms:
         else:
             kind = Kind.STAGE if where.replica is None and has_replicas else Kind.RANK
         pp_rank = None if where.place is None else self._stages[where.place]
-        of_all = kind is Kind.STAGE
-        # Without replicas, the only one is meant.
-        dp_rank = None if of_all else self._replicas[where.replica or 0]
+        # Without data parallelism no part has a replica, and the only one is meant.
+        dp_rank = None if kind is Kind.STAGE else self._replicas[where.replica or 0]
         tp_rank = None if where.member is None else self._members[where.member]
         infos = self._matching(pp_rank, dp_rank, tp_rank)
         return Alarm(
@@ -225,14 +225,14 @@ class Alarms:
             self._has_chunks,
         )
 
-    def _alarm_of_link(self, slow: Slow) -> Alarm | None:
-        """None for all links of a replica: that is no link's fault."""
+    def _alarm_of_link(self, slow: Slowdown) -> Alarm | None:
+        """The alarm for a slow link; None if all links of a replica are slow alike."""
         where = slow.where
         if where.place is None:
             return None
         hop = self._hops[where.place]
-        is_of_one = where.replica is not None and len(self._replicas) > 1
-        dp_rank = self._replicas[where.replica] if is_of_one and where.replica is not None else None
+        is_one_replica = where.replica is not None and len(self._replicas) > 1
+        dp_rank = self._replicas[where.replica or 0] if is_one_replica else None
         tp_rank = None if where.member is None else self._members[where.member]
         infos = [info for end in hop for info in self._matching(end, dp_rank, tp_rank)]
         return Alarm(
@@ -251,6 +251,7 @@ class Alarms:
     def _matching(
         self, pp_rank: int | None, dp_rank: int | None, tp_rank: int | None
     ) -> list[RankInfo]:
+        """The ranks with these coordinates, by rank; None matches any."""
         return [
             info
             for _, info in sorted(self._infos.items())
@@ -264,22 +265,15 @@ def _hosts(infos: Iterable[RankInfo]) -> tuple[str, ...]:
     return tuple(sorted({info.host for info in infos}))
 
 
-def _on(hosts: Sequence[str]) -> str:
-    return f", on {hosts[0]}" if len(hosts) == 1 else ""
+def _join_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as `0, 1, 2 and 5 more`."""
+    listed = ", ".join(map(str, ranks[:_MOST_RANKS_LISTED]))
+    num_more = len(ranks) - _MOST_RANKS_LISTED
+    return f"{listed} and {num_more} more" if num_more > 0 else listed
 
 
-def _told_ranks(ranks: Sequence[int]) -> str:
-    return f" (rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)})"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    told = ", ".join(map(str, ranks[:_MOST_RANKS_TOLD]))
-    num_more = len(ranks) - _MOST_RANKS_TOLD
-    return f"{told} and {num_more} more" if num_more > 0 else told
-
-
-def facts(alert: Alert, run: str) -> Mapping[str, str]:
-    """What a command that an alert runs is told, as environment variables."""
+def alert_environment(alert: Alert, run: str) -> Mapping[str, str]:
+    """Environment variables with the facts of an alert, for the user's alert command."""
     alarm = alert.alarm
     link = "" if alarm.link is None else f"{alarm.link[0]},{alarm.link[1]}"
     return {
@@ -298,10 +292,10 @@ def facts(alert: Alert, run: str) -> Mapping[str, str]:
     }
 
 
-# The figures of a step under the names that dashboards and programs get, one unit in each name.
+# The measures of a step by the names that dashboards and programs get; each name has its unit.
 
 
-TOLD = {
+MEASURES = {
     "loss": "The step's mean loss.",
     "heldout_loss": "The loss of the held-out data.",
     "grad_norm": "The norm of the gradients.",
@@ -316,9 +310,9 @@ TOLD = {
     "link_time_fraction": "The time of a link's messages, as a share of the schedule's.",
     "slow": "How much longer something slow takes, as a share; only while it is slow.",
 }
-"""Every measure, and what it is."""
+"""Description of every measure, by name."""
 
-_OF_METRICS = ("loss", "heldout_loss", "grad_norm", "step_time_s")
+_COPIED_METRICS = ("loss", "heldout_loss", "grad_norm", "step_time_s")
 
 
 class Measure(NamedTuple):
@@ -326,18 +320,18 @@ class Measure(NamedTuple):
 
     name: str
     label: tuple[str, str] | None
-    """What it is of: a name and a value."""
+    """Name and value of the label, such as `("pp_rank", "3")`."""
     value: float
 
     @property
     def path(self) -> str:
-        """`busy_fraction/pp_rank_3`, for dashboards without labels."""
+        """Name with label, `busy_fraction/pp_rank_3`, for dashboards without labels."""
         return self.name if self.label is None else f"{self.name}/{self.label[0]}_{self.label[1]}"
 
 
-def of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
+def measures_of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
     """The measures of a line of `metrics.jsonl`."""
-    for name in _OF_METRICS:
+    for name in _COPIED_METRICS:
         value = line.get(name)
         if isinstance(value, int | float):
             yield Measure(name, None, float(value))
@@ -346,8 +340,8 @@ def of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
         yield Measure("tokens_per_s", None, tokens / seconds)
 
 
-def of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
-    """The measures of a step that was recorded, and what is slow in it."""
+def measures_of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
+    """The measures of a recorded step, including the active alarms."""
     yield Measure("schedule_time_s", None, step.window_s)
     yield Measure("bubble_fraction", None, step.bubble_fraction)
     for pp_rank, ranks in step.by_stage().items():
@@ -364,8 +358,8 @@ def of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
         yield Measure("slow", ("place", alarm.short), alarm.rise)
 
 
-def as_json(measures: Iterable[Measure]) -> dict[str, Any]:
-    """Measures as one object; those with a label as an object each, by its value."""
+def measures_as_json(measures: Iterable[Measure]) -> dict[str, Any]:
+    """Measures as one JSON object; a labeled measure is an object from label value to number."""
     found: dict[str, Any] = {}
     for name, label, value in measures:
         if label is None:

@@ -1,9 +1,9 @@
-"""The figures of each step, put together from what the ranks record, as they record it.
+"""Figures of each training step, assembled from the ranks' records while the run goes on.
 
-A step counts once every rank has ended it. Its window is measured as in a trace, from the first
-entry into the schedule to the last return, where all ranks share a host. Clocks of several hosts
-drift apart in hours, so there it is the longest of the ranks' own times, and a message is timed at
-one of its ends.
+A step is complete once every rank has ended it. On one host, its window lasts from the first rank's
+entry into the schedule to the last rank's return, as in a trace. Clocks of several hosts drift
+apart within hours; there the window is the longest of the ranks' own times, and a message is timed
+at one of its ends.
 """
 
 from collections import Counter, defaultdict
@@ -20,49 +20,49 @@ _MOST_OF_MEDIAN = log(2)
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """A rank's share of a step."""
+    """Figures of one rank in a step."""
 
     info: RankInfo
     busy_fraction: float
-    """Of the step's window."""
+    """Task time as a fraction of the step's window."""
     wait_fractions: Mapping[str, float]
-    """By cause."""
+    """Wait time by cause, as a fraction of the step's window."""
     log_task_s: float
-    """The mean logarithm of its tasks' times in seconds. A single task counts as twice the median
-    of its kind and chunk at most: a machine that does other things too stops some for long."""
+    """Mean logarithm of the task times in seconds. A task counts at most twice the median of its
+    kind and chunk, because other work on the machine stops single tasks for long."""
     peak_held: int
-    """The most activations that it kept, in chunks."""
+    """Peak number of activations held, in chunks."""
     peak_held_bytes: int = 0
-    """Likewise in bytes; 0 where they are not known."""
+    """Peak bytes of activations held; 0 if unknown."""
 
 
 class LinkFigures(NamedTuple):
-    """The messages of a directed link in a step."""
+    """Figures of the messages of a directed link in a step."""
 
     log_s: float
-    """The mean logarithm of their times in seconds."""
+    """Mean logarithm of the message times in seconds."""
     fraction: float
-    """Their times' sum, as a share of the step's window."""
+    """Sum of the message times as a fraction of the step's window."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one training step came to."""
+    """Figures of one training step."""
 
     step: int
     ended_s: float
-    """When its last rank returned, on the reference clock."""
+    """Time of the last rank's return, on the reference clock."""
     window_s: float
     ranks: Mapping[int, RankFigures]
     links: Mapping[tuple[int, int], LinkFigures]
-    """By the ranks from and to; empty where messages are not recorded."""
+    """By sending and receiving rank; empty if messages are not recorded."""
 
     @property
     def bubble_fraction(self) -> float:
         return 1 - fmean(rank.busy_fraction for rank in self.ranks.values())
 
     def by_stage(self) -> dict[int, list[RankFigures]]:
-        """The ranks of each pipeline rank."""
+        """The ranks' figures by pipeline rank."""
         found: dict[int, list[RankFigures]] = {}
         for rank in sorted(
             self.ranks.values(), key=lambda each: (each.info.pp_rank, each.info.rank)
@@ -71,7 +71,7 @@ class StepFigures:
         return found
 
     def wait_fractions(self) -> dict[str, float]:
-        """By cause: the mean over the ranks, the largest first."""
+        """Mean wait fraction over the ranks by cause, largest first."""
         total: Counter[str] = Counter()
         for rank in self.ranks.values():
             total.update(rank.wait_fractions)
@@ -79,35 +79,35 @@ class StepFigures:
 
 
 @dataclass(slots=True)
-class _Share:
-    """What a rank has recorded of a step so far; times are on the reference clock."""
+class _RankStep:
+    """One rank's records of a step so far; times are on the reference clock."""
 
     busy_ns: int = 0
     log_times: defaultdict[tuple[str, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Of tasks, in seconds, by kind and chunk."""
+    """Logarithms of the task times in seconds, by kind and chunk."""
     peak_held: int = 0
     peak_held_bytes: int = 0
     waits_ns: Counter[str] = field(default_factory=Counter)
     sends: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """Start and end of a message by peer and sequence; so are `receives`."""
+    """Start and end of each message, by peer and sequence; `receives` likewise."""
     receives: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     window_ns: tuple[int, int] | None = None
-    """From its entry into the schedule to its return, once it has returned."""
+    """Entry into the schedule and return from it; None until the rank has returned."""
 
 
-class Assembly:
-    """Puts the steps of a session together."""
+class StepAssembler:
+    """Assembles the ranks' records of one session into steps."""
 
     def __init__(self) -> None:
         self.infos: dict[int, RankInfo] = {}
         self.last_steps: dict[int, int] = {}
-        """By rank: the last training step that it has ended."""
-        self._shares: defaultdict[int, dict[int, _Share]] = defaultdict(dict)
+        """The last training step that each rank has ended."""
+        self._shares: defaultdict[int, dict[int, _RankStep]] = defaultdict(dict)
 
     def add(self, records: RankRecords, *, is_aligned: bool = False) -> None:
-        """Take what a rank has recorded, on its own clock; on the reference clock if aligned."""
+        """Add records of one rank. Times are on the rank's own clock unless `is_aligned`."""
         info = records.info
         self.infos[info.rank] = info
         shift_ns = 0 if is_aligned else info.clock_offset_ns
@@ -133,8 +133,8 @@ class Assembly:
                 share.window_ns = phase.start_ns + shift_ns, phase.end_ns + shift_ns
                 self.last_steps[info.rank] = phase.step
 
-    def finished(self, num_ranks: int) -> Iterator[StepFigures]:
-        """The steps that `num_ranks` ranks have ended since the last call, in their order."""
+    def pop_finished(self, num_ranks: int) -> Iterator[StepFigures]:
+        """Yield, and forget, the steps that all `num_ranks` ranks have ended, in step order."""
         ended = sorted(
             step
             for step, shares in self._shares.items()
@@ -146,17 +146,15 @@ class Assembly:
             figures = self._figures(step, self._shares[step])
             if figures is not None:
                 yield figures
-        # A rank ends its steps in their order: what is not whole by now will never be.
+        # A rank ends its steps in order, so earlier steps that are incomplete stay incomplete.
         for step in [each for each in self._shares if ended and each <= ended[-1]]:
             del self._shares[step]
 
-    def _share(self, step: int, rank: int) -> _Share:
-        shares = self._shares[step]
-        if rank not in shares:
-            shares[rank] = _Share()
-        return shares[rank]
+    def _share(self, step: int, rank: int) -> _RankStep:
+        return self._shares[step].setdefault(rank, _RankStep())
 
-    def _figures(self, step: int, shares: Mapping[int, _Share]) -> StepFigures | None:
+    def _figures(self, step: int, shares: Mapping[int, _RankStep]) -> StepFigures | None:
+        """The figures of a complete step; None if a rank ran no task or the window is empty."""
         windows = [share.window_ns for share in shares.values() if share.window_ns is not None]
         first_ns, last_ns = min(start for start, _ in windows), max(end for _, end in windows)
         is_one_host = len({self.infos[rank].host for rank in shares}) == 1
@@ -183,8 +181,9 @@ class Assembly:
         )
 
     def _links(
-        self, shares: Mapping[int, _Share], window_ns: int
+        self, shares: Mapping[int, _RankStep], window_ns: int
     ) -> Iterator[tuple[tuple[int, int], LinkFigures]]:
+        """The figures of each directed link, by sending and receiving rank."""
         for receiver, into in shares.items():
             times_ns: defaultdict[int, list[int]] = defaultdict(list)
             for (sender, sequence), received in into.receives.items():
@@ -192,14 +191,18 @@ class Assembly:
                 if sent is None:
                     continue
                 is_one_host = self.infos[sender].host == self.infos[receiver].host
-                took_ns = received[1] - sent[0] if is_one_host else _longer(sent, received)
+                if is_one_host:
+                    took_ns = received[1] - sent[0]
+                else:
+                    took_ns = max(end - start for start, end in (sent, received))
                 times_ns[sender].append(max(took_ns, 1))
             for sender, found_ns in times_ns.items():
-                yield (sender, receiver), _link(found_ns, window_ns)
+                log_s = fmean(log(ns / NS_PER_S) for ns in found_ns)
+                yield (sender, receiver), LinkFigures(log_s, sum(found_ns) / window_ns)
 
 
 def _capped_mean(groups: Iterable[list[float]]) -> float:
-    """The mean of logarithms, each at most `_MOST_OF_MEDIAN` above the median of its group."""
+    """Mean of the logarithms, each capped at `_MOST_OF_MEDIAN` above the median of its group."""
     capped: list[float] = []
     for group in groups:
         most = median(group) + _MOST_OF_MEDIAN
@@ -207,18 +210,9 @@ def _capped_mean(groups: Iterable[list[float]]) -> float:
     return fmean(capped)
 
 
-def _longer(*times: tuple[int, int]) -> int:
-    return max(end - start for start, end in times)
-
-
-def _link(times_ns: Iterable[int], window_ns: int) -> LinkFigures:
-    times_ns = list(times_ns)
-    return LinkFigures(fmean(log(ns / NS_PER_S) for ns in times_ns), sum(times_ns) / window_ns)
-
-
 def extra_work(figures: Iterable[StepFigures]) -> dict[int, float]:
-    """By pipeline rank: how much more it works than the others do on average, as a share; over
-    these steps. Empty for a pipeline of one."""
+    """Work of each pipeline rank beyond the mean of the others over these steps, as a fraction of
+    that mean, by pipeline rank. Empty for a pipeline of one rank."""
     total: defaultdict[int, float] = defaultdict(float)
     for step in figures:
         for pp_rank, ranks in step.by_stage().items():

@@ -1,4 +1,4 @@
-"""Follows a run by its directory: what is new since the last look, and how the run stands."""
+"""Follows a run by reading its directory: new records and metrics, and the state of the run."""
 
 import errno
 import time
@@ -27,40 +27,41 @@ from rrfp.trace.spill import (
     segments_in,
 )
 from rrfp.watch.alarms import Alarm, Alarms, Alert
-from rrfp.watch.figures import Assembly, StepFigures
+from rrfp.watch.figures import StepAssembler, StepFigures
 
-# Reads what has been added to a file of records since the last look, and nothing twice.
+# Incremental reading of record files.
 #
-# The file stays open. So the last records of a run are still read when its launcher has made them
-# into a trace and removed them. Nothing is locked and nothing written: the run takes no notice.
+# A file stays open, so that its last records are still readable after the launcher has converted
+# them into a trace and removed the file. Nothing is locked or written, so the run is not disturbed.
 
 
 CHUNK = 4 * 2**20
-"""Octets that are read at a time."""
+"""Bytes read at a time."""
 
 
 _MOST = 1e300
 _UNUSED = ("stimulus", "agreement", "cost", "loss")
-"""Records that no figure is made of; with them, reading takes half as long again."""
+"""Records that no figure needs; decoding them too would take 1.5 times as long."""
 
 
 class RecordsTail:
-    """The growing records of one rank, in one file or in segments that follow each other."""
+    """Reads the growing records of one rank, from one file or a sequence of segments."""
 
     def __init__(self, segments: Sequence[Path], most: int) -> None:
-        """`most` octets are read of what is there already: the last ones. May raise OSError."""
-        self.path = path = _first_of(segments, most)
+        """Open the records. Of the existing ones, only the last `most` bytes will be read. May
+        raise OSError."""
+        self.path = path = _first_segment(segments, most)
         """The file that is read now."""
         self.info: RankInfo | None = None
-        """Who records; None until the rank has written that."""
+        """The recording rank; None until the file's header is complete."""
         self.begins_late = number_of(path) > 1
-        """Whether earlier steps were left out."""
+        """True if earlier steps were skipped."""
         self.grown_ns: int | None = None
-        """When the file last grew, in ns since 1970."""
+        """Time at which the file last grew, in ns since 1970."""
         self._most = most
         self._file: BufferedReader | None = open_regular(path)
         self.has_more = False
-        """Whether the last call left something that was there already."""
+        """True if the last `read` left records that were already in the file."""
         self._begun: list[bytes] = []
         self._number = 0
 
@@ -74,10 +75,10 @@ class RecordsTail:
             self._file = None
 
     def read(self) -> RankRecords | None:
-        """The flushes that were finished since the last call, up to the size of a chunk or one
-        flush; None if there are none. Times are on the rank's own clock.
+        """The flushes completed since the last call, up to `CHUNK` bytes or one flush; None if
+        there are none. Times are on the rank's own clock.
 
-        Raises RrfpError for what is not a file of records, and OSError.
+        Raises RrfpError if the file is damaged, and OSError.
         """
         if self._file is None:
             return None
@@ -96,10 +97,11 @@ class RecordsTail:
         lists = records.by_name()
         for line in lines:
             self._number += 1
-            add_flush(self.path, self._number, _used(self._decoded(line)), lists)
+            add_flush(self.path, self._number, _without_unused(self._decoded(line)), lists)
         return records
 
     def _new_lines(self) -> list[bytes]:
+        """Read up to `CHUNK` bytes and return the lines that they complete."""
         assert self._file is not None
         octets = self._file.read(CHUNK)
         self.has_more = len(octets) == CHUNK
@@ -119,7 +121,7 @@ class RecordsTail:
         return lines
 
     def _enter_next_segment(self) -> bytes:
-        """Go on to the next segment, if the rank has; returns the rest of this one."""
+        """Open the next segment if the rank writes to it; returns the rest of the current one."""
         assert self._file is not None
         following = segment_after(self.path)
         if following is None:
@@ -129,7 +131,7 @@ class RecordsTail:
         except FileNotFoundError:
             return b""
         if not file.readline().endswith(b"\n"):
-            # The rank has only begun it, and may still write here.
+            # The next segment's header is incomplete, so the rank may still write to this one.
             file.close()
             return b""
         rest = self._file.read()
@@ -139,13 +141,13 @@ class RecordsTail:
         return rest
 
     def _skip(self) -> None:
-        """Go on to the last octets of a file that is longer than what is to be read of it."""
+        """Seek to the last `most` bytes of a longer file, at the beginning of a flush."""
         assert self._file is not None
         size = self.path.stat().st_size if self.path.exists() else 0
         if size <= self._file.tell() + self._most:
             return
         self._file.seek(size - self._most)
-        # The rest of a flush that began earlier.
+        # Drop the rest of the flush at this offset.
         while (octets := self._file.readline(CHUNK)) and not octets.endswith(b"\n"):
             continue
         self.begins_late = True
@@ -163,8 +165,8 @@ class RecordsTail:
         )
 
 
-def _first_of(segments: Sequence[Path], most: int) -> Path:
-    """The first of the last segments that have at most so many octets, or the last one."""
+def _first_segment(segments: Sequence[Path], most: int) -> Path:
+    """The first of the last segments that have at most `most` bytes in total, or the last one."""
     size = 0
     for place in range(len(segments) - 1, 0, -1):
         size += segments[place].stat().st_size
@@ -173,15 +175,16 @@ def _first_of(segments: Sequence[Path], most: int) -> Path:
     return segments[0]
 
 
-def _used(flush: object) -> object:
-    """A flush without the rows that are not used; `add_flush` refuses what is no flush."""
+def _without_unused(flush: object) -> object:
+    """The flush without `_UNUSED` rows. A value that is not a list is returned as it is, for
+    `add_flush` to refuse."""
     if not isinstance(flush, list):
         return flush
     return [row for row in flush if not (isinstance(row, list) and row and row[0] in _UNUSED)]
 
 
-class LinesTail:
-    """The growing `metrics.jsonl` of a run: one JSON object a line."""
+class MetricsTail:
+    """Reads the growing `metrics.jsonl` of a run: one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -189,8 +192,8 @@ class LinesTail:
         self._offset = 0
 
     def read(self) -> list[dict[str, object]]:
-        """The lines that were finished since the last call. A file that was replaced, as when a run
-        goes on from a checkpoint, is read anew. May raise OSError."""
+        """The lines completed since the last call. A file that was replaced, as by a run that
+        resumes from a checkpoint, is read from its start. May raise OSError."""
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
@@ -206,112 +209,112 @@ class LinesTail:
         for line in lines:
             with suppress(ValueError):
                 value = parsed(line)
-                if isinstance(value, dict) and _fits(value):
+                if isinstance(value, dict) and _fits_floats(value):
                     found.append(value)
         return found
 
 
-def _fits(line: dict[str, object]) -> bool:
-    """Whether each number in a line is one that a float holds; JSON has others."""
+def _fits_floats(line: dict[str, object]) -> bool:
+    """Return whether a float can represent every number in the line."""
     lists = (value if isinstance(value, list) else [value] for value in line.values())
     numbers = (each for values in lists for each in values if isinstance(each, int | float))
     return all(abs(each) < _MOST for each in numbers)
 
 
 _FIRST_LOOK, _LEAST_FIRST_LOOK = 128 * 2**20, 2**20
-"""Octets that are read of a run that has gone on for long: over all ranks, but of each so many."""
-_KEPT = 50
-"""Steps whose figures are kept."""
+"""Bytes of existing records to read at first: over all ranks, and at least per rank."""
+_MAX_STEPS = 50
+"""Number of recent steps whose figures stay available."""
 _LEAST_SILENCE_S, _SILENT_STEPS = 30.0, 5
-"""A run that ends no step for so long, and for as long as so many steps take, is silent."""
+"""A run is silent if no step ends for 30 s and for the time of 5 recent steps."""
 _RECENT = 10
 
 Metrics = dict[str, Any]
 """A line of `metrics.jsonl`."""
 
 
-class Stand(StrEnum):
-    """How a run stands."""
+class RunState(StrEnum):
+    """State of a run."""
 
     WAITING = "waiting"
     """Nothing is recorded yet."""
     GOING = "going"
     SILENT = "silent"
-    """It goes on, and has ended no step for long."""
+    """Processes live, but no step has ended for long."""
     ENDED = "ended"
     KILLED = "killed"
-    """Its records stopped, and nobody wrote how it ended."""
+    """The records stop, and no process wrote an outcome."""
 
 
-class Seen(NamedTuple):
-    """A step that has ended, and what was slow then."""
+class FinishedStep(NamedTuple):
+    """A finished step, and the alarms active after it."""
 
     figures: StepFigures
     active: list[Alarm]
 
 
 @dataclass(slots=True)
-class News:
-    """What one look has found."""
+class Update:
+    """The news of one `Follower.poll`."""
 
-    steps: list[Seen] = field(default_factory=list)
+    steps: list[FinishedStep] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     has_more: bool = False
-    """Whether more is there already, so that the next look need not wait."""
+    """True if unread records remain, so that the next poll need not wait."""
 
 
 class Follower:
-    """A run that is going, or that has ended.
+    """Follows a running or finished run.
 
-    It reads the run's directory and changes nothing in it. Every method may raise OSError, and
-    RrfpError for a damaged file.
+    It only reads the run's directory. Every method may raise OSError, and RrfpError for a damaged
+    file.
     """
 
     def __init__(self, path: Path, now_s: Callable[[], float] = time.monotonic) -> None:
         self.run = RunDir(path)
         self.description: dict[str, Any] = {}
-        self.steps: deque[StepFigures] = deque(maxlen=_KEPT)
+        self.steps: deque[StepFigures] = deque(maxlen=_MAX_STEPS)
         self.metrics: Metrics = {}
-        """The last line of `metrics.jsonl`; empty for a run without."""
+        """The last line of `metrics.jsonl`; empty before the first line."""
         self.begins_late = False
-        """Whether earlier steps were left out, because they are many."""
+        """True if earlier steps were skipped because the records are long."""
         self._now_s = now_s
         self._session: RunDir | None = None
         self._tails: dict[int, RecordsTail] = {}
-        self._lines = LinesTail(self.run.metrics)
-        self._assembly = Assembly()
+        self._lines = MetricsTail(self.run.metrics)
+        self._assembly = StepAssembler()
         self._alarms: Alarms | None = None
         self._last_step_s: float | None = None
         self._has_read_trace = False
 
     @property
     def session(self) -> int:
-        """The session that is followed, counted from 1."""
+        """Number of the session that is followed, from 1."""
         return 1 if self._session is None else self._session.session
 
     @property
     def active(self) -> list[Alarm]:
-        """What is slow now."""
+        """The alarms that have not ended."""
         return [] if self._alarms is None else self._alarms.active
 
     @property
     def leading(self) -> Alarm | None:
-        """What stands out most, whether or not it counts as slow."""
+        """The place with the largest rise, even if below the alarm threshold."""
         return None if self._alarms is None else self._alarms.leading
 
     @property
     def last_step(self) -> int | None:
-        """The last training step that all ranks have ended."""
+        """The last training step that all ranks have ended; None before the first."""
         if self.steps:
             return self.steps[-1].step
         step = self.metrics.get("step")
         return step if isinstance(step, int) else None
 
-    def look(self) -> News:
-        """Read what is new."""
+    def poll(self) -> Update:
+        """Read the new records and metrics."""
         self._enter_session()
-        news = News()
+        news = Update()
         news.metrics = self._lines.read()
         if news.metrics:
             self.metrics = news.metrics[-1]
@@ -325,30 +328,30 @@ class Follower:
             self.begins_late |= tail.begins_late
         expected = expected_ranks(self.description) or set(self._assembly.infos)
         if len(self._assembly.infos) >= len(expected) > 0:
-            for step in self._assembly.finished(len(expected)):
-                self._take(step, news)
+            for step in self._assembly.pop_finished(len(expected)):
+                self._add_step(step, news)
         return news
 
-    def stand(self) -> tuple[Stand, str]:
-        """How the run stands, and a sentence about it."""
+    def state(self) -> tuple[RunState, str]:
+        """The state of the run, and a sentence about it."""
         if self._is_going():
             silent_s = self._silent_s()
             if silent_s is not None:
-                return Stand.SILENT, self._silence(silent_s)
+                return RunState.SILENT, self._describe_silence(silent_s)
             if self.last_step is None:
-                return Stand.WAITING, self._first_wait()
-            return Stand.GOING, "going on"
+                return RunState.WAITING, self._describe_first_wait()
+            return RunState.GOING, "going on"
         ending = read_ending(self.run)
         if ending is not None and ending.outcome is not Outcome.KILLED:
             error = f": {ending.error}" if ending.error else ""
-            return Stand.ENDED, f"{ending.outcome}{error}"
+            return RunState.ENDED, f"{ending.outcome}{error}"
         has_trace = self._session is not None and self._session.trace.exists()
         if ending is None and has_trace:
-            return Stand.ENDED, "recorded, and over"
+            return RunState.ENDED, "recorded, and over"
         has_begun = any(tail.info for tail in self._tails.values()) or self.last_step is not None
         if ending is None and not has_begun:
-            return Stand.WAITING, "nothing is recorded yet"
-        return self._death(is_known=ending is not None)
+            return RunState.WAITING, "nothing is recorded yet"
+        return self._state_after_stop(is_killed=ending is not None)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
@@ -356,11 +359,11 @@ class Follower:
             tail.close()
 
     def _enter_session(self) -> None:
-        """Take up the last session, its description, and ranks that have come since."""
+        """Switch to the last session if it is new, and open the records of new ranks."""
         sessions = self.run.sessions()
         if sessions and sessions[-1] != self._session:
             self.close()
-            self._tails, self._assembly, self._alarms = {}, Assembly(), None
+            self._tails, self._assembly, self._alarms = {}, StepAssembler(), None
             self._session, self.description = sessions[-1], {}
             self._has_read_trace = False
         if not self.description.get("ranks"):
@@ -372,10 +375,10 @@ class Follower:
             if rank not in self._tails:
                 most = max(_LEAST_FIRST_LOOK, _FIRST_LOOK // len(found))
                 with suppress(FileNotFoundError):
-                    self._tails[rank] = _opened(segments, most)
+                    self._tails[rank] = _open_tail(segments, most)
 
     def _read_trace(self) -> None:
-        """Read the trace of a session that had ended before its records were looked at."""
+        """Read the trace of a session that ended before any of its records were read."""
         session = self._session
         if session is None or self._has_read_trace or self._assembly.infos:
             return
@@ -390,32 +393,28 @@ class Follower:
         for records in recording.ranks:
             self._assembly.add(records, is_aligned=True)
 
-    def _take(self, step: StepFigures, news: News) -> None:
+    def _add_step(self, step: StepFigures, news: Update) -> None:
+        """Add a finished step, and its alerts, to `news` and to this object's figures."""
         if self._alarms is None:
             self._alarms = Alarms(self._assembly.infos.values())
-        news.alerts += self._alarms.take(step)
-        news.steps.append(Seen(step, self._alarms.active))
+        news.alerts += self._alarms.add_step(step)
+        news.steps.append(FinishedStep(step, self._alarms.active))
         self.steps.append(step)
         self._last_step_s = self._now_s()
 
     def _is_going(self) -> bool:
-        """Whether a process still runs or records the run.
+        """Return whether a process still runs or records the run.
 
-        A file is asked only when its rank has begun to write it, and so holds it already: asking
-        takes hold of it for a moment.
+        The check locks each file for a moment. Only files with a header are checked, whose writer
+        already holds its own lock.
         """
         files = [tail.path for tail in self._tails.values() if tail.info is not None]
         if self.run.outcome.exists():
             files.append(self.run.outcome)
         return any(map(is_being_written, files))
 
-    def _long_s(self) -> float:
-        """How long is long, without a step."""
-        recent = [step.window_s for step in list(self.steps)[-_RECENT:]]
-        return max(_LEAST_SILENCE_S, _SILENT_STEPS * max(recent, default=0.0))
-
-    def _first_wait(self) -> str:
-        """Why no step is whole yet: it may be that some rank does not record."""
+    def _describe_first_wait(self) -> str:
+        """Why no step is complete yet, such as ranks that do not record."""
         ends = self._assembly.last_steps
         missing = sorted(expected_ranks(self.description) - ends.keys())
         if not (ends and missing):
@@ -425,17 +424,23 @@ class Follower:
         )
 
     def _silent_s(self) -> float | None:
-        """For how long no step has ended, if that is long."""
+        """Seconds since the last step ended, if the run counts as silent; otherwise None."""
         if self._last_step_s is None or not self.steps:
             return None
         silent_s = self._now_s() - self._last_step_s
-        return silent_s if silent_s > self._long_s() else None
+        longest_s = max(step.window_s for step in list(self.steps)[-_RECENT:])
+        is_silent = silent_s > max(_LEAST_SILENCE_S, _SILENT_STEPS * longest_s)
+        return silent_s if is_silent else None
 
-    def _silence(self, silent_s: float) -> str:
+    def _describe_silence(self, silent_s: float) -> str:
         told = f"no step has ended for {silent_s:.0f} s"
-        dead = [tail for tail in self._tails.values() if not self._writes(tail)]
+        dead = [
+            tail
+            for tail in self._tails.values()
+            if tail.info is not None and not is_being_written(tail.path)
+        ]
         if dead:
-            return f"{told}; {self._told_dead(dead)}"
+            return f"{told}; {self._describe_dead(dead)}"
         last_steps = self._assembly.last_steps
         behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values())]
         if behind:
@@ -443,28 +448,28 @@ class Follower:
             return f"{told}; step {step} is missing from {_ranks(behind)} only"
         return f"{told}, on any rank; 'rrfp trace import --flight-recorder' reads a job's dumps"
 
-    def _death(self, *, is_known: bool) -> tuple[Stand, str]:
-        """What is said of a run whose records stopped. Of a recorded job nobody writes how it ends,
-        so it counts as killed only if its ranks ended apart."""
+    def _state_after_stop(self, *, is_killed: bool) -> tuple[RunState, str]:
+        """State and sentence of a run whose records stopped.
+
+        No outcome is written for a job recorded by `rrfp run`. Unless `is_killed`, the run counts
+        as killed only if its ranks stopped at different steps.
+        """
         grown = {tail: tail.grown_ns for tail in self._tails.values() if tail.grown_ns is not None}
         after = "" if self.last_step is None else f" after step {self.last_step}"
         if not grown:
-            return Stand.KILLED, f"killed{after}; nobody wrote how it ended"
+            return RunState.KILLED, f"killed{after}; nobody wrote how it ended"
         ends = self._assembly.last_steps
         last = max(ends.values(), default=-1)
         first = [t for t in grown if t.info is not None and ends.get(t.info.rank, -1) < last]
         told = f"records stop at {_clock(max(grown.values()))}{after}"
         if first:
-            return Stand.KILLED, f"killed; {told}; {self._told_dead(first)}"
-        if is_known:
-            return Stand.KILLED, f"killed; {told}, of all ranks alike"
-        return Stand.ENDED, f"over; {told}"
+            return RunState.KILLED, f"killed; {told}; {self._describe_dead(first)}"
+        if is_killed:
+            return RunState.KILLED, f"killed; {told}, of all ranks alike"
+        return RunState.ENDED, f"over; {told}"
 
-    def _writes(self, tail: RecordsTail) -> bool:
-        return tail.info is None or is_being_written(tail.path)
-
-    def _told_dead(self, dead: list[RecordsTail]) -> str:
-        """`rank 2 on node7 has written nothing since 12:03:04, after step 41`."""
+    def _describe_dead(self, dead: list[RecordsTail]) -> str:
+        """Format dead ranks: `rank 2 on node7 writes nothing since 12:03:04, after step 41`."""
         told = []
         for tail in dead[:3]:
             info = tail.info
@@ -488,7 +493,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
 
 
-def _opened(segments: list[Path], most: int) -> RecordsTail:
+def _open_tail(segments: list[Path], most: int) -> RecordsTail:
+    """Open a rank's records. Raises RrfpError if too many files are open."""
     try:
         return RecordsTail(segments, most)
     except OSError as error:

@@ -1,31 +1,32 @@
-"""Which place of a run has become slow: the statistics, without files, clocks or words.
+"""Statistical detection of slow ranks and links.
 
 A **sample** is the mean logarithm of the times that a place took in one step, on a grid of replica
-x place x member: the tasks of a rank (data parallel x pipeline x tensor parallel) or the messages
-of a link. A factor on all of its times is then a shift of the sample, by the factor's logarithm.
+x place x member. A place is a rank's tasks (data parallel x pipeline x tensor parallel) or a link's
+messages. A factor on all times of a place shifts its sample by the factor's logarithm.
 
-What is common is taken out first, because data are no fault of a place: lengths of microbatches
-move all stages of their replica alike. A place is compared in three ways:
+Common changes are removed first, because they come from the data: the lengths of microbatches move
+all stages of their replica alike. Each place is compared in three ways:
 
 - **members**: a tensor-parallel rank with the median of its peers, which run the same tasks;
-- **peers**: a place with the median of the same place in the other replicas, less what the other
-  places of its replica have of that. What all places of a replica share is a late replica;
+- **peers**: a place with the median of the same place in the other replicas, minus the median
+  difference of the other places in its replica. A difference that all places of a replica share
+  means a slow replica;
 - **past**: a place with its own usual sample (the median of up to 50 steps before the last 10),
-  less how the other places of its replica have moved since. If the place moved in every replica, it
-  is the stage, not the rank. At least a third of the shift must be a rise of the place's own.
+  minus the median shift of the other places in its replica. If the place shifted in every replica,
+  the stage is slow, not the rank. The place itself must have risen by at least a third of that.
 
-Each comparison is one number a step. A place is slow when over the last 10 steps
-- the median of that number is a rise above 8% and above 4 standard errors (6 when 10 steps are all
-  that is known). The noise is taken from successive differences and from the scatter in the past,
-  and is at least that of the median place;
-- at least 8 of the 10 are above half of that rise, so that a few long steps raise no alarm;
-- mending it would spare the place at least 1% of a step: a link whose messages take no time, or a
-  stage that hardly works, is nobody's trouble.
+Each comparison gives one number per step. A place is slow if, over the last 10 steps,
+- the median of that number is a rise above 8% and above 4 standard errors (6 if only 10 steps are
+  known). The noise is estimated from successive differences and from the scatter of the past, and
+  is at least that of the median place;
+- at least 8 of the 10 numbers are above half of that rise, so that a few long steps raise no alarm;
+- removing the rise would save the place at least 1% of a step. A link with short messages, or a
+  stage with little work, raises no alarm.
 
-The first slow step is the change point: from where on the sum of what lies above half the rise is
-largest, each step counted with at most that half.
-A slow place has recovered when 8 of the last 10 steps are below that half and so is their median.
-A place that has most work from the first step on is no anomaly in time, and never reported here.
+The first slow step is the change point: the step from which on the sum of (number - half the rise)
+is largest, where each term is limited to plus or minus half the rise.
+A slow place has recovered when 8 of the last 10 numbers are below half the rise.
+A place that has the most work from the first step on is not reported.
 """
 
 from collections import deque
@@ -37,28 +38,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 10
-"""Steps that are looked at together."""
+"""Number of recent steps that are tested together."""
 _NEEDED = 8
-"""Of the window, for a place to be slow or to have recovered."""
+"""Steps of the window that must agree for a place to be slow, or to have recovered."""
 _LEAST_PAST, _MOST_PAST = 5, 50
 _LEAST_RISE = log(1.08)
 _NUM_ERRORS = 4.0
 _FEW = 5
-"""Noise that is known from so few steps is known half as well."""
+"""With n steps known, the threshold in standard errors is multiplied by 1 + 5/n."""
 _LEAST_COST = 0.01
-"""Share of a step."""
+"""Least saving, as a fraction of a step."""
 _OWN_SHARE, _OWN_SHARE_BESIDE = 1 / 3, 1 / 2
-"""Of a rise, that must be the place's own: against its past, and beside its peers."""
+"""Least fraction of a rise by which the place itself must have risen: over its past, and relative
+to its peers."""
 _OF_MEDIAN = 1.2533
-"""The standard error of a median, in those of a mean."""
+"""Standard error of a median relative to that of a mean."""
 _OF_MAD = 1.4826
-"""The standard deviation of a normal distribution, in its median absolute deviations."""
+"""Standard deviation of a normal distribution relative to its median absolute deviation."""
 
 Array = NDArray[np.float64]
 
 
-class Against(StrEnum):
-    """What a place is compared with."""
+class Baseline(StrEnum):
+    """Reference that a place is compared with."""
 
     MEMBERS = "members"
     PEERS = "peers"
@@ -66,15 +68,15 @@ class Against(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class GridPart:
     """A part of the grid; None means all of that axis."""
 
     replica: int | None
     place: int | None
     member: int | None = None
 
-    def meets(self, other: "Where") -> bool:
-        """Whether the two share a place of the grid."""
+    def meets(self, other: "GridPart") -> bool:
+        """Return whether the two parts share a place of the grid."""
         pairs = (
             (self.replica, other.replica),
             (self.place, other.place),
@@ -84,37 +86,37 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Slowdown:
     """A part of the grid that is slower than it should be."""
 
-    where: Where
-    against: Against
+    where: GridPart
+    against: Baseline
     rise: float
-    """How much longer it takes, as a share: 0.3 is 30% longer."""
+    """Additional time as a fraction: 0.3 is 30% longer."""
     since: int
-    """The number of the sample from which on it is slow."""
+    """Number of the first slow step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a sample has shown."""
+    """The parts that became slow, or recovered, with a sample."""
 
-    slow: tuple[Slow, ...] = ()
-    recovered: tuple[Slow, ...] = ()
+    slow: tuple[Slowdown, ...] = ()
+    recovered: tuple[Slowdown, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """How the places are compared: it makes one number a step for each part of the grid."""
+    """A comparison, which computes one number per step for each part of the grid."""
 
-    against: Against
+    against: Baseline
     is_of_replicas: bool = False
     base: Array | None = None
-    """For the past: the usual samples, replicas x places."""
+    """For `Baseline.PAST`: the usual samples, of shape (replicas, places)."""
 
     def values(self, samples: Array) -> tuple[Array, Array]:
-        """The numbers, and how far the parts themselves have moved; both steps x parts."""
-        if self.against is Against.MEMBERS:
+        """The numbers, and the shift of each part by itself; both of shape (steps, *parts)."""
+        if self.against is Baseline.MEMBERS:
             beside = samples - _median_of_others(samples, axis=3)
             return beside, beside
         units = samples.mean(axis=3)
@@ -128,17 +130,17 @@ class _Comparison:
             return beside, beside
         return beside - _median_of_others(beside, axis=2), beside
 
-    def where(self, part: tuple[int, ...]) -> Where:
-        return Where(part[0], None) if self.is_of_replicas else Where(*part)
+    def where(self, part: tuple[int, ...]) -> GridPart:
+        return GridPart(part[0], None) if self.is_of_replicas else GridPart(*part)
 
 
-class _Found:
-    """A comparison over the steps so far."""
+class _ComparisonResult:
+    """The result of a comparison over the steps so far."""
 
     def __init__(self, comparison: _Comparison, samples: Array, work: Array) -> None:
-        """`work` is the share of a step that each place of the grid works."""
+        """`work` is the busy fraction of each place of the grid."""
         self.comparison = comparison
-        is_past = comparison.against is Against.PAST
+        is_past = comparison.against is Baseline.PAST
         self._values, own = comparison.values(samples)
         past = self._values[:-WINDOW]
         self.usual = np.median(past, axis=0) if is_past else np.zeros(self._values.shape[1:])
@@ -150,7 +152,7 @@ class _Found:
         share = _OWN_SHARE if is_past else _OWN_SHARE_BESIDE
         self.is_own = np.median(own[-WINDOW:], axis=0) >= share * self.rise
         above = (window - self.usual > self.rise / 2).sum(axis=0)
-        of_members = comparison.against is Against.MEMBERS
+        of_members = comparison.against is Baseline.MEMBERS
         work = work if of_members else work.mean(axis=2)
         work = work.max(axis=1) if comparison.is_of_replicas else work
         spared = -np.expm1(-np.maximum(self.rise, 0)) * work
@@ -162,39 +164,39 @@ class _Found:
         )
 
     def _noise(self) -> Array:
-        """The standard deviation of a step's numbers. A shift within the steps does not count."""
+        """Standard deviation of each part's numbers over steps, insensitive to a single shift."""
         steps = np.diff(self._values, axis=0) / np.sqrt(2)
         noise = np.sqrt(np.mean(steps[-WINDOW + 1 :] ** 2, axis=0))
         noise = np.maximum(noise, _OF_MAD * np.median(np.abs(steps), axis=0))
-        if self.comparison.against is Against.PAST:
+        if self.comparison.against is Baseline.PAST:
             scattered = np.abs(self._values[:-WINDOW] - self.usual)
             noise = np.maximum(noise, _OF_MAD * np.median(scattered, axis=0))
         return np.asarray(np.maximum(noise, np.median(noise)))
 
     def most(self, allowed: NDArray[np.bool_]) -> tuple[float, tuple[int, ...]]:
-        """The largest rise among the parts that are allowed, and its part; 0 if there is none."""
+        """The largest rise among the allowed parts (0 if none is allowed), and its part."""
         rise = np.where(allowed, self.rise, 0.0)
         part = tuple(int(each) for each in np.unravel_index(np.argmax(rise), rise.shape))
         return float(rise[part]), part
 
     def since(self, part: tuple[int, ...]) -> int:
-        """The index of the first slow step."""
+        """Index of the first slow step of a part."""
         values = _column(self._values, part)
         half = self.rise[part] / 2
-        # No single step, such as the first of the run, weighs more than another.
+        # The clip keeps a single step, such as the first of the run, from dominating the sum.
         above = np.clip(values - self.usual[part] - half, -half, half)
         return int(np.argmax(np.cumsum(above[::-1])[::-1]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Active:
-    """A part that is known to be slow, and how it was found."""
+class _ActiveSlowdown:
+    """A part that is slow, and the comparison that showed it."""
 
-    slow: Slow
+    slow: Slowdown
     comparison: _Comparison
     part: tuple[int, ...]
     half: float
-    """Above this a step is slow."""
+    """A step is slow if its number exceeds this: the usual number plus half the rise."""
 
     def has_recovered(self, samples: Array) -> bool:
         values, _ = self.comparison.values(samples[-WINDOW:])
@@ -202,27 +204,27 @@ class _Active:
 
 
 class Detector:
-    """Takes a sample a step, and tells who has become slow and who has recovered."""
+    """Detects parts of a grid that become slow and that recover, from one sample per step."""
 
     def __init__(self, num_replicas: int, num_places: int, num_members: int) -> None:
         self._shape = num_replicas, num_places, num_members
         self._samples: deque[Array] = deque(maxlen=WINDOW + _MOST_PAST)
         self._numbers: deque[int] = deque(maxlen=WINDOW + _MOST_PAST)
         self._work: deque[Array] = deque(maxlen=WINDOW)
-        self._active: list[_Active] = []
-        self.leading: Slow | None = None
-        """The part that stands out most, whether or not it counts as slow."""
+        self._active: list[_ActiveSlowdown] = []
+        self.leading: Slowdown | None = None
+        """The part with the largest rise, even if it does not count as slow."""
 
     @property
-    def active(self) -> list[Slow]:
-        """What is slow now, in the order in which it was found."""
+    def active(self) -> list[Slowdown]:
+        """The parts that are slow now, in the order of detection."""
         return [each.slow for each in self._active]
 
-    def take(self, number: int, sample: Array, work: Array) -> Changes:
-        """Take the sample of step `number`, and the share of the step that each place worked.
+    def add_sample(self, number: int, sample: Array, work: Array) -> Changes:
+        """Add the sample and the busy fractions of step `number`; returns what changed.
 
-        Both have the shape (replicas, places, members). A place that is not there is NaN, and
-        counts as the others do.
+        Both have the shape (replicas, places, members). NaN marks a missing place, which is filled
+        with the median of the same place.
         """
         assert sample.shape == work.shape == self._shape
         self._samples.append(_filled(sample))
@@ -236,68 +238,70 @@ class Detector:
         self._active = [each for each in self._active if each not in recovered]
         slow = self._newly_slow(samples)
         if recovered:
-            # What was slow is not what is usual.
+            # The slow steps must not count as the usual sample.
             self._samples = deque(list(self._samples)[-WINDOW:], self._samples.maxlen)
             self._numbers = deque(list(self._numbers)[-WINDOW:], self._numbers.maxlen)
         return Changes(slow, tuple(each.slow for each in recovered))
 
-    def _newly_slow(self, samples: Array) -> tuple[Slow, ...]:
-        """The part that is slower than all others and not yet known; one a step is enough."""
+    def _newly_slow(self, samples: Array) -> tuple[Slowdown, ...]:
+        """Find the slowest part that is not yet known, at most one per step, and update
+        `leading`."""
         work = np.median(np.stack(self._work), axis=0)
-        found = [_Found(each, samples, work) for each in self._comparisons(samples)]
+        found = [_ComparisonResult(each, samples, work) for each in self._comparisons(samples)]
         if not found:
             return ()
         leading = max(found, key=lambda each: each.most(each.is_own)[0])
         rise, part = leading.most(leading.is_own)
-        self.leading = self._told(leading, part) if rise > 0 else None
+        self.leading = self._slowdown(leading, part) if rise > 0 else None
         best = max(found, key=lambda each: each.most(self._is_new(each))[0])
         rise, part = best.most(self._is_new(best))
         if rise <= 0:
             return ()
-        slow = self._told(best, part)
+        slow = self._slowdown(best, part)
         half = float(best.usual[part]) + rise / 2
-        self._active.append(_Active(slow, best.comparison, part, half))
+        self._active.append(_ActiveSlowdown(slow, best.comparison, part, half))
         return (slow,)
 
     def _comparisons(self, samples: Array) -> list[_Comparison]:
-        """Those that the grid and the steps so far allow."""
+        """The comparisons that are possible with this grid and number of steps."""
         num_replicas, num_places, num_members = self._shape
         found = []
         if num_members > 1:
-            found.append(_Comparison(Against.MEMBERS))
+            found.append(_Comparison(Baseline.MEMBERS))
         if num_replicas > 1:
-            found.append(_Comparison(Against.PEERS))
+            found.append(_Comparison(Baseline.PEERS))
             if num_places > 1:
-                found.append(_Comparison(Against.PEERS, is_of_replicas=True))
+                found.append(_Comparison(Baseline.PEERS, is_of_replicas=True))
         if num_places > 1 and len(samples) >= WINDOW + _LEAST_PAST:
             base = np.median(samples[:-WINDOW].mean(axis=3), axis=0)
-            found.append(_Comparison(Against.PAST, base=base))
+            found.append(_Comparison(Baseline.PAST, base=base))
         return found
 
-    def _is_new(self, found: _Found) -> NDArray[np.bool_]:
-        """The slow parts that share no place with what is known."""
+    def _is_new(self, found: _ComparisonResult) -> NDArray[np.bool_]:
+        """Mask of the slow parts that share no place with an active slowdown."""
         new: NDArray[np.bool_] = found.is_slow.copy()
         for part in map(tuple, np.argwhere(new).tolist()):
             where = found.comparison.where(part)
             new[part] = not any(where.meets(known.slow.where) for known in self._active)
         return new
 
-    def _told(self, found: _Found, part: tuple[int, ...]) -> Slow:
+    def _slowdown(self, found: _ComparisonResult, part: tuple[int, ...]) -> Slowdown:
+        """The slowdown of a part; of the whole stage if all replicas rose by half as much."""
         rise, where = float(found.rise[part]), found.comparison.where(part)
-        is_past = found.comparison.against is Against.PAST
+        is_past = found.comparison.against is Baseline.PAST
         if is_past and np.all(found.rise[:, part[1]] > rise / 2):
-            where = Where(None, part[1])
+            where = GridPart(None, part[1])
         since = self._numbers[found.since(part)]
-        return Slow(where, found.comparison.against, expm1(rise), since)
+        return Slowdown(where, found.comparison.against, expm1(rise), since)
 
 
 def _column(values: Array, part: tuple[int, ...]) -> Array:
-    """The numbers of one part, by step."""
+    """The numbers of one part, one per step."""
     return values.reshape(len(values), -1)[:, np.ravel_multi_index(part, values.shape[1:])]
 
 
 def _median_of_others(values: Array, axis: int) -> Array:
-    """Along an axis: for each entry the median of all others; without others, the entry itself."""
+    """For each entry along an axis, the median of the other entries; without others, the entry."""
     num_others = values.shape[axis] - 1
     if num_others == 0:
         return values
@@ -306,14 +310,14 @@ def _median_of_others(values: Array, axis: int) -> Array:
     ordered = np.take_along_axis(values, order, axis)
 
     def other(index: int) -> Array:
-        """The others' entry at an index of their order."""
+        """For each entry, the entry at `index` among the others in sorted order."""
         return np.take_along_axis(ordered, np.where(rank <= index, index + 1, index), axis)
 
     return np.asarray((other((num_others - 1) // 2) + other(num_others // 2)) / 2)
 
 
 def _filled(sample: Array) -> Array:
-    """The sample with the median of its place, or of all, where one is missing."""
+    """The sample with NaN replaced by the median of the place, or of all places."""
     if not np.isnan(sample).any():
         return sample
     filled = sample.copy()

@@ -23,7 +23,7 @@ from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import SpillWriter, row_of
 from rrfp.watch.alarms import Alarms, Alert, Kind
-from rrfp.watch.figures import Assembly, StepFigures
+from rrfp.watch.figures import StepAssembler, StepFigures
 from rrfp.watch.follow import Follower
 from rrfp.watch.slowness import WINDOW
 from tests.analyze.simulated_runs import policy_of
@@ -162,16 +162,16 @@ def _transfer(setting: Setting, step: int, seed: int) -> Transfer:
 
 
 def figures_of(recording: Recording) -> list[StepFigures]:
-    assembly = Assembly()
+    assembly = StepAssembler()
     for records in recording.ranks:
         assembly.add(records, is_aligned=True)
-    return list(assembly.finished(len(recording.ranks)))
+    return list(assembly.pop_finished(len(recording.ranks)))
 
 
 def alerts_in(recording: Recording) -> list[Alert]:
     """What watching the whole run tells."""
     alarms = Alarms(records.info for records in recording.ranks)
-    return [alert for step in figures_of(recording) for alert in alarms.take(step)]
+    return [alert for step in figures_of(recording) for alert in alarms.add_step(step)]
 
 
 def step_of(recording: Recording, step: int) -> list[RankRecords]:

@@ -423,7 +423,7 @@ def test_without_the_extra_it_is_named(
     code, _, told = run(*command, "trace.pftrace")
     assert code == 1
     assert "altair and vl_convert" in told
-    assert "rrfp[report]" in told
+    assert "pip install '.[report]'" in told
 
 
 @pytest.mark.slow

@@ -23,8 +23,14 @@ from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.writer import write_run_files
 from rrfp.trace.records import Recording
 from rrfp.trace.run_dir import RunDir
-from rrfp.watch.alarms import TOLD, Kind, as_json, of_metrics, of_step
-from rrfp.watch.exporters.exporter import KINDS
+from rrfp.watch.alarms import (
+    MEASURES,
+    Kind,
+    measures_as_json,
+    measures_of_metrics,
+    measures_of_step,
+)
+from rrfp.watch.exporters import KINDS
 from tests.analyze.slowed_runs import SETTING, SLOW, Live, Setting, figures_of, record
 from tests.train.trained import rrfp_here
 
@@ -209,7 +215,7 @@ def run(tmp_path: Path) -> Path:
 def expected() -> dict[str, float]:
     """Some measures of the last step, as the records have them."""
     figures = figures_of(record(EXPORTED_SLOW, NUM_STEPS))[-1]
-    return {each.path: each.value for each in of_step(figures, [])}
+    return {each.path: each.value for each in measures_of_step(figures, [])}
 
 
 def watch(run: Path, export: str) -> None:
@@ -220,9 +226,9 @@ def watch(run: Path, export: str) -> None:
 def test_every_measure_is_described_and_has_its_unit_in_its_name() -> None:
     figures = figures_of(record(EXPORTED, 1))[0]
     line = {"loss": 1.0, "step_time_s": 2.0, "tokens": 10, "heldout_loss": None, "grad_norm": 3.0}
-    measures = [*of_metrics(line), *of_step(figures, [])]
-    assert {each.name for each in measures} <= TOLD.keys()
-    told = as_json(measures)
+    measures = [*measures_of_metrics(line), *measures_of_step(figures, [])]
+    assert {each.name for each in measures} <= MEASURES.keys()
+    told = measures_as_json(measures)
     assert told["tokens_per_s"] == 5.0
     assert "heldout_loss" not in told
     assert told["busy_fraction"].keys() == {"0", "1"}
@@ -234,21 +240,21 @@ def test_the_bytes_held_are_a_measure_where_they_are_known() -> None:
     first = recording.ranks[0]
     first.tasks[:] = [task._replace(held_bytes=1000 * task.held) for task in first.tasks]
     figures = figures_of(recording)[0]
-    measures = [*of_step(figures, [])]
-    assert {each.name for each in measures} <= TOLD.keys()
+    measures = [*measures_of_step(figures, [])]
+    assert {each.name for each in measures} <= MEASURES.keys()
     most = max(task.held for task in first.tasks)
-    assert as_json(measures)["peak_held_bytes"] == {str(first.info.pp_rank): 1000 * most}
+    assert measures_as_json(measures)["peak_held_bytes"] == {str(first.info.pp_rank): 1000 * most}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_library_is_a_sentence_with_the_command(
     kind: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.watch.exporters.exporter.find_spec", lambda _: None)
+    monkeypatch.setattr("rrfp.watch.exporters.find_spec", lambda _: None)
     where = "http://127.0.0.1:1" if kind == "otel" else "x.prom"
     done = rrfp_here(run.parent, "watch", "one", "--export", f"{kind}:{where}")
     assert done.returncode == 1
-    assert f"pip install 'rrfp[{kind}]'" in done.stderr
+    assert f"pip install '.[{kind}]' in a checkout of rrfp" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

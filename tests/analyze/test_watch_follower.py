@@ -24,8 +24,8 @@ from rrfp.trace.spill import SpillWriter, number_of, segments_in
 from rrfp.watch import follow as follow_module
 from rrfp.watch.alarms import Kind
 from rrfp.watch.figures import extra_work
-from rrfp.watch.follow import Stand
-from rrfp.watch.slowness import WINDOW, Against, Changes, Detector, Where
+from rrfp.watch.follow import RunState
+from rrfp.watch.slowness import WINDOW, Baseline, Changes, Detector, GridPart
 from tests.analyze.slowed_runs import (
     SETTING,
     SLOW,
@@ -51,18 +51,18 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path, follow: Fo
     path = tmp_path / "run"
     path.mkdir()
     follower = follow(path)
-    assert follower.stand()[0] is Stand.WAITING
-    assert follower.look().steps == []
+    assert follower.state()[0] is RunState.WAITING
+    assert follower.poll().steps == []
     recording = record(SETTING, 4)
     live = Live(path, recording)
-    assert follower.look().steps == []
+    assert follower.poll().steps == []
     live.write(0, 1)
     live.write(2, ranks=(0, 1))
-    assert [each.figures.step for each in follower.look().steps] == [0, 1]
-    assert follower.stand()[0] is Stand.GOING
-    assert follower.look().steps == []
+    assert [each.figures.step for each in follower.poll().steps] == [0, 1]
+    assert follower.state()[0] is RunState.GOING
+    assert follower.poll().steps == []
     live.write(2, ranks=(2, 3))
-    assert [each.figures.step for each in follower.look().steps] == [2]
+    assert [each.figures.step for each in follower.poll().steps] == [2]
     live.end()
 
 
@@ -75,7 +75,7 @@ def test_a_run_whose_records_are_bounded_is_followed_from_segment_to_segment(
 
     def look() -> None:
         while True:
-            news = follower.look()
+            news = follower.poll()
             seen.extend(each.figures.step for each in news.steps)
             if not news.has_more:
                 return
@@ -83,14 +83,14 @@ def test_a_run_whose_records_are_bounded_is_followed_from_segment_to_segment(
     for step in range(12):
         live.write(step)
         look()
-        assert follower.stand()[0] is Stand.GOING
+        assert follower.state()[0] is RunState.GOING
     segments = segments_in(live.run.records)
     assert all(number_of(paths[0]) > 1 for paths in segments.values())
     assert seen == [*range(12)]
     assert not follower.begins_late
     # One that comes later reads what is left.
     late = follow(live.run.path)
-    while late.look().has_more:
+    while late.poll().has_more:
         continue
     assert late.begins_late
     assert late.steps[-1].step == 11
@@ -102,7 +102,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path, follow: Follow) -> Non
     live = Live(tmp_path / "run", recording)
     live.write(0, 1)
     follower = follow(live.run.path)
-    figures = follower.look().steps[1].figures
+    figures = follower.poll().steps[1].figures
     schedules = [
         phase
         for records in recording.ranks
@@ -140,7 +140,7 @@ def test_a_task_that_was_stopped_counts_as_twice_the_median(tmp_path: Path, foll
         tasks[place] = task._replace(end_ns=task.start_ns + took_ns)
     live = Live(tmp_path / "run", recording)
     live.write(0, 1, 2)
-    ranks = follow(live.run.path).look().steps[2].figures.ranks
+    ranks = follow(live.run.path).poll().steps[2].figures.ranks
     assert ranks[1].log_task_s == pytest.approx(ranks[2].log_task_s)
     assert ranks[1].log_task_s == pytest.approx(ranks[0].log_task_s + log(2) / 16)
     live.end()
@@ -156,10 +156,10 @@ def test_a_line_is_read_when_it_is_whole(tmp_path: Path, follow: Follow) -> None
     cut = len(whole) - 100
     file.write_bytes(whole[:cut])
     follower = follow(live.run.path)
-    assert follower.look().steps == []
+    assert follower.poll().steps == []
     with file.open("ab") as more:
         more.write(whole[cut:])
-    assert len(follower.look().steps) == 1
+    assert len(follower.poll().steps) == 1
 
 
 def test_a_damaged_file_is_told(tmp_path: Path, follow: Follow) -> None:
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_told(tmp_path: Path, follow: Follow) -> None:
     with live.run.rank_records(0).open("a") as file:
         file.write("nonsense\n")
     with pytest.raises(RrfpError, match=r"rank-0\.jsonl has a line that is not JSON"):
-        follow(live.run.path).look()
+        follow(live.run.path).poll()
     told = rrfp_here(tmp_path, "watch", "run", "--once")
     assert told.returncode == 1
     assert told.stderr.startswith("rrfp: run/records/rank-0.jsonl has a line")
@@ -181,25 +181,25 @@ def test_the_last_records_are_read_after_they_became_a_trace(
     with noting_outcome(live.run):
         live.write(0, 1)
         follower = follow(live.run.path)
-        assert len(follower.look().steps) == 2
-        assert follower.stand()[0] is Stand.GOING
+        assert len(follower.poll().steps) == 2
+        assert follower.state()[0] is RunState.GOING
         live.write(2, 3)
         live.end()
         encode_run(live.run.path)
     assert not live.run.records.exists()
-    assert follower.stand() == (Stand.ENDED, "finished")
-    assert [each.figures.step for each in follower.look().steps] == [2, 3]
+    assert follower.state() == (RunState.ENDED, "finished")
+    assert [each.figures.step for each in follower.poll().steps] == [2, 3]
 
 
 def test_an_ended_run_is_read_from_its_trace(tmp_path: Path, follow: Follow) -> None:
     run = RunDir(tmp_path)
     write_run_files(run, record(SLOW, 30))
     follower = follow(tmp_path)
-    news = follower.look()
+    news = follower.poll()
     assert len(news.steps) == 30
     assert [alert.alarm.pp_rank for alert in news.alerts] == [2]
-    assert follower.stand()[0] is Stand.ENDED
-    assert follower.look().steps == []
+    assert follower.state()[0] is RunState.ENDED
+    assert follower.poll().steps == []
 
 
 def test_a_killed_run_says_since_when_and_whose_records_stopped_first(
@@ -210,10 +210,10 @@ def test_a_killed_run_says_since_when_and_whose_records_stopped_first(
     live.write(0, 1)
     live.write(2, ranks=(0, 1, 3))
     follower = follow(live.run.path)
-    follower.look()
+    follower.poll()
     live.end()
-    stand, told = follower.stand()
-    assert stand is Stand.KILLED
+    stand, told = follower.state()
+    assert stand is RunState.KILLED
     since = time.strftime("%H:%M", time.localtime())
     assert told.startswith("killed; records stop at ")
     assert "rank 2 on simulated writes nothing since" in told
@@ -227,11 +227,11 @@ def test_a_silent_run_names_whom_it_waits_for(tmp_path: Path, follow: Follow) ->
     live.write(0, 1)
     live.write(2, ranks=(0, 2, 3))
     follower = follow(live.run.path, lambda: now_s)
-    follower.look()
-    assert follower.stand()[0] is Stand.GOING
+    follower.poll()
+    assert follower.state()[0] is RunState.GOING
     now_s += 31
-    stand, told = follower.stand()
-    assert stand is Stand.SILENT
+    stand, told = follower.state()
+    assert stand is RunState.SILENT
     assert told == "no step has ended for 31 s; step 2 is missing from rank 1 only"
     live.end()
 
@@ -240,9 +240,9 @@ def test_a_rank_that_records_nothing_is_named(tmp_path: Path, follow: Follow) ->
     live = Live(tmp_path / "run", record(SETTING, 4))
     live.write(0, 1, ranks=(0, 2, 3))
     follower = follow(live.run.path)
-    follower.look()
-    assert follower.stand() == (
-        Stand.WAITING,
+    follower.poll()
+    assert follower.state() == (
+        RunState.WAITING,
         "no step is whole: others are at step 1, but not rank 1",
     )
     live.end()
@@ -255,9 +255,9 @@ def test_a_job_that_closed_its_records_is_over_and_not_killed(
     live.write(0, 1)
     live.end()
     follower = follow(live.run.path)
-    follower.look()
-    stand, told = follower.stand()
-    assert stand is Stand.ENDED
+    follower.poll()
+    stand, told = follower.state()
+    assert stand is RunState.ENDED
     assert told.startswith("over; records stop at")
 
 
@@ -266,11 +266,11 @@ def test_a_resumed_run_is_followed_in_its_last_session(tmp_path: Path, follow: F
     live = Live(tmp_path / "run", recording)
     live.write(*range(5))
     follower = follow(live.run.path)
-    assert len(follower.look().steps) == 5
+    assert len(follower.poll().steps) == 5
     live.end()
     again = Live(tmp_path / "run", recording, session=2)
     again.write(*range(3, 28))
-    news = follower.look()
+    news = follower.poll()
     assert [each.figures.step for each in news.steps] == [*range(3, 28)]
     assert follower.session == 2
     assert [alert.alarm.since_step for alert in news.alerts] == [12]
@@ -288,7 +288,7 @@ def test_of_a_long_run_the_last_steps_are_read(
     follower = follow(live.run.path)
     seen = []
     for _ in range(5):
-        seen += [each.figures.step for each in follower.look().steps]
+        seen += [each.figures.step for each in follower.poll().steps]
     assert seen == [*range(seen[0], 60)]
     assert 30 < seen[0] < 45
     assert follower.begins_late
@@ -310,12 +310,12 @@ def test_nothing_is_held_before_a_rank_holds_it(
     run.records.mkdir()
     run.rank_records(0).touch()
     follower = follow(tmp_path)
-    follower.look()
-    follower.stand()
+    follower.poll()
+    follower.state()
     assert asked == []
     writer = SpillWriter(run.rank_records(0), RankInfo(0, 0, 0, 0, (0,), "here", 1))
-    follower.look()
-    follower.stand()
+    follower.poll()
+    follower.state()
     assert asked == [run.rank_records(0)]
     writer.close()
 
@@ -362,10 +362,10 @@ def test_a_real_rank_that_becomes_slow_is_named_while_the_run_goes_on(
     follower = follow(tmp_path)
     alerts = []
     while ranks.is_alive():
-        alerts += follower.look().alerts
+        alerts += follower.poll().alerts
         time.sleep(0.05)
     ranks.join()
-    alerts += follower.look().alerts
+    alerts += follower.poll().alerts
     assert not failures
     assert follower.last_step == num_steps - 1
     named = [each for each in alerts if each.alarm.kind is Kind.RANK and each.alarm.pp_rank == 2]
@@ -394,7 +394,7 @@ def taken(
         shift = shifts.get(step, shift)
         sample = rng.normal(0, 0.01, shape)
         sample[where] += np.log1p(shift)
-        found.append(detector.take(step, sample, np.full(shape, 0.6)))
+        found.append(detector.add_sample(step, sample, np.full(shape, 0.6)))
     return found
 
 
@@ -404,7 +404,7 @@ def test_a_slow_place_is_told_once_with_its_rise_and_its_first_step() -> None:
     assert len(told) == 1
     step, slow = told[0]
     assert 20 + 8 <= step + 1 <= 20 + WINDOW
-    assert (slow.where, slow.against, slow.since) == (Where(None, 2), Against.PAST, 20)
+    assert (slow.where, slow.against, slow.since) == (GridPart(None, 2), Baseline.PAST, 20)
     assert slow.rise == pytest.approx(0.5, abs=0.03)
 
 
@@ -439,13 +439,13 @@ def test_a_few_long_steps_are_no_slowness(num_slow: int) -> None:
 def test_a_member_is_told_from_its_tensor_parallel_peers() -> None:
     changes = taken(Detector(2, 2, 4), (2, 2, 4), {0: 0.2}, (1, 0, 3), 12)
     (slow,) = [slow for each in changes for slow in each.slow]
-    assert (slow.where, slow.against) == (Where(1, 0, 3), Against.MEMBERS)
+    assert (slow.where, slow.against) == (GridPart(1, 0, 3), Baseline.MEMBERS)
 
 
 def test_peers_tell_what_was_slow_from_the_first_step() -> None:
     changes = taken(Detector(3, 4, 1), (3, 4, 1), {0: 0.3}, (2, 1, 0), 12)
     (slow,) = [slow for each in changes for slow in each.slow]
-    assert (slow.where, slow.against, slow.since) == (Where(2, 1), Against.PEERS, 0)
+    assert (slow.where, slow.against, slow.since) == (GridPart(2, 1), Baseline.PEERS, 0)
 
 
 def test_longer_data_are_no_place_s_fault() -> None:
@@ -455,7 +455,7 @@ def test_longer_data_are_no_place_s_fault() -> None:
     for step in range(80):
         sample = rng.normal(0, 0.01, (2, 4, 1)) + (np.log(2) if step >= 20 else 0.0)
         sample[1] += rng.normal(0, 0.2)
-        changes = detector.take(step, sample, np.full((2, 4, 1), 0.6))
+        changes = detector.add_sample(step, sample, np.full((2, 4, 1), 0.6))
         assert not changes.slow
 
 
@@ -464,7 +464,7 @@ def test_what_costs_nothing_is_not_told() -> None:
     for step in range(40):
         sample = np.zeros((1, 4, 1))
         sample[0, 1] += 1.0 if step >= 20 else 0.0
-        assert not detector.take(step, sample, np.full((1, 4, 1), 0.01)).slow
+        assert not detector.add_sample(step, sample, np.full((1, 4, 1), 0.01)).slow
     assert detector.leading is not None
 
 
@@ -473,14 +473,14 @@ def test_a_place_that_is_missing_counts_as_its_peers() -> None:
     for step in range(40):
         sample = np.zeros((2, 3, 1))
         sample[1, 2] = np.nan
-        assert detector.take(step, sample, np.full((2, 3, 1), 0.5)) == Changes()
+        assert detector.add_sample(step, sample, np.full((2, 3, 1), 0.5)) == Changes()
 
 
 def test_a_single_rank_has_nobody_to_be_compared_with() -> None:
     detector = Detector(1, 1, 1)
     for step in range(40):
         sample = np.full((1, 1, 1), float(step > 20))
-        assert detector.take(step, sample, np.ones((1, 1, 1))) == Changes()
+        assert detector.add_sample(step, sample, np.ones((1, 1, 1))) == Changes()
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_file_of_costs_may_be_called_like_markup(run: Run) -> None:
     [
         (("rq1",), ("torch-zbv", "bfw")),
         pytest.param(
-            *(PRESETS, ("megatron-interleaved", "torch-zbv", "bf", "bfw", "zb-v")),
+            *(tuple(PRESETS), ("megatron-interleaved", "torch-zbv", "bf", "bfw", "zb-v")),
             marks=pytest.mark.slow,
         ),
     ],
@@ -206,7 +206,7 @@ def test_presets_run_at_tiny_scale(
     assert done.returncode == 0, done.stdout + done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
     assert {row["preset"] for row in rows} == set(presets)
-    if presets == PRESETS:
+    if presets == tuple(PRESETS):
         assert {row["tp"] for row in rows} == {1, 2}
         assert {row["steps"] for row in rows} == {1, 2}
     for row in rows:

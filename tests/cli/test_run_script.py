@@ -14,7 +14,7 @@ import pytest
 from rrfp.cli import main
 from rrfp.cli.run import parsed
 from rrfp.errors import UsageError
-from rrfp.megatron.installation import after_import
+from rrfp.megatron.installation import call_after_import
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.trace.run_dir import create_run_dir
@@ -535,7 +535,7 @@ def test_an_import_that_fails_may_be_tried_again(
     monkeypatch.syspath_prepend(tmp_path)
     finders = [*sys.meta_path]
     acted: list[bool] = []
-    after_import("imported_late", lambda: acted.append("imported_late" in sys.modules))
+    call_after_import("imported_late", lambda: acted.append("imported_late" in sys.modules))
     with pytest.raises(ValueError):  # noqa: PT011
         __import__("imported_late")
     assert not acted
@@ -546,6 +546,6 @@ def test_an_import_that_fails_may_be_tried_again(
     found = __import__("imported_late")
     assert (found.value, acted, sys.meta_path) == (12345, [True], finders)
     assert "exec_module" not in vars(found.__loader__)
-    after_import("imported_late", lambda: acted.append(False))
+    call_after_import("imported_late", lambda: acted.append(False))
     assert acted == [True, False]
     del sys.modules["imported_late"]

@@ -452,5 +452,5 @@ def test_ours_takes_what_megatrons_takes() -> None:
     from rrfp.megatron.dropin import ForwardBackward
 
     _, *ours, _ = inspect.signature(ForwardBackward.__call__).parameters
-    for entry in compatibility.STOOD_FOR["pipeline_parallel.schedules"]:
+    for entry in compatibility.REPLACED["pipeline_parallel.schedules"]:
         assert compatibility._Need.of(entry).by_place == tuple(ours)

@@ -22,11 +22,11 @@ from rrfp.megatron import (
     installation,
     trace_native,
 )
-from rrfp.megatron.installation import SCHEDULES, megatrons
+from rrfp.megatron.installation import SCHEDULES, original_function
 from rrfp.megatron.job import schedule_patches as stand_ins
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.job.schedule_patches import DropIn
-from rrfp.megatron.native.patch import RecordedNative
+from rrfp.megatron.job.schedule_patches import DropInPatch
+from rrfp.megatron.native.patch import NativePatch
 from rrfp.megatron.provenance import is_ours
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.train.settings import TrainSettings
@@ -129,7 +129,7 @@ def call_what_was_fetched_before(layout: Any, settings: dict[str, Any]) -> dict[
     ours = schedules.get_forward_backward_func()
     assert rig.run(ours) == expected
     ours.close()
-    assert _losses(TrainSettings(**settings), layout, megatrons(SCHEDULES[0])) == native
+    assert _losses(TrainSettings(**settings), layout, original_function(SCHEDULES[0])) == native
     return raised
 
 
@@ -446,7 +446,7 @@ def test_a_schedule_that_a_loop_imports_by_name_is_replaced(
         assert is_ours(getattr(module, by_name))
         assert getattr(module, by_name).__wrapped__ is own
     # What runs Megatron's own on purpose still finds it.
-    assert megatrons(by_name) is own
+    assert original_function(by_name) is own
 
 
 def test_a_model_that_each_rank_has_whole_is_left_to_megatron(
@@ -460,8 +460,8 @@ def test_a_model_that_each_rank_has_whole_is_left_to_megatron(
     monkeypatch.setattr(stand_ins, "check_for_drop_in", lambda _: None)
     pipeline = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
     for stand_in in (
-        DropIn(DispatchSettings(), None),
-        RecordedNative(RecordingRequest("a test")),
+        DropInPatch(DispatchSettings(), None),
+        NativePatch(RecordingRequest("a test")),
     ):
         teacher = stand_in.functions()[SCHEDULES[0]]
         # Without process groups of its own, in no pipeline at all.
@@ -471,7 +471,7 @@ def test_a_model_that_each_rank_has_whole_is_left_to_megatron(
 
 
 def test_whoever_only_asks_for_a_schedule_has_called_none() -> None:
-    stand_in = DropIn(DispatchSettings(), RecordingRequest("a test"))
+    stand_in = DropInPatch(DispatchSettings(), RecordingRequest("a test"))
     schedule = stand_in.functions()[NAME](1)
     assert not stand_in.was_called
     with pytest.raises(IndexError):
@@ -489,7 +489,7 @@ def test_whoever_only_asks_for_a_schedule_has_called_none() -> None:
 def test_without_a_recording_a_loop_gets_the_drop_in_itself() -> None:
     settings = DispatchSettings(hint="bfw")
     own = get_forward_backward_func(1, settings=settings)
-    assert DropIn(settings, None).get(1) is own
+    assert DropInPatch(settings, None).get(1) is own
 
 
 def test_it_waits_for_an_import_that_has_been(

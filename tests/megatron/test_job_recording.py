@@ -19,9 +19,9 @@ from torch.distributed import HashStore, Store
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import choose, frames_of
 from rrfp.errors import RrfpError
+from rrfp.megatron.job.recording import RecordingRendezvous
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.job.run_directory import Meeting
-from rrfp.megatron.transport_log import TransportLog
+from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.trace.check import check_contents
@@ -61,7 +61,7 @@ def record_some(
     import torch.distributed as dist
 
     from rrfp.megatron.job import recording as module
-    from rrfp.megatron.job.description import undispatched
+    from rrfp.megatron.job.description import describe_native_dispatch
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -74,7 +74,7 @@ def record_some(
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     steps: list[int | None] = []
     with redirect_stderr(io.StringIO()) as said:
-        recording = module.JobRecording(RecordingRequest("test", out), undispatched())
+        recording = module.JobRecording(RecordingRequest("test", out), describe_native_dispatch())
         for ranks in pipelines:
             group = dist.new_group(ranks)
             if rank not in ranks:
@@ -197,7 +197,7 @@ def gathered(store: Store, linked: Linked, timeout_s: float = 60.0) -> list[Any]
 
     def one(rank: int) -> Any:
         try:
-            with Meeting(store, rank, timeout_s) as meeting:
+            with RecordingRendezvous(store, rank, timeout_s) as meeting:
                 meeting.gather(linked[rank])
         except RrfpError as error:
             return str(error)
@@ -254,11 +254,11 @@ def test_a_job_that_was_started_again_is_recorded_beside(tmp_path: Path) -> None
 
 
 def test_what_arrives_as_an_evaluation_begins_is_kept() -> None:
-    from rrfp.megatron.job.description import undispatched
+    from rrfp.megatron.job.description import describe_native_dispatch
     from rrfp.megatron.job.recording import JobRecording
 
     num = 3000
-    recording = JobRecording(RecordingRequest("test"), undispatched())
+    recording = JobRecording(RecordingRequest("test"), describe_native_dispatch())
     kept: list[Record] = []
     recording._recorder = SimpleNamespace(record=kept.append)  # type: ignore[assignment]
 
@@ -291,5 +291,5 @@ def test_a_description_that_cannot_be_read_ends_no_training(
     run = RunDir(tmp_path)
     run.run_json.write_text(content)
     taken = AcceptedPlanes(TransportName.AUTO, 256, {}, 0)
-    TransportLog(HashStore(), "run", run, 0, [0]).tell(taken)
+    TransportLog(HashStore(), "run", run, 0, [0]).publish(taken)
     assert f"{run.run_json} does not say what carries the tensors" in caplog.text

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rrfp.errors import UsageError
-from rrfp.megatron.memory.activation_bytes import Kept, KeptBytes
+from rrfp.megatron.memory.activation_bytes import ActivationBytes, ActivationCounter
 from rrfp.megatron.step.gradients import CanonicalGradients
 from rrfp.planning.memory_model import (
     Bound,
@@ -228,7 +228,7 @@ def _freed(given: torch.Tensor) -> torch.Tensor:
 def test_what_a_graph_keeps(name: str) -> None:
     function, expected = GRAPHS[name]
     given = torch.randn(WIDTH, requires_grad=True)
-    kept = Kept(torch.nn.Identity(), frozenset(), CPU)
+    kept = ActivationCounter(torch.nn.Identity(), frozenset(), CPU)
     with kept.forward():
         output = function(given)
     kept.count_forward(0, [given], [output])
@@ -244,19 +244,19 @@ def test_what_a_graph_keeps(name: str) -> None:
 def test_what_outlives_the_step_and_parameters_do_not_count() -> None:
     model = torch.nn.Linear(WIDTH, WIDTH)
     cached = torch.randn(WIDTH)
-    kept = Kept(model, frozenset(), CPU)
+    kept = ActivationCounter(model, frozenset(), CPU)
     given = torch.randn(WIDTH, requires_grad=True)
     with kept.forward():
         output = given * cached
     kept.count_forward(0, [given], [output])
     output.sum().backward()  # type: ignore[no-untyped-call]
-    assert kept.found() == [KeptBytes(2 * SIZE, 0, None)]
+    assert kept.found() == [ActivationBytes(2 * SIZE, 0, None)]
 
 
 def test_compiled_layers_are_seen() -> None:
     compiled = torch.compile(twice_squared, backend="aot_eager")
     given = torch.randn(WIDTH, requires_grad=True)
-    kept = Kept(torch.nn.Identity(), frozenset(), CPU)
+    kept = ActivationCounter(torch.nn.Identity(), frozenset(), CPU)
     with kept.forward():
         output = compiled(given)
     kept.count_forward(0, [given], [output])
@@ -287,7 +287,7 @@ class Measured:
     run: RankRun
     features: list[list[Features]] = field(default_factory=list)
     """By step and microbatch."""
-    kept: list[list[list[KeptBytes]]] = field(default_factory=list)
+    kept: list[list[list[ActivationBytes]]] = field(default_factory=list)
     """By step, chunk and microbatch, as are the others."""
     independent: list[list[list[int]]] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -320,7 +320,7 @@ def measured(settings: dict[str, Any], *, watches: bool = False) -> Measured:
             assert bool(self.kept_bytes()) == bool(self._kept)
             if self._kept:
                 steps.append((self.kept_bytes(), self.peak_waiting_gradient_bytes))
-                assert self.hidden_nodes() == set()
+                assert self.opaque_nodes() == set()
 
     with parallel_groups(chosen) as layout:
         plain = train_variant(chosen, layout)

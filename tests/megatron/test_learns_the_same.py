@@ -320,7 +320,7 @@ def each_of(*tuples: tuple[Row, ...]) -> pytest.MarkDecorator:
                 marks=[
                     *([pytest.mark.slow] * any(row.is_slow for row in rows)),
                     *(
-                        pytest.mark.skip(f"needs the package {row.needs}: 'rrfp[{row.needs}]'")
+                        pytest.mark.skip(f"needs the package {row.needs}: '.[{row.needs}]'")
                         for row in rows
                         if not row.is_there
                     ),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.step.microbatch_data import CallersStates, DataHabits, StepData
+from rrfp.megatron.step.microbatch_data import DataHabits, LoopRandomStates, StepData
 from rrfp.planning.item_costs import resolve_cost
 from rrfp.schedule.shape import Shape
 from tests.e2e.ranks import run_ranks
@@ -56,7 +56,7 @@ class NoStreams:
     def outside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def inside_calls_of(self, model: Any) -> AbstractContextManager[None]:
+    def active_in_calls_of(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -176,7 +176,7 @@ def check(
     table = in_megatrons_order(num_microbatches, num_chunks, group_size)
     seed_all()
     expected = natively(iterators(kind, num_chunks), [table] * len(steps), draws)
-    states = CallersStates()
+    states = LoopRandomStates()
     seed_all()
     given, habits = iterators(kind, num_chunks), DataHabits()
     for step, order in enumerate(steps):
@@ -185,7 +185,7 @@ def check(
         )
         assert run_step(data, order, draws) == expected[step]
     if kind != "shuffled":
-        assert CallersStates() == states
+        assert LoopRandomStates() == states
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "shared"])

@@ -417,7 +417,7 @@ def test_the_clocks_are_compared_anew_while_the_gpu_is_idle(gpu: Gpu) -> None:
         return int(abs(time_ns - mark.passes_ns))
 
     assert error_ns() > 500_000_000
-    timer.look_at_clock()
+    timer.compare_clocks()
     assert error_ns() < 50_000
 
 
@@ -425,11 +425,11 @@ def test_a_busy_gpu_is_not_waited_for(gpu: Gpu) -> None:
     timer = CudaTimer(gpu.clock)
     gpu.latency_ns = 900_000
     before_ns = gpu.now_ns
-    timer.look_at_clock()
+    timer.compare_clocks()
     assert gpu.now_ns - before_ns < 200_000
     gpu.latency_ns = 5_000_000
     before_ns = gpu.now_ns
-    timer.look_at_clock()
+    timer.compare_clocks()
     assert gpu.now_ns == before_ns
 
 

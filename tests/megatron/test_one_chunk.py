@@ -170,7 +170,7 @@ def count_waits(flags: dict[str, Any]) -> dict[str, int]:
     from rrfp.megatron.step.stage import RankStep
     from rrfp.runtime.pace import Delays
     from rrfp.train.launch.process_groups import parallel_groups
-    from rrfp.verify.rank import _learn
+    from rrfp.verify.rank import _train
 
     settings = TrainSettings(**{**SMALL, **flags}, chunks=2, placement="v", microbatches=4, steps=2)
     waits = WaitsForDevice()
@@ -188,7 +188,7 @@ def count_waits(flags: dict[str, Any]) -> dict[str, int]:
         patch.object(RankStep, "finish", watched(RankStep.finish)),
         parallel_groups(settings) as layout,
     ):
-        _learn(settings, layout, Delays(0, layout.rank, 0.0))
+        _train(settings, layout, Delays(0, layout.rank, 0.0))
     assert waits.num_operations > 1000
     return dict(waits.counted)
 
@@ -241,7 +241,7 @@ def learn(hints: list[dict[str, Any]], compiled: str) -> list[dict[str, Any]]:
             torch.compiler.reset()
             module.build_model = build_compiled if found else build
             num_compiled = counters["stats"]["unique_graphs"]
-            learned = rank._learn(base.changed(**hint), layout, Delays(0, layout.rank, 0.0))
+            learned = rank._train(base.changed(**hint), layout, Delays(0, layout.rank, 0.0))
             found.append(asdict(learned))
             assert (counters["stats"]["unique_graphs"] > num_compiled) is (len(found) > 1)
     return found

@@ -23,7 +23,7 @@ from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData
 from rrfp.planning.collectives import packed, unpacked
-from rrfp.planning.step_files import DealingFile
+from rrfp.planning.step_files import AssignmentFile
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.admission import Admit, format_admission, parse_admission, pyramid
 from rrfp.schedule.balance import AdmitAcross, parse_dealings
@@ -407,19 +407,19 @@ def test_a_chunk_that_draws_nothing_is_left_out_from_then_on() -> None:
 
 def test_the_file_keeps_the_steps_that_a_run_goes_on_from(tmp_path: Path) -> None:
     path = tmp_path / "dealing.csv"
-    file = DealingFile(path, 2, 2)
+    file = AssignmentFile(path, 2, 2)
     for hands in ([[3, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]):
         file.write(hands)
     file.close()
     with path.open("a") as torn:
         torn.write("0 1; 2")
-    file = DealingFile(path, 2, 2, first_step=1)
+    file = AssignmentFile(path, 2, 2, first_step=1)
     file.write([[2, 3], [0, 1]])
     file.close()
     assert path.read_text() == "3 0; 1 2\n2 3; 0 1\n"
     # Elsewhere nothing is known of what came before.
     elsewhere = tmp_path / "other.csv"
-    DealingFile(elsewhere, 2, 2, first_step=2).close()
+    AssignmentFile(elsewhere, 2, 2, first_step=2).close()
     assert elsewhere.read_text() == "0 1; 2 3\n" * 2
     assert len(parse_dealings(path.read_text(), "file").steps) == 2
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.step_groups import Place, coupled_pipelines, ranks_of, step_groups
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
@@ -170,7 +170,7 @@ def test_a_collection_need_not_name_what_others_know() -> None:
     with pytest.raises(UsageError, match=r"^the process groups of this step have no pp, and"):
         step_groups(object(), given)
     with pytest.raises(UsageError, match=r"^the process groups of this step have no dp_cp, and"):
-        replicas_of(given)
+        replica_group(given)
 
 
 # Several models in one process, an actor and a critic: each has its own groups, its own number of

@@ -210,7 +210,7 @@ def check_a_model_that_is_called(streams: Any) -> None:
     model: Any = Wrapper(Wrapper(Drawing()))
     with streams.task(0, 0) as task, task.inside():
         expected = [torch.rand(1).item() for _ in range(4)]
-    with streams.task(0, 0) as task, task.inside_calls_of(model):
+    with streams.task(0, 0) as task, task.active_in_calls_of(model):
         before = digest_of_states()
         found = [model(), model.module(), model.module.module()]
         assert digest_of_states() == before
@@ -322,7 +322,7 @@ def test_the_losses_of_experts(recompute: str) -> None:
 
 
 def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
-    from rrfp.megatron.step.stage import TrackedLosses
+    from rrfp.megatron.step.stage import LoggedLosses
 
     chunk = Chunk(layout, settings)
 
@@ -340,7 +340,7 @@ def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
     for order in ORDERS_OF_TWO:
         for values, _ in balance_losses().values():
             values.zero_()
-        tracked = TrackedLosses()
+        tracked = LoggedLosses()
         for kind, microbatch in order:
             with tracked.task(microbatch):
                 (chunk.forward if kind == "F" else chunk.backward)(microbatch)
@@ -352,7 +352,7 @@ def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
 
     # On the first step of all, Megatron's tracker is not there yet.
     forget_balance_losses()
-    tracked = TrackedLosses()
+    tracked = LoggedLosses()
     for kind, microbatch in ORDERS_OF_TWO[0]:
         with tracked.task(microbatch):
             (chunk.forward if kind == "F" else chunk.backward)(microbatch)
@@ -370,7 +370,7 @@ def compare_other_losses(_layout: Any) -> None:
     )
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from rrfp.megatron.step.stage import TrackedLosses
+    from rrfp.megatron.step.stage import LoggedLosses
 
     # Megatron asks for it where it makes a tracker.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -390,7 +390,7 @@ def compare_other_losses(_layout: Any) -> None:
         expected = {name: value for name, value in helper.tracker.items() if "values" in name}
         assert expected
         helper.tracker = {}
-        tracked = TrackedLosses()
+        tracked = LoggedLosses()
         for microbatch in (1, 3, 2, 0):
             with tracked.task(microbatch):
                 save(losses[microbatch])

@@ -24,8 +24,8 @@ from rrfp.interchange.formats import import_run
 from rrfp.megatron.job import recording
 from rrfp.megatron.job.recording import JobRecording
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.native.patch import RecordedNative
-from rrfp.megatron.native.schedule import HostTimer, NativeSchedule, _Tally
+from rrfp.megatron.native.patch import NativePatch
+from rrfp.megatron.native.schedule import HostTimer, NativeSchedule, _StepRecorder
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
 from rrfp.runtime.recorder import Recorder
@@ -269,7 +269,7 @@ class Handle:
 def test_waits_for_overlapping_transfers_are_recorded() -> None:
     times = iter(range(100))
     told: list[Record] = []
-    tally = _Tally(
+    tally = _StepRecorder(
         0,
         [],
         Shape(2, 9, kinds=FORWARD_ONLY),
@@ -408,7 +408,7 @@ class Configured(torch.nn.Linear):
 def test_without_torch_distributed_the_training_goes_on_with_one_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trace = RecordedNative(RecordingRequest("trace_native()"))
+    trace = NativePatch(RecordingRequest("trace_native()"))
     for _ in range(3):
         arguments = {"model": [Configured()], "num_microbatches": 7}
         assert trace.run(lambda **of: [of["num_microbatches"]], arguments) == [7]
@@ -436,7 +436,7 @@ def test_what_fails_again_and_again_is_told_once(
     monkeypatch.setattr(JobRecording, "_join", join)
     monkeypatch.setattr(NativeSchedule, "settle", fails)
     monkeypatch.setattr(NativeSchedule, "run", lambda _, schedule, *__: schedule())
-    trace = RecordedNative(RecordingRequest("trace_native()"))
+    trace = NativePatch(RecordingRequest("trace_native()"))
     arguments = {"model": [Configured()], "num_microbatches": 7}
     for _ in range(3):
         assert trace.run(lambda **_: [3], arguments) == [3]

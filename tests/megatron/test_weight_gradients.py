@@ -448,7 +448,7 @@ def test_transformer_engine_layers(fuses: bool) -> None:
 def transformer_engine(_layout: Any, fuses: bool) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from rrfp.megatron.step.weight_gradients import lost_hook
+    from rrfp.megatron.step.weight_gradients import unreachable_hook
 
     torch.manual_seed(0)
     data = torch.randn(MICROBATCHES, 5, 8)
@@ -484,9 +484,9 @@ def transformer_engine(_layout: Any, fuses: bool) -> None:
         assert digests(model) == expected
         assert all(layer.wgrad_accumulation_and_reduce_hooks for layer in model)
         assert not any(group.per_param_grad_ready_counts for group in wrapped.bucket_groups)
-    assert lost_hook(wrapped) is None
+    assert unreachable_hook(wrapped) is None
     model[1].weight.register_hook(print)
-    assert lost_hook(wrapped) == ("module.1.weight", print)
+    assert unreachable_hook(wrapped) == ("module.1.weight", print)
 
 
 # Sums of gradients: canonical order to the bit, and arrival order.

@@ -11,7 +11,7 @@ import pytest
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
-from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.job.description import describe_dispatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.planning.candidates import (
     LEAST_GAIN,
@@ -398,7 +398,7 @@ def test_a_job_is_told_once_that_it_may_keep_nearly_all_microbatches(
 
 def test_runs_state_the_limit_that_they_had() -> None:
     asked: dict[str, object] = {"pp": 40, "microbatches": 8, "chunks": 1}
-    assert dispatched(DispatchSettings()).policy(asked)["limit"] == 80
+    assert describe_dispatch(DispatchSettings()).policy(asked)["limit"] == 80
     assert TrainSettings(pp=40, layers=40).effective_policy.limit == 80
     assert TrainSettings(pp=16, layers=16).effective_policy.limit == 32
     # Earlier versions did not state it.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rrfp.chaos.disk import LimitedFiles, PrivateDisk
-from rrfp.chaos.session import Marked
+from rrfp.chaos.session import MarkedProcesses
 
 MARK = "RRFP_TEST_OF_DISKS"
 WRITER = """
@@ -38,7 +38,7 @@ def main() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    marked = Marked(MARK, str(path))
+    marked = MarkedProcesses(MARK, str(path))
 
     def write() -> None:
         assert writer.stdin is not None

@@ -7,10 +7,10 @@ from typing import Any
 
 from rrfp.errors import RrfpError
 from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
-from rrfp.race.lineup import Asked, Lineup, line_up
-from rrfp.race.presets import SCALES, preset_named
+from rrfp.race.lineup import Lineup, RaceOptions, line_up
+from rrfp.race.presets import PRESETS, SCALES
 from rrfp.race.results import ResultRow, results
-from rrfp.race.runner import Modelled
+from rrfp.race.runner import ModelledTimes
 from rrfp.race.systems import system_named
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
@@ -25,14 +25,14 @@ def tiny_lineup(
     **others: Any,
 ) -> Lineup:
     scale = SCALES["tiny"]
-    asked = Asked(
+    asked = RaceOptions(
         holds=holds,
         profiles=profiles,
         systems=tuple(system_named(name) for name in systems),
         steps=steps,
         **others,
     )
-    return line_up([preset_named(name, scale) for name in names], scale, asked)
+    return line_up([PRESETS[name] for name in names], scale, asked)
 
 
 def turn(
@@ -70,7 +70,7 @@ class MadeUp:
         self.launched.append((settings.layout.pp, settings.layout.tp))
         files = RaceFiles(run.path)
         for number, entry in rounds(files.read_entries(), files.ended()):
-            files.begin(entry, number)
+            files.write_current_turn(entry, number)
             error = self.fails(entry, number)
             if error is not None:
                 raise error
@@ -80,5 +80,5 @@ class MadeUp:
 
 def rows_of(lineup: Lineup, ended: list[Turn | Failure]) -> list[ResultRow]:
     """The rows of a lineup whose models are made up: floor 0.5 s, load 0.25 s, simulated 0.8 s."""
-    models = dict.fromkeys(lineup.entries, Modelled((0.5,) * 4, (0.25,) * 4, (0.8,) * 4))
+    models = dict.fromkeys(lineup.entries, ModelledTimes((0.5,) * 4, (0.25,) * 4, (0.8,) * 4))
     return results(lineup, ended, models)

@@ -20,19 +20,19 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.chaos.injection import Injected, Pace, await_moment
+from rrfp.chaos.injection import Injected, Pace, wait_for_moment
 from rrfp.chaos.plan import (
-    OF_LINKS,
-    PASSING,
+    LINK_FAULTS,
     PER_TRAINING,
-    Disturbed,
+    TEMPORARY_FAULTS,
+    DisturbedTraining,
     Fault,
     FaultKind,
     Stage,
     plan_faults,
 )
-from rrfp.chaos.session import Marked, Process, flags_of
-from rrfp.chaos.verdict import Seen, Verdict, judge, judge_late_end
+from rrfp.chaos.session import MarkedProcesses, Process, flags_of
+from rrfp.chaos.verdict import Observation, Verdict, judge, judge_late_end
 from rrfp.cli import app
 from rrfp.errors import UsageError
 from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome
@@ -42,7 +42,7 @@ from tests.train.trained import rrfp, rrfp_here
 MARK = "RRFP_TEST_OF_CHAOS"
 
 TRAININGS = st.builds(
-    Disturbed,
+    DisturbedTraining,
     num_ranks=st.integers(1, 16),
     num_steps=st.integers(1, 100),
     save_every=st.integers(1, 30),
@@ -51,7 +51,9 @@ TRAININGS = st.builds(
 
 
 @given(seed=st.integers(0, 2**32 - 1), num_faults=st.integers(1, 60), training=TRAININGS)
-def test_the_plan_follows_the_seed_alone(seed: int, num_faults: int, training: Disturbed) -> None:
+def test_the_plan_follows_the_seed_alone(
+    seed: int, num_faults: int, training: DisturbedTraining
+) -> None:
     plan = plan_faults(seed, num_faults, training)
     assert plan == plan_faults(seed, num_faults, training)
     faults = [fault for of_training in plan for fault in of_training]
@@ -67,7 +69,7 @@ def test_the_plan_follows_the_seed_alone(seed: int, num_faults: int, training: D
             check_can_be(fault, before, training)
 
 
-def check_can_be(fault: Fault, before: Fault | None, training: Disturbed) -> None:
+def check_can_be(fault: Fault, before: Fault | None, training: DisturbedTraining) -> None:
     """Whether a fault, after the one before it in its training, has a moment and a victim."""
     of_process = fault.kind in (FaultKind.KILL, FaultKind.STOP, FaultKind.CONT)
     assert 0 <= fault.share < 1
@@ -85,7 +87,7 @@ def check_can_be(fault: Fault, before: Fault | None, training: Disturbed) -> Non
 
 
 def test_other_seeds_are_other_faults() -> None:
-    training = Disturbed(num_ranks=4, num_steps=40, save_every=8)
+    training = DisturbedTraining(num_ranks=4, num_steps=40, save_every=8)
     assert len({str(plan_faults(seed, 20, training)) for seed in range(20)}) == 20
 
 
@@ -113,7 +115,7 @@ class Resumed:
     def num_finished(self) -> int:
         return self.finished.pop(0)
 
-    def await_that(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         while not holds():
             pass
         return True
@@ -125,17 +127,19 @@ class Resumed:
 def test_a_checkpoint_that_a_session_before_left_is_not_being_written() -> None:
     session: Any = Resumed([16, 16, 24, 25])
     fault = Fault(1, FaultKind.DISK, Stage.SAVE, 24, 0.5)
-    assert await_moment(session, fault, Pace(1.0, 1.0, 1.0, 1.0), 1.0)
+    assert wait_for_moment(session, fault, Pace(1.0, 1.0, 1.0, 1.0), 1.0)
     assert session.finished == [25]
 
 
-def failed(injected: Injected, culprit: Culprit | None, output: str = "rrfp: it failed") -> Seen:
+def failed(
+    injected: Injected, culprit: Culprit | None, output: str = "rrfp: it failed"
+) -> Observation:
     """What a run leaves that has failed a second after a fault."""
     ending = Ending(Outcome.FAILED, output, culprit)
-    return Seen(injected, 1.0, 35.0, 1, False, ending, output, steps_lost=2)
+    return Observation(injected, 1.0, 35.0, 1, False, ending, output, steps_lost=2)
 
 
-WENT_ON = Seen(OF_RANK, 3.0, 35.0, None, True, None, "")
+WENT_ON = Observation(OF_RANK, 3.0, 35.0, None, True, None, "")
 KILLED = failed(OF_RANK, Culprit(FoundBy.LAUNCHER, rank=1))
 
 
@@ -152,28 +156,30 @@ KILLED = failed(OF_RANK, Culprit(FoundBy.LAUNCHER, rank=1))
         # A run that saves takes SIGTERM as a request.
         (
             replace(KILL, signal="SIGTERM"),
-            Seen(OF_RANK, 1.0, 35.0, 0, False, Ending(Outcome.STOPPED), "Stopped by SIGTERM"),
+            Observation(
+                OF_RANK, 1.0, 35.0, 0, False, Ending(Outcome.STOPPED), "Stopped by SIGTERM"
+            ),
             "request",
             None,
         ),
         # A fault that comes as the run ends anyway.
         (
             replace(KILL, signal="SIGTERM", stage=Stage.CLOSE),
-            Seen(OF_RANK, 1.0, 35.0, 0, False, Ending(Outcome.FINISHED), ""),
+            Observation(OF_RANK, 1.0, 35.0, 0, False, Ending(Outcome.FINISHED), ""),
             "",
             None,
         ),
         # A launcher that was killed says nothing.
         (
             replace(KILL, rank=None),
-            Seen(OF_LAUNCHER, 1.0, 35.0, -9, False, Ending(Outcome.KILLED), ""),
+            Observation(OF_LAUNCHER, 1.0, 35.0, -9, False, Ending(Outcome.KILLED), ""),
             "its ranks",
             None,
         ),
     ],
 )
 def test_what_is_as_it_must_be_passes(
-    fault: Fault, seen: Seen, found_by: str, named_right: bool | None
+    fault: Fault, seen: Observation, found_by: str, named_right: bool | None
 ) -> None:
     verdict = judge(fault, seen)
     assert verdict.complaints == ()
@@ -199,7 +205,7 @@ def test_what_is_as_it_must_be_passes(
         (KILL, replace(KILLED, left=("it left process 7",)), "it left process 7"),
     ],
 )
-def test_what_is_not_is_said(fault: Fault, seen: Seen, complaint: str) -> None:
+def test_what_is_not_is_said(fault: Fault, seen: Observation, complaint: str) -> None:
     verdict = judge(fault, seen)
     assert any(complaint in each for each in verdict.complaints), verdict.complaints
     assert not verdict.compared("").has_passed
@@ -249,7 +255,7 @@ def test_only_marked_processes_are_found_and_signalled(
     """Also where a container refuses descriptors of processes."""
     if refuses:
         monkeypatch.setattr(os, "pidfd_open", refuse)
-    ours, others = Marked(MARK, "ours"), Marked(MARK, "others")
+    ours, others = MarkedProcesses(MARK, "ours"), MarkedProcesses(MARK, "others")
     with sleeper(**{MARK: "ours"}) as process, sleeper() as stranger:
         (found,) = ours
         assert (found.pid, found.rank) == (process.pid, None)
@@ -376,8 +382,8 @@ def test_a_killed_process_and_one_that_pauses(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dispatch", ["ready", "megatron"])
 def test_every_kind_of_fault(dispatch: str, tmp_path: Path) -> None:
-    kinds = {*FaultKind} - (OF_LINKS if dispatch == "megatron" else set())
+    kinds = {*FaultKind} - (LINK_FAULTS if dispatch == "megatron" else set())
     faults = borne(tmp_path, f"--faults={len(kinds)}", f"--dispatch={dispatch}", "--seed=6")
     assert {fault["kind"] for fault in faults} == kinds
     for fault in faults:
-        assert fault["has_survived"] or fault["kind"] not in PASSING
+        assert fault["has_survived"] or fault["kind"] not in TEMPORARY_FAULTS

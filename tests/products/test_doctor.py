@@ -142,7 +142,7 @@ def test_only_what_a_run_needs_ends_it(
     code, stdout, stderr = found([check], "--format", "json")
     assert (code, json.loads(stdout)) == (on_cpu, {"checks": [check.as_json()]})
     assert stderr == (f"rrfp: {check.advice}\n" if on_cpu else "")
-    assert check.ends_runs_on(DeviceKind.CUDA) is bool(on_cuda)
+    assert check.prevents_runs_on(DeviceKind.CUDA) is bool(on_cuda)
 
 
 # Of each check, what it says of a machine that is not this one.
@@ -183,7 +183,7 @@ def test_few_open_files_are_too_few(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (63, most))
     check = open_files()
     assert (check.state, check.figure) == (state, figure)
-    assert check.ends_runs_on(DeviceKind.CPU) is (state is State.FAILS)
+    assert check.prevents_runs_on(DeviceKind.CPU) is (state is State.FAILS)
 
 
 def test_a_run_with_too_few_open_files_is_refused_with_what_the_doctor_says(
@@ -254,7 +254,7 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     assert (torch_check.state, torch_check.figure) == (State.SLOW, 25.0)
     assert megatron.advice == (
         "rrfp.train.loop cannot be imported (ModuleNotFoundError: No module named "
-        "'rrfp.no_such_module'); install rrfp anew, or raise the limit (ulimit -a) that keeps it "
+        "'rrfp.no_such_module'); install rrfp again, or raise the limit (ulimit -a) that keeps it "
         "from loading"
     )
     denied = "cannot be imported (PermissionError: [Errno 13] Permission denied: 'core.py')"
@@ -263,7 +263,7 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     assert megatron.advice.endswith("; let this user read that file and the directories above it")
     answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
     for check in imports():
-        assert check.ends_runs_on(DeviceKind.CPU)
+        assert check.prevents_runs_on(DeviceKind.CPU)
         assert "cannot be imported (it was killed: Illegal instruction)" in check.advice
 
 
@@ -285,7 +285,7 @@ def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
     assert gloo().state is State.SLOW
     answers(gloo_file, NoAnswerError("it did not answer within 120 s"))
     check = gloo()
-    assert check.ends_runs_on(DeviceKind.CPU)
+    assert check.prevents_runs_on(DeviceKind.CPU)
     assert check.advice == (
         "gloo does not work on 127.0.0.1 (it did not answer within 120 s); see whether torch can be"
         " imported, and no firewall fences loopback"
@@ -385,12 +385,12 @@ def test_a_fabric_is_as_fast_as_its_fastest_active_port(ports: Callable[..., Pat
 def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_file, "is_installed", lambda: False)
     assert nixl().state is State.ABSENT
-    assert nixl().advice.endswith("; pip install 'rrfp[nixl]'")
+    assert nixl().advice.endswith("; pip install '.[nixl]' in a checkout of rrfp")
     monkeypatch.setattr(nixl_file, "is_installed", lambda: True)
     answers(nixl_file, NoAnswerError("it was killed: Segmentation fault"))
     assert nixl().advice == (
-        "a READ on this host fails (it was killed: Segmentation fault); pip install 'rrfp[nixl]'"
-        " anew"
+        "a READ on this host fails (it was killed: Segmentation fault); reinstall it: "
+        "pip install '.[nixl]' in a checkout of rrfp"
     )
     answers(nixl_file, 0.2)
     assert nixl().state is State.SLOW
@@ -456,7 +456,7 @@ def test_one_gpu_has_no_peer_and_a_failing_one_ends_runs_on_it(answers: Answers)
     answers(gpus_file, NoAnswerError("RuntimeError: CUDA error: unspecified launch failure"))
     check, *_ = gpus(TWO_GPUS)
     assert check.state is State.FAILS
-    assert check.ends_runs_on(DeviceKind.CUDA)
+    assert check.prevents_runs_on(DeviceKind.CUDA)
     assert "unspecified launch failure" in check.advice
 
 
@@ -516,7 +516,7 @@ def test_what_goes_wrong_in_the_importing_process_is_told(
 def test_cuda_ipc_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_ipc(NO_GPU).state is State.ABSENT
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: False)
-    assert "pip install 'rrfp[cuda]'" in cuda_ipc(TWO_GPUS).advice
+    assert "pip install '.[cuda]' in a checkout of rrfp" in cuda_ipc(TWO_GPUS).advice
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: True)
     answers(ipc_file, (1 << 26) / 300e9)
     check = cuda_ipc(TWO_GPUS)

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import schedules
 from rrfp.errors import RrfpError, UsageError
 from rrfp.race.peer_schedules import DelayedSends
 from rrfp.race.rank import relative_difference
-from rrfp.race.systems import PEERS, Peer, Project, check_peer, why_not
+from rrfp.race.systems import PEERS, Peer, Project, check_peer, peer_problem
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement
 from rrfp.schedule.tasks import Cause, Kind, Task, parse_task
@@ -333,7 +333,7 @@ def _run_peer(
 ) -> Run:
     from dataclasses import replace
 
-    from rrfp.race.rank import gradients, kind_of, relative_difference
+    from rrfp.race.rank import gradients, relative_difference, schedule_class_of
     from rrfp.race.systems import check_peer
     from rrfp.replay.cost_sources import resolve_costs
     from rrfp.schedule.admission import Admit
@@ -371,7 +371,7 @@ def _run_peer(
             costs, jitter, Admit.GIVEN, settings.run.seed, shape, layout.pp_rank, layout.dp_rank
         )
     records: list[Record] = []
-    schedule = kind_of(name)(name, model, layout, records.append, pacer)
+    schedule = schedule_class_of(name)(name, model, layout, records.append, pacer)
     summaries, losses = [], []
     for step in range(STEPS):
         for chunk in model.chunks:
@@ -530,7 +530,7 @@ def test_a_communicator_per_edge_changes_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "number"), [(3, 6), (4, 2), (4, 12), (8, 2), (8, 16)])
 def test_pipelines_of_any_depth_come_to_their_end(num_ranks: int, number: int) -> None:
-    names = [name for name in NAMES if why_not(name, num_ranks, number) is None]
+    names = [name for name in NAMES if peer_problem(name, num_ranks, number) is None]
     settings = {"pp": num_ranks, "layers": 2 * num_ranks, "microbatches": number, "hidden": 16}
     assert_agreement(run_ranks(num_ranks, run_peers, settings, names, timeout_s=350))
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.race import rank as ranks_of_race
 from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
-from rrfp.race.lineup import Asked, Lineup, line_up, read_bound
-from rrfp.race.presets import PRESETS, SCALES, preset_named
+from rrfp.race.lineup import Lineup, RaceOptions, line_up, read_bound
+from rrfp.race.presets import PRESETS, SCALES
 from rrfp.race.results import ResultRow
-from rrfp.race.runner import BenchDir, Hosts, Modelled, check, model_entries, race, time_left_s
+from rrfp.race.runner import BenchDir, Hosts, ModelledTimes, check, model_entries, race, time_left_s
 from rrfp.race.systems import PEERS, SYSTEMS, Project
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.knobs import Bytes, Hold, ShareOf1F1B
@@ -109,7 +109,7 @@ def test_an_interrupted_race_goes_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_race(lineup, tmp_path / "o", first)
     bench = BenchDir(tmp_path / "o")
-    models = dict.fromkeys(lineup.entries, Modelled((1.0,) * 2, (1.0,) * 2, None))
+    models = dict.fromkeys(lineup.entries, ModelledTimes((1.0,) * 2, (1.0,) * 2, None))
     assert time_left_s(lineup, bench, models) > 0
     run_race(lineup, tmp_path / "o", second)
     assert len(first.taken) == 5
@@ -290,7 +290,7 @@ def test_a_reference_that_fails_is_the_one_that_is_named(
     layout: Any = SimpleNamespace(rank=0)
     with pytest.raises(RrfpError, match="no memory"):
         ranks_of_race.work(RunDir(tmp_path), TrainSettings(), layout)
-    assert files.read_under_way() == (entries[0].name, 0)
+    assert files.read_current_turn() == (entries[0].name, 0)
 
 
 def test_nothing_is_removed_that_is_no_race(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_times_scale_with_the_length_of_a_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_holds_its_systems_against_megatron(name: str, scale: str) -> None:
-    lineup = line_up([preset_named(name, SCALES[scale])], SCALES[scale], Asked())
+    lineup = line_up([PRESETS[name]], SCALES[scale], RaceOptions())
     assert {row.system.name for row in lineup.rows} > {"megatron-1f1b"}
     for row in lineup.rows:
         assert {row.entry, row.megatron} <= lineup.entries.keys()
@@ -469,7 +469,7 @@ def test_every_preset_holds_its_systems_against_megatron(name: str, scale: str) 
 
 
 def test_the_first_preset_has_all_that_people_use() -> None:
-    lineup = line_up([preset_named("rq1", SCALES["laptop"])], SCALES["laptop"], Asked())
+    lineup = line_up([PRESETS["rq1"]], SCALES["laptop"], RaceOptions())
     rows = {(row.case.profile, row.system.name, row.bound, row.admit) for row in lineup.rows}
     for profile in ("language", "language+lognormal:0.5", "multimodal"):
         for name, bound in [

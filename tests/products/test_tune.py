@@ -27,8 +27,8 @@ from rrfp.simulate.costs.layer_costs import CutCosts, even_cut
 from rrfp.simulate.jitter import NO_JITTER
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
-from rrfp.tune.from_costs import Asked, source_of_costs
-from rrfp.tune.search import Found, tune
+from rrfp.tune.from_costs import CostOptions, source_of_costs
+from rrfp.tune.search import SearchResult, tune
 from rrfp.tune.source import balanced, loads
 from tests.analyze.simulated_runs import MODEL, TRACE, UNEVEN, written
 from tests.train.trained import Run, read_metrics, rrfp, run
@@ -191,8 +191,8 @@ def found_of(
     simulations: int = 300,
     num_best: int = 5,
     **asked: Any,
-) -> Found:
-    given = Asked(**{"pp": 4, "microbatches": 6, **asked})
+) -> SearchResult:
+    given = CostOptions(**{"pp": 4, "microbatches": 6, **asked})
     return tune(
         source_of_costs(text, given, NO_JITTER),
         parse_hold(memory, auto=False),

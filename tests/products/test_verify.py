@@ -14,7 +14,7 @@ from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.sameness import LAYOUTS, RANDOM, Learned, Variant, variants_of, verify
+from rrfp.verify.sameness import LAYOUTS, RANDOM, RankResult, Variant, variants_of, verify
 from tests.train.trained import rrfp
 
 GROUPED = {"pp2-tp2-sp", "moe-pp2-ep2"}
@@ -111,7 +111,7 @@ def test_every_valid_combination_is_there() -> None:
 def test_the_last_bit_of_one_rank_is_seen(
     change: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    same = Learned([2.0, 1.0], [0.75, 0.25], "a", {"norm": "b", "bias": "c"})
+    same = RankResult([2.0, 1.0], [0.75, 0.25], "a", {"norm": "b", "bias": "c"})
 
     def launch(settings: TrainSettings, run: RunDir) -> None:
         for rank in range(settings.layout.world_size):

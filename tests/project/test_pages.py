@@ -44,7 +44,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.language_models import parse_flops
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.sameness import Learned
+from rrfp.verify.sameness import RankResult
 
 # The documentation holds: its commands parse, its links lead somewhere, its table is true.
 
@@ -282,7 +282,7 @@ def test_signs_and_errors() -> None:
 
 
 def test_the_page_has_the_prose_it_is_made_from() -> None:
-    prose = Path("benchmarks/paper/page.md").read_text(encoding="utf-8")
+    prose = Path("benchmarks/paper/page.template").read_text(encoding="utf-8")
     fixed = [line for line in prose.splitlines() if "$" not in line]
     assert len(fixed) > 40
     lines = set(PAPER.splitlines())
@@ -568,14 +568,14 @@ def test_a_knob_is_one_file(tmp_path: Path) -> None:
 import json
 from pathlib import Path
 from rrfp.errors import UsageError
-from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.job.description import describe_dispatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.train.settings import TrainSettings
 Path("run.toml").write_text("[policy]\\neagerness = 3\\n")
 settings = TrainSettings.from_toml(Path("run.toml"))
 ranks = TrainSettings.from_json(settings.to_json())
 found = [settings.policy, ranks.policy, DispatchSettings(eagerness=3).policy]
-stated = dispatched(DispatchSettings(eagerness=3)).settings([], 1)
+stated = describe_dispatch(DispatchSettings(eagerness=3)).settings([], 1)
 print(json.dumps([each.eagerness for each in found] + [stated["eagerness"]]))
 try:
     TrainSettings(eagerness="few")
@@ -805,8 +805,8 @@ def test_layouts_learn_the_same_to_the_bit(model: str) -> None:
 
 
 def test_a_difference_between_layouts_is_seen() -> None:
-    def rank(loss: float, **gradients: str) -> Learned:
-        return Learned([loss], [1.0], "", gradients)
+    def rank(loss: float, **gradients: str) -> RankResult:
+        return RankResult([loss], [1.0], "", gradients)
 
     chain = [rank(2.0, first="a"), rank(2.0, last="b")]
     assert training._across(chain, [rank(2.0, first="a", last="b")], "one") == []

@@ -448,7 +448,7 @@ def test_without_the_bindings_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(PlaneRefusal) as refusal:
         CudaIpcPlane(CPU, 1024)
     assert str(refusal.value).startswith("cuda-bindings cannot be imported (")
-    assert str(refusal.value).endswith("); pip install 'rrfp[cuda]'")
+    assert str(refusal.value).endswith("); pip install '.[cuda]' in a checkout of rrfp")
 
 
 def test_on_a_cpu_it_is_refused() -> None:

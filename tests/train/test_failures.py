@@ -199,13 +199,17 @@ def test_the_first_line_that_says_something() -> None:
         (Failure(7, 1, 1.0, LOST), Culprit(FoundBy.COLLECTIVE)),
     ],
 )
-def test_the_error_has_the_origin_of_the_fault(failure: Failure, culprit: Culprit, tmp_path: Path) -> None:
+def test_the_error_has_the_origin_of_the_fault(
+    failure: Failure, culprit: Culprit, tmp_path: Path
+) -> None:
     error = _first_failure({1: failure}, RunDir(tmp_path), nobody)
     assert isinstance(error, RunFailedError)
     assert error.culprit == culprit
 
 
-def test_a_report_has_the_origin_of_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_the_origin_of_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     for culprit in (None, OF_LINK, OWN_FAULT):
@@ -234,7 +238,7 @@ ALLOWED = {
     ("rrfp/interchange/torch_flight_recorder.py", "pickle"),
     ("rrfp/interchange/torch_flight_recorder.py", "_Unpickler"),
     ("rrfp/interchange/torch_flight_recorder.py", "UnpicklingError"),
-    ("rrfp/megatron/memory/saved_tensors.py", "torch.multiprocessing.reductions.StorageWeakRef"),
+    ("rrfp/megatron/memory/activation_bytes.py", "torch.multiprocessing.reductions.StorageWeakRef"),
     ("rrfp/planning/process_pool.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "own_pickle"),

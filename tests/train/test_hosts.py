@@ -394,7 +394,9 @@ def test_hosts_that_share_the_directory_send_nothing(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("planted", ["not JSON", "[true]", '[1, ""]', '"../x"', "\xff"])
 @pytest.mark.parametrize("key", ["token", "answer/1"])
-def test_an_invalid_answer_about_a_directory_is_an_error(hosts: Hosts, key: str, planted: str) -> None:
+def test_an_invalid_answer_about_a_directory_is_an_error(
+    hosts: Hosts, key: str, planted: str
+) -> None:
     hosts.store.set(f"{PREFIX}/{key}", planted)
     with (
         hosts.beating(0) if key == "token" else nullcontext(),

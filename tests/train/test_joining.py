@@ -320,7 +320,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["http", "closes", "silent"],
 )
-def test_a_server_that_is_no_store_is_an_error(answer: Callable[[socket.socket], object], words: str) -> None:
+def test_a_server_that_is_no_store_is_an_error(
+    answer: Callable[[socket.socket], object], words: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering(listening, answer)
         with pytest.raises(UsageError, match="cannot meet at .*" + re.escape(words)):

@@ -96,7 +96,7 @@ def test_a_page_shows_the_other_side_what_was_written() -> None:
 
 
 class Watched:
-    """Ranks whose processes are told to a watchdog instead of being looked at."""
+    """Ranks whose process snapshots are simulated for a watchdog."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, sees_all: bool) -> None:
         monkeypatch.setattr(watchdog_module, "take_snapshot", self._sight)
@@ -303,7 +303,9 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(
     assert watched.pass_s("waits", "stopped", for_s=3000, look_s=3000) is None
 
 
-def test_a_stopped_rank_is_found_at_once_when_others_gave_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_found_at_once_when_others_gave_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     assert watched.watchdog.stopped() is None
     watched.pass_s("waits", "stopped", for_s=2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.job.description import describe_dispatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.checks import check_settings
@@ -129,8 +129,8 @@ def test_a_drop_in_takes_numbers_of_any_library() -> None:
         "plan_ms": Fraction(3, 2),
     }
     given = DispatchSettings(admit="plan", **numbers)
-    described = dispatched(given).settings([], 1)
-    assert json.dumps(described) == json.dumps(dispatched(plain).settings([], 1))
+    described = describe_dispatch(given).settings([], 1)
+    assert json.dumps(described) == json.dumps(describe_dispatch(plain).settings([], 1))
     assert given.policy == plain.policy
     holds: dict[str, Any] = {"hold": np.int32(3), "patience": np.int64(5)}
     assert DispatchSettings(**holds).policy.hold == 3

@@ -411,7 +411,7 @@ def test_launchers_on_one_host_that_take_the_same_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, pp: int, words: str
 ) -> None:
     two = tuple(Gpu("GPU", 2**30, uuid) for uuid in "01")
-    monkeypatch.setattr(gpus, "gpus_here", lambda: two)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: two)
     endpoint = f"127.0.0.1:{free_port()}"
 
     def meet(node_rank: int, *, share_gpu: bool = False) -> None:
@@ -467,7 +467,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
     flags: dict[str, Any],
     words: str | None,
 ) -> None:
-    device_checks.gpus_here.cache_clear()
+    device_checks.visible_gpus.cache_clear()
     monkeypatch.setattr(device_checks, "cuda_presence", lambda: presence)
     settings = TrainSettings(**{"device": "cuda", **flags})
     try:
@@ -477,7 +477,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
             with pytest.raises(UsageError, match=words):
                 check_settings(settings)
     finally:
-        device_checks.gpus_here.cache_clear()
+        device_checks.visible_gpus.cache_clear()
 
 
 def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
@@ -508,18 +508,18 @@ def test_ranks_take_the_gpus_in_turn() -> None:
 
 
 def learn(is_on_gpu: bool) -> list[Any]:
-    """The losses of this rank on the CPU: with the settings of a CPU run, or with those of a GPU run,
-    which has groups of two backends and collectives one by one."""
+    """The losses of this rank on the CPU: with the settings of a CPU run, or with those of a GPU
+    run, which has groups of two backends and collectives one by one."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - its import makes it
 
-    from rrfp.megatron.adapters.fallbacks import reduce_one_by_one
+    from rrfp.megatron.cpu.patches import reduce_one_by_one
     from rrfp.megatron.step_groups import device_for
     from rrfp.runtime.pace import Delays
     from rrfp.train.launch import process_groups as parallel
-    from rrfp.verify.rank import _learn
+    from rrfp.verify.rank import _train
 
     settings = TrainSettings(**SMALL, pp=2, dp=2, device="cuda" if is_on_gpu else "cpu")
     if is_on_gpu:
@@ -534,7 +534,7 @@ def learn(is_on_gpu: bool) -> list[Any]:
         assert device_for(dist.group.WORLD) == torch.device("cpu")
         return [
             asdict(
-                _learn(
+                _train(
                     settings.changed(distributed_optimizer=is_divided),
                     layout,
                     Delays(0, layout.rank, 1e-4),
@@ -573,9 +573,9 @@ def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room_on(gpus: str, sees_own: bool) -> int:
-    """The memory for activations of this rank. The ranks' GPUs are named by rank, and each sees only
-    its own, or all."""
-    from rrfp.megatron.memory.bound import MemoryBound, room_of
+    """The memory for activations of this rank. The ranks' GPUs are named by rank, and each sees
+    only its own, or all."""
+    from rrfp.megatron.memory.bound import MemoryBound, activation_headroom
     from rrfp.schedule.knobs import Auto
 
     own = gpus[int(os.environ["RANK"])]
@@ -597,7 +597,7 @@ def room_on(gpus: str, sees_own: bool) -> int:
         for _ in range(2):
             MemoryBound(Auto.AUTO, 1, gpu)
         dist.barrier()
-        room = room_of(gpu)
+        room = activation_headroom(gpu)
         dist.barrier()
         dist.destroy_process_group()
     return room

@@ -206,7 +206,9 @@ def test_a_fixed_order_holds_what_it_says_and_nothing_need_be_recorded(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "code"), [((), 0), (("--dtype", "bf16", "--device", "tpu"), 2)])
-def test_training_goes_on_without_a_reader_of_its_output(flags: tuple[str, ...], code: int, tmp_path: Path) -> None:
+def test_training_goes_on_without_a_reader_of_its_output(
+    flags: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
     """As under `| head -1`: it is trained to its end, and its exit code is its own."""
     reading, writing = os.pipe()
     os.close(reading)

@@ -15,9 +15,14 @@ from rrfp.cli.declared_options import OUTPUT, TIME_OUTS, hint_help, metavar_of, 
 from rrfp.cli.run.script import Module, Program, Script
 from rrfp.errors import RrfpError, UsageError, did_you_mean
 from rrfp.inputs import Declared
-from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted, tell
-from rrfp.megatron.job.schedule_patches import DropIn, StandIn, put_after_import
-from rrfp.megatron.native.patch import RecordedNative
+from rrfp.megatron.job.request import (
+    RecordingRequest,
+    StepWindow,
+    may_be_restarted,
+    print_to_stderr,
+)
+from rrfp.megatron.job.schedule_patches import DropInPatch, SchedulePatch, install_after_import
+from rrfp.megatron.native.patch import NativePatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.launchers import told_as_torch_reads_it
@@ -193,7 +198,7 @@ def run(
     return partial(_run, kind(script, arguments or []), stand_in)
 
 
-def _stand_in(given: dict[str, Any]) -> StandIn | None:
+def _stand_in(given: dict[str, Any]) -> SchedulePatch | None:
     """What the options put in the place of Megatron's schedule; None if they leave it alone. Raises
     UsageError for options that do not go together."""
     request = _request(given)
@@ -201,14 +206,14 @@ def _stand_in(given: dict[str, Any]) -> StandIn | None:
     dispatch = DECLARED["dispatch"].read(steering.pop("dispatch", None))
     if dispatch is not Dispatch.MEGATRON:
         chosen = {} if dispatch is None else {"dispatch": dispatch}
-        return DropIn(DispatchSettings(**chosen, **steering), request)
+        return DropInPatch(DispatchSettings(**chosen, **steering), request)
     if steering:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in steering)
         raise UsageError(
             f"--dispatch megatron leaves Megatron's schedule as it is and {flags} would steer "
             "ours; leave one of them out"
         )
-    return None if request is None else RecordedNative(request)
+    return None if request is None else NativePatch(request)
 
 
 def _request(given: dict[str, Any]) -> RecordingRequest | None:
@@ -233,10 +238,10 @@ def _request(given: dict[str, Any]) -> RecordingRequest | None:
     return RecordingRequest(_ASKER, out, window, force, trace_mb=given.get("trace_mb"))
 
 
-def _run(program: Program, stand_in: StandIn | None) -> int:
+def _run(program: Program, stand_in: SchedulePatch | None) -> int:
     if stand_in is None:
         return program.run(errors.tell)
-    put_after_import(stand_in, _ASKER)
+    install_after_import(stand_in, _ASKER)
 
     def fail(error: RrfpError) -> int:
         at_end.ended(error)
@@ -257,10 +262,12 @@ def _run(program: Program, stand_in: StandIn | None) -> int:
     return code
 
 
-def _tell_if_unused(stand_in: StandIn, program: str, pid: int) -> None:
+def _tell_if_unused(stand_in: SchedulePatch, program: str, pid: int) -> None:
     """Say at the end of a program that it has called no schedule, on one rank. The processes that
     it has forked say nothing."""
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     if rank == "0" and os.getpid() == pid and not stand_in.was_called:
-        what = "recorded" if isinstance(stand_in, RecordedNative) else "dispatched or recorded"
-        tell(f"{program} called no pipeline schedule of Megatron's, so nothing was {what}")
+        what = "recorded" if isinstance(stand_in, NativePatch) else "dispatched or recorded"
+        print_to_stderr(
+            f"{program} called no pipeline schedule of Megatron's, so nothing was {what}"
+        )

@@ -198,7 +198,7 @@ def tune(options: TuneOptions) -> None:
             budget_s=options.budget_s,
             num_best=options.best,
             num_predicted=options.seeds,
-            told=lambda: advance(1),
+            on_simulation=lambda: advance(1),
         )
     tries = [trials.run(number, each) for number, each in enumerate(found.proposals[:tried], 1)]
     table = proposal_table(source, found, tries)
@@ -238,7 +238,7 @@ def _costs_source(
     loop_only: bool,
 ) -> "Source":
     from rrfp.simulate.jitter import parse_jitter
-    from rrfp.tune.from_costs import Asked, source_of_costs
+    from rrfp.tune.from_costs import CostOptions, source_of_costs
 
     for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches a step")):
         if of_costs[name] is None:
@@ -246,7 +246,7 @@ def _costs_source(
                 f"--{name} is missing; costs in a file do not say how many {what} there are, as "
                 f"in --{name} 8"
             )
-    asked = Asked(
+    asked = CostOptions(
         pp=of_costs["pp"],
         microbatches=of_costs["microbatches"],
         micro_batch_size=of_costs["micro-batch-size"],

@@ -25,7 +25,7 @@ from rrfp.trace.records import NS_PER_S
 from rrfp.tune.flags import flags_of
 
 if TYPE_CHECKING:
-    from rrfp.tune.search import Found, Predicted
+    from rrfp.tune.search import Prediction, SearchResult
     from rrfp.tune.source import Candidate, Source
 
 import hashlib
@@ -45,7 +45,7 @@ from rrfp.simulate.costs.model import Uneven
 
 if TYPE_CHECKING:
     from rrfp.train.settings import TrainSettings
-    from rrfp.tune.search import Predicted
+    from rrfp.tune.search import Prediction
     from rrfp.tune.source import Source
 
 _WIDTH = 79
@@ -54,7 +54,7 @@ _FEW_STAGES = 4
 """The table has the layers of this many stages at most; the flags below it have all."""
 
 
-def print_flags(source: "Source", found: "Found", *, markdown: bool) -> None:
+def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> None:
     """Print the flags of each proposal, to be pasted."""
     for number, each in enumerate(found.proposals, 1):
         flags = flags_of(each.candidate, source)
@@ -68,7 +68,7 @@ def print_flags(source: "Source", found: "Found", *, markdown: bool) -> None:
             print("```")
 
 
-def proposal_table(source: "Source", found: "Found", trials: "Sequence[Tried]") -> Table:
+def proposal_table(source: "Source", found: "SearchResult", trials: "Sequence[Tried]") -> Table:
     """The proposals, the best one first, below the run as it is."""
     own = found.own
     return Table(
@@ -99,14 +99,14 @@ def proposal_table(source: "Source", found: "Found", trials: "Sequence[Tried]") 
     )
 
 
-def _predictions(source: "Source", found: "Found") -> Iterator[Column]:
+def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
     proposals, own = list(found.proposals), found.own
     rows = [*([] if own is None else [own]), *proposals]
     mean_s = [each.mean_s for each in proposals]
     flags = [flags_of(each.candidate, source) for each in proposals]
     times = Times(each.mean_s * NS_PER_S for each in rows)
 
-    def interval(predicted: "Predicted") -> str:
+    def interval(predicted: "Prediction") -> str:
         low, high = (times.format(s * NS_PER_S) for s in (predicted.low_s, predicted.high_s))
         return f"{low.split()[0]} - {high}"
 
@@ -154,7 +154,7 @@ def _predictions(source: "Source", found: "Found") -> Iterator[Column]:
     yield Column(None, [each.candidate.split for each in proposals], key="layers")
 
 
-def _trials(found: "Found", trials: "Sequence[Tried]") -> Iterator[Column]:
+def _trials(found: "SearchResult", trials: "Sequence[Tried]") -> Iterator[Column]:
     """The columns of the proposals that were tried for real."""
     untried = [None] * (len(found.proposals) - len(trials))
     real_s = [each.real_s for each in trials]
@@ -176,7 +176,7 @@ def _memory(memory: Hold) -> str:
     return f"{memory} microbatch{'' if memory == 1 else 'es'}"
 
 
-def _notes(source: "Source", found: "Found") -> list[str]:
+def _notes(source: "Source", found: "SearchResult") -> list[str]:
     notes = []
     own = found.own
     if source.measured_s is not None and own is not None and source.own is not None:
@@ -270,7 +270,7 @@ class Trials:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_own", self._own_settings() if self.num else None)
 
-    def run(self, number: int, proposal: "Predicted") -> Tried:
+    def run(self, number: int, proposal: "Prediction") -> Tried:
         """Train with a proposal; raises RrfpError if a rank fails."""
         from rrfp.analyze.frame_files import load_frames
         from rrfp.analyze.frames import step_time_ns
@@ -301,7 +301,7 @@ class Trials:
         real_s = step_time_ns(frames, counted) / NS_PER_S
         return Tried(run.path, real_s, self._predicted_s(proposal, counted))
 
-    def _predicted_s(self, proposal: "Predicted", counted: range) -> float:
+    def _predicted_s(self, proposal: "Prediction", counted: range) -> float:
         """What was predicted for these steps of the trial. A paced run of costs in a file meets the
         seeds that were predicted for, and another run those of the one that it is tuned on."""
         from rrfp.tune.search import predict_unbound
@@ -338,7 +338,7 @@ class Trials:
             jitter=self.jitter,
         )
 
-    def _settings(self, proposal: "Predicted") -> "TrainSettings":
+    def _settings(self, proposal: "Prediction") -> "TrainSettings":
         """The run's own settings with the proposal's."""
         from rrfp.inputs import layout_string
 
@@ -379,7 +379,7 @@ class Trials:
             changed["seed"] = max(0, first)
         return own.changed(**changed)
 
-    def _pace(self, text: str, proposal: "Predicted") -> str:
+    def _pace(self, text: str, proposal: "Prediction") -> str:
         """Costs of the proposal's own stages and microbatches, as a file where they are cut
         anew."""
         from rrfp.replay.cost_sources import costs_file, settled

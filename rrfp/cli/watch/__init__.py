@@ -73,7 +73,7 @@ def watch(
     # Imported late: numpy and rich.
     from rrfp.cli.watch.loop import AlertCommand, watch_run
     from rrfp.cli.watch.views import Lines, LivePage, OncePage, Teller, has_terminal
-    from rrfp.watch.exporters.exporter import open_exporter
+    from rrfp.watch.exporters import open_exporter
     from rrfp.watch.follow import Follower
 
     name = path.resolve().name

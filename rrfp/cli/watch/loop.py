@@ -12,9 +12,9 @@ from typing import IO
 from rrfp.cli.terminal import has_reader
 from rrfp.cli.watch.views import OVER, Teller
 from rrfp.errors import RrfpError, first_line
-from rrfp.watch.alarms import facts, of_metrics, of_step
-from rrfp.watch.exporters.exporter import Exporter
-from rrfp.watch.follow import Follower, News
+from rrfp.watch.alarms import alert_environment, measures_of_metrics, measures_of_step
+from rrfp.watch.exporters import Exporter
+from rrfp.watch.follow import Follower, Update
 
 _TIMEOUT_S = 60.0
 _POLL_S = 0.05
@@ -101,13 +101,13 @@ def watch_run(
     try:
         teller.begin()
         while True:
-            # Asked before the look, which then finds all that a run that is over has written.
-            stand, _ = follower.stand()
-            news = follower.look()
+            # The state is read first: the poll then finds all that a finished run has written.
+            stand, _ = follower.state()
+            news = follower.poll()
             _send(follower, news, exporters, teller)
             _alert(follower, news, command, teller)
             is_last = not news.has_more and (once or stand in OVER)
-            now, told = follower.stand()
+            now, told = follower.state()
             teller.tell(news, now, told)
             if is_last and (once or now in OVER):
                 teller.end(now, told)
@@ -121,7 +121,7 @@ def watch_run(
 
 
 def _send(
-    follower: Follower, news: News, exporters: MutableMapping[str, Exporter], teller: Teller
+    follower: Follower, news: Update, exporters: MutableMapping[str, Exporter], teller: Teller
 ) -> None:
     if not (news.steps or news.metrics):
         return
@@ -129,21 +129,21 @@ def _send(
         try:
             for line in news.metrics:
                 if isinstance(step := line.get("step"), int):
-                    exporter.take(step, "metrics", list(of_metrics(line)))
+                    exporter.add(step, "metrics", list(measures_of_metrics(line)))
             for figures, active in news.steps:
-                exporter.take(figures.step, "records", list(of_step(figures, active)))
+                exporter.add(figures.step, "records", list(measures_of_step(figures, active)))
             exporter.flush()
         except (RrfpError, OSError) as error:
             del exporters[asked]
             teller.note(f"--export {asked} has ended: {error}")
 
 
-def _alert(follower: Follower, news: News, command: AlertCommand | None, teller: Teller) -> None:
+def _alert(follower: Follower, news: Update, command: AlertCommand | None, teller: Teller) -> None:
     if command is None:
         return
     for alert in news.alerts:
         try:
-            command.start(facts(alert, str(follower.run.path)))
+            command.start(alert_environment(alert, str(follower.run.path)))
         except OSError as error:
             teller.note(f"the alert command was not started: {error}")
     for sentence in command.ended():

@@ -16,19 +16,28 @@ from rich.text import Text
 from rrfp.cli.console import console
 from rrfp.schedule.knobs import told_bytes
 from rrfp.trace.records import NS_PER_S, STEP, counted
-from rrfp.watch.alarms import Alarm, Alert, as_json, facts, of_metrics, of_step
+from rrfp.watch.alarms import (
+    Alarm,
+    Alert,
+    alert_environment,
+    measures_as_json,
+    measures_of_metrics,
+    measures_of_step,
+)
 from rrfp.watch.figures import RankFigures, StepFigures, extra_work
-from rrfp.watch.follow import Follower, News, Stand
+from rrfp.watch.follow import Follower, RunState, Update
 from rrfp.watch.slowness import WINDOW
 
 _MOST_STAGES = 12
 _MOST_ALARMS = 3
 _BAR_WIDTH = 24
 _LEAST_EXTRA, _LEAST_TOLD = 0.1, 0.01
-_COLORS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
+_COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: "red"}
 
 
-def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ()) -> RenderableType:
+def page(
+    follower: Follower, stand: RunState, told: str, notes: Sequence[str] = ()
+) -> RenderableType:
     """The run as it stands now."""
     parts: list[RenderableType] = [_headline(follower, stand, told)]
     recent = list(follower.steps)[-WINDOW:]
@@ -41,7 +50,7 @@ def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ())
     elif follower.metrics:
         parts.append(Text(_of_metrics(follower)))
         parts += [Text(), _stages_of_metrics(follower)]
-        if stand is not Stand.WAITING:
+        if stand is not RunState.WAITING:
             parts.append(Text("There are no records, so neither causes nor who is slow."))
     if follower.begins_late and follower.steps:
         parts.append(Text("Its earlier steps were left out: the run has recorded for long."))
@@ -49,7 +58,7 @@ def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ())
     return Group(*parts)
 
 
-def _headline(follower: Follower, stand: Stand, told: str) -> Text:
+def _headline(follower: Follower, stand: RunState, told: str) -> Text:
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")
@@ -199,7 +208,7 @@ def duration(seconds: float) -> str:
 
 # The forms in which a run is told of: a live page, the page once, or a line for each event.
 
-OVER = Stand.ENDED, Stand.KILLED
+OVER = RunState.ENDED, RunState.KILLED
 """How a run stands that nobody needs to watch any longer."""
 _MOST_NOTES = 3
 
@@ -209,12 +218,12 @@ class Teller(Protocol):
 
     def begin(self) -> None: ...
 
-    def tell(self, news: News, stand: Stand, told: str) -> None: ...
+    def tell(self, news: Update, stand: RunState, told: str) -> None: ...
 
     def note(self, sentence: str) -> None:
         """Something besides the run: an exporter or a command that failed."""
 
-    def end(self, stand: Stand, told: str) -> None: ...
+    def end(self, stand: RunState, told: str) -> None: ...
 
     def close(self) -> None:
         """Leave the terminal as it was; a second call does nothing."""
@@ -236,7 +245,7 @@ class LivePage:
     def begin(self) -> None:
         self._live.start()
 
-    def tell(self, news: News, stand: Stand, told: str) -> None:
+    def tell(self, news: Update, stand: RunState, told: str) -> None:
         for alert in news.alerts:
             self._console.print(alert.text, soft_wrap=True)
         self._live.update(self._page(stand, told), refresh=True)
@@ -244,13 +253,13 @@ class LivePage:
     def note(self, sentence: str) -> None:
         self._notes = [*self._notes, f"note: {sentence}"][-_MOST_NOTES:]
 
-    def end(self, stand: Stand, told: str) -> None:
+    def end(self, stand: RunState, told: str) -> None:
         self._live.update(self._page(stand, told), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
-    def _page(self, stand: Stand, told: str) -> RenderableType:
+    def _page(self, stand: RunState, told: str) -> RenderableType:
         return page(self._follower, stand, told, self._notes)
 
 
@@ -264,13 +273,13 @@ class OncePage:
     def begin(self) -> None:
         pass
 
-    def tell(self, news: News, stand: Stand, told: str) -> None:
+    def tell(self, news: Update, stand: RunState, told: str) -> None:
         pass
 
     def note(self, sentence: str) -> None:
         self._notes.append(f"note: {sentence}")
 
-    def end(self, stand: Stand, told: str) -> None:
+    def end(self, stand: RunState, told: str) -> None:
         console().print(page(self._follower, stand, told, self._notes))
 
     def close(self) -> None:
@@ -284,16 +293,16 @@ class Lines:
         self._follower = follower
         self._as_json = as_json
         self._only_alerts = only_alerts
-        self._stand: Stand | None = None
+        self._stand: RunState | None = None
 
     def begin(self) -> None:
         pass
 
-    def tell(self, news: News, stand: Stand, told: str) -> None:
+    def tell(self, news: Update, stand: RunState, told: str) -> None:
         # That it is over comes last, from `end`.
         if stand is not self._stand and stand not in OVER:
             self._stand = stand
-            if not (self._only_alerts and stand is Stand.GOING):
+            if not (self._only_alerts and stand is RunState.GOING):
                 self._tell_stand(stand, told)
         if not self._only_alerts:
             if self._as_json or not news.steps:
@@ -307,22 +316,24 @@ class Lines:
     def note(self, sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
-    def end(self, stand: Stand, told: str) -> None:
+    def end(self, stand: RunState, told: str) -> None:
         if stand is not self._stand:
             self._tell_stand(stand, told)
 
     def close(self) -> None:
         pass
 
-    def _tell_stand(self, stand: Stand, told: str) -> None:
+    def _tell_stand(self, stand: RunState, told: str) -> None:
         path = str(self._follower.run.path)
         step = self._follower.last_step
         self._print({"event": stand, "run": path, "step": step, "text": told}, f"{path}: {told}")
 
     def _tell_metrics(self, line: dict[str, Any], *, is_alone: bool) -> None:
-        measures = list(of_metrics(line))
+        measures = list(measures_of_metrics(line))
         if self._as_json:
-            self._print({"event": "metrics", "step": line.get("step"), **as_json(measures)}, "")
+            self._print(
+                {"event": "metrics", "step": line.get("step"), **measures_as_json(measures)}, ""
+            )
         elif is_alone and isinstance(step := line.get("step"), int):
             told = "  ".join(f"{name} {value:.4g}" for name, _, value in measures)
             self._print({}, f"step {step}  {told}")
@@ -330,7 +341,7 @@ class Lines:
     def _tell_step(
         self, step: StepFigures, active: list[Alarm], metrics: Sequence[dict[str, Any]]
     ) -> None:
-        figures = as_json(of_step(step, active))
+        figures = measures_as_json(measures_of_step(step, active))
         loss = next((line.get("loss") for line in metrics if line.get("step") == step.step), None)
         waits = list(step.wait_fractions().items())[:1]
         told = [
@@ -345,7 +356,7 @@ class Lines:
         self._print({"event": "step", "step": step.step, **figures}, "  ".join(told))
 
     def _tell_alert(self, alert: Alert) -> None:
-        named = facts(alert, str(self._follower.run.path))
+        named = alert_environment(alert, str(self._follower.run.path))
         event = {
             "event": named["RRFP_ALERT"],
             "step": alert.step,

@@ -23,7 +23,7 @@ from inspect import Parameter
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.megatron.provenance import described, foreign_layer, is_ours
+from rrfp.megatron.provenance import describe_callable, foreign_layer, is_ours
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.named_hints import HINTS, hint_named
 
@@ -105,7 +105,7 @@ _STEP = (
     "adjust_tensor_shapes_fn, p2p_communicator, pg_collection, force_all_reduce)"
 )
 
-STOOD_FOR: Needs = {
+REPLACED: Needs = {
     "pipeline_parallel.schedules": (
         f"forward_backward_no_pipelining{_STEP}",
         f"forward_backward_pipelining_without_interleaving{_STEP}",
@@ -121,14 +121,14 @@ _LINEAR = (
     "wgrad_deferral_limit, tp_group"
 )
 
-STOOD_FOR_BY_SPLITTING: Needs = {
+REPLACED_IF_SPLIT: Needs = {
     "tensor_parallel.layers": (
         f"{_LINEAR}, gtp_remat_size, output_dtype) | {_LINEAR}, gtp_remat_size) | {_LINEAR})",
     ),
 }
 """The same, if weight gradients are separate tasks."""
 
-INSTALLED_FOR: Needs = {
+REPLACED_BY_INSTALL: Needs = {
     "pipeline_parallel.schedules": (
         "get_forward_backward_func(pp_size, vp_size, schedule_pg_collection)"
         " | get_forward_backward_func(pp_size, vp_size)",
@@ -157,10 +157,10 @@ def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> 
     """Raise UsageError for a Megatron-Core that the drop-in does not know, before the drop-in is
     imported. `installs` also checks what `install()` needs. Results are cached, because loops ask
     for a schedule again and again."""
-    _check([DROP_IN], [STOOD_FOR, INSTALLED_FOR] if installs else [STOOD_FOR])
+    _check([DROP_IN], [REPLACED, REPLACED_BY_INSTALL] if installs else [REPLACED])
     if settings.policy.hint.splits_backward:
         whole = [name for name in HINTS if not hint_named(name).splits_backward]
-        _check([], [STOOD_FOR_BY_SPLITTING], f"choose a hint that works ({', '.join(whole)}), or ")
+        _check([], [REPLACED_IF_SPLIT], f"choose a hint that works ({', '.join(whole)}), or ")
 
 
 def check_for_trace() -> None:
@@ -241,8 +241,8 @@ def _difference(module: str, entry: str, *, is_stood_for: bool) -> str | None:
     if foreign is not None and not is_ours(foreign) and (is_stood_for or look.differs):
         why = look.differs or "would not run under rrfp's schedule"
         raise UsageError(
-            f"{described(foreign)} has replaced {_CORE}.{look.path} and {why}; switch that patch "
-            "off"
+            f"{describe_callable(foreign)} has replaced {_CORE}.{look.path} and {why}; "
+            "switch that patch off"
         )
     return None if look.differs is None else f"{look.path} {look.differs}"
 

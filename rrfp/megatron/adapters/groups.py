@@ -37,7 +37,7 @@ def default_groups() -> Any:
     return groups
 
 
-def pipeline_of(collection: Any, communicator: Any = None) -> Any:
+def pipeline_group(collection: Any, communicator: Any = None) -> Any:
     """The ranks of the pipeline: of the collection, else of the communicator, else of Megatron's
     parallel state. None if there is no pipeline in any of them."""
     return (
@@ -47,13 +47,13 @@ def pipeline_of(collection: Any, communicator: Any = None) -> Any:
     )
 
 
-def replicas_of(collection: Any) -> Any:
+def replica_group(collection: Any) -> Any:
     """The ranks that hold the same stages, those that share a sequence included: of the collection,
     else of Megatron's parallel state. Raises UsageError if neither has them."""
     found = getattr(collection, "dp_cp", None)
     if found is not None:
         return found
-    if pipeline_of(None) is None:
+    if pipeline_group(None) is None:
         raise UsageError(
             "the process groups of this step have no dp_cp, and Megatron's parallel state, which "
             "would have it, is not set up; add it to pg_collection"
@@ -61,13 +61,13 @@ def replicas_of(collection: Any) -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def data_parallel_of(collection: Any) -> Any:
+def data_parallel_group(collection: Any) -> Any:
     """The ranks with this one's place in all replicas: of the collection, else of Megatron's
     parallel state. Raises UsageError if neither has them."""
     found = getattr(collection, "dp", None)
     if found is not None:
         return found
-    if pipeline_of(None) is None:
+    if pipeline_group(None) is None:
         raise UsageError(
             "the process groups of this step have no dp, and Megatron's parallel state, which "
             "would have it, is not set up; add it to pg_collection"
@@ -75,7 +75,7 @@ def data_parallel_of(collection: Any) -> Any:
     return parallel_state.get_data_parallel_group()
 
 
-def expert_groups_of(collection: Any) -> list[Any]:
+def expert_groups(collection: Any) -> list[Any]:
     """The groups in which experts share collectives: of the collection where it names them, else of
     Megatron's parallel state, as in Megatron's own modules."""
     found = (
@@ -85,7 +85,7 @@ def expert_groups_of(collection: Any) -> list[Any]:
     return [group for group in found if group is not None]
 
 
-def expert_parallel_of(collection: Any) -> Any:
+def expert_parallel_group(collection: Any) -> Any:
     """The group over which experts are spread; None if there is none."""
     return getattr(collection, "ep", None) or _OF_EXPERTS["ep"](check_initialized=False)
 

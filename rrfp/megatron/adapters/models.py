@@ -31,7 +31,7 @@ def attribute_of(model: Any, name: str) -> Any:
         return None
 
 
-def unwrapped(chunks: Sequence[Any]) -> list[Any]:
+def unwrap_models(chunks: Sequence[Any]) -> list[Any]:
     """Model chunks without the wrappers of data parallelism and mixed precision."""
     from megatron.core.utils import unwrap_model
 

@@ -8,13 +8,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from rrfp.megatron.adapters.groups import pipeline_size
-from rrfp.megatron.installation import megatrons
+from rrfp.megatron.installation import original_function
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager
-def wrapped_parts(
+def patched_parts(
     *, forward: Wrap, backward: Wrap, communicate: Wrap, config: Any, finalize: Wrap
 ) -> Iterator[None]:
     """Have Megatron's own schedules call wrapped versions of their parts during the block: of the
@@ -36,10 +36,10 @@ def _replace(restored: ExitStack, owner: Any, name: str, wrap: Wrap) -> None:
     setattr(owner, name, wrap(original))
 
 
-def own_schedule(num_chunks: int) -> Callable[..., list[Any]]:
+def megatron_schedule_for(num_chunks: int) -> Callable[..., list[Any]]:
     """Megatron's own function, as its getter chooses."""
     if pipeline_size() == 1:
-        return megatrons("forward_backward_no_pipelining")
+        return original_function("forward_backward_no_pipelining")
     if num_chunks == 1:
-        return megatrons("forward_backward_pipelining_without_interleaving")
-    return megatrons("forward_backward_pipelining_with_interleaving")
+        return original_function("forward_backward_pipelining_without_interleaving")
+    return original_function("forward_backward_pipelining_with_interleaving")

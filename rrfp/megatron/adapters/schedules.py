@@ -70,7 +70,7 @@ def run_forward(
     return outputs, num_tokens
 
 
-def is_first_of_weights(
+def is_first_since_update(
     first_val_step: bool | None, *, forward_only: bool, is_first_forward: bool
 ) -> bool:
     """Whether a forward is the first since the weights changed. `first_val_step` is the training

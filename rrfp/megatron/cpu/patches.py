@@ -17,8 +17,8 @@ Functions that Megatron compiles by ``torch.compile`` stay as they are written: 
 would take a C++ compiler, and to import what compiles takes every rank a second.
 
 What it lacks without Transformer Engine, it lacks on every device
-(`rrfp.megatron.adapters.fallbacks`), and what gloo asks of it, gloo asks on GPUs, too
-(`rrfp.megatron.adapters.fallbacks`). `prepare_cpu` must run before any other part of this package
+(`rrfp.megatron.cpu.patches`), and what gloo asks of it, gloo asks on GPUs, too
+(`rrfp.megatron.cpu.patches`). `prepare_cpu` must run before any other part of this package
 imports megatron.
 """
 
@@ -34,11 +34,6 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-
-from rrfp.megatron.adapters.fallbacks import (
-    prepare_without_transformer_engine,
-    reduce_losses_among_several,
-)
 
 _CORE = "megatron.core"
 
@@ -260,3 +255,51 @@ def _install_expert_exchange() -> None:
 
     _core("transformer.moe.moe_utils").te_general_gemm = None
     _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = sizes
+
+
+# Patches that GPUs need too: without Transformer Engine and Apex, and for gloo.
+
+
+def prepare_without_transformer_engine() -> None:
+    """Patch Megatron-Core. Further calls change nothing, nor does one where both are installed."""
+    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = _tagged_norm
+    experts = _core("transformer.moe.moe_utils")
+    experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
+
+
+def _tagged_norm(
+    _cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object
+) -> torch.nn.Module:
+    norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+    norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
+    parameter: Any  # Megatron sets its tags as attributes that torch's type does not declare
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+def reduce_losses_among_several() -> None:
+    """Leave the reduction of losses out in groups of one rank."""
+    distributed = ModuleType("torch.distributed", torch.distributed.__doc__)
+    vars(distributed).update(vars(torch.distributed))
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        if group.size() > 1:
+            torch.distributed.all_reduce(tensor, op=op, group=group)
+
+    vars(distributed)["all_reduce"] = all_reduce
+    loss_torch = ModuleType("torch", torch.__doc__)
+    vars(loss_torch).update(vars(torch))
+    vars(loss_torch)["distributed"] = distributed
+    _core("tensor_parallel.cross_entropy").torch = loss_torch
+
+
+def reduce_one_by_one() -> None:
+    """Let data parallelism without overlap call a collective for each of its buckets."""
+    _core("distributed.param_and_grad_buffer")._coalescing_manager = _one_by_one
+
+
+@contextlib.contextmanager
+def _one_by_one(*_: object, **__: object) -> Iterator[None]:
+    """In the place of the manager that unites them; without overlap nobody asks it for more."""
+    yield

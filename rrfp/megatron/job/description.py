@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rrfp.megatron.adapters.groups import expert_parallel_of, replicas_of
+from rrfp.megatron.adapters.groups import expert_parallel_group, replica_group
 from rrfp.megatron.adapters.models import config_of, version
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.policy import Dispatch
@@ -20,7 +20,7 @@ Described = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
+class DispatchDescription:
     """Who dispatches the tasks of a job, and by which policy."""
 
     label: str
@@ -35,7 +35,7 @@ class Steering:
     process group waits."""
 
 
-def dispatched(settings: DispatchSettings) -> Steering:
+def describe_dispatch(settings: DispatchSettings) -> DispatchDescription:
     """A job whose tasks we dispatch."""
     # Not a copy in depth: a cost function may hold on to anything.
     others = {each.name: getattr(settings, each.name) for each in fields(settings)}
@@ -44,7 +44,7 @@ def dispatched(settings: DispatchSettings) -> Steering:
     for name in ("admit_cost", "hold_features"):
         if callable(asked[name]):
             asked[name] = getattr(asked[name], "__qualname__", "a function")
-    return Steering(
+    return DispatchDescription(
         settings.policy.hint.name,
         settings.placement,
         lambda *_: asked,
@@ -58,7 +58,7 @@ def _shape_of(settings: Mapping[str, Any], placement: Placement) -> Shape:
     return Shape(settings["pp"], settings["microbatches"], settings["chunks"], placement)
 
 
-def undispatched() -> Steering:
+def describe_native_dispatch() -> DispatchDescription:
     """A job that Megatron's own schedule runs."""
 
     def settings(chunks: Sequence[Any], num_ranks: int) -> Described:
@@ -70,7 +70,7 @@ def undispatched() -> Steering:
             hint = "interleaved" if is_usual else f"interleaved by {in_turn}"
         return {"hint": hint, "dispatch": str(Dispatch.MEGATRON), "placement": str(Placement.LOOP)}
 
-    return Steering(
+    return DispatchDescription(
         "native",
         Placement.LOOP,
         settings,
@@ -81,13 +81,13 @@ def undispatched() -> Steering:
 
 def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
     """The sizes of a step's process groups, under the names of `rrfp train`'s settings."""
-    experts = expert_parallel_of(groups) if has_experts else None
+    experts = expert_parallel_group(groups) if has_experts else None
     return {
         "pp": groups.pp.size(),
         "tp": groups.tp.size(),
         "cp": groups.cp.size(),
         # Ranks that share a sequence run the same tasks, like replicas.
-        "dp": replicas_of(groups).size(),
+        "dp": replica_group(groups).size(),
         "ep": 1 if experts is None else experts.size(),
         "chunks": num_chunks,
     }

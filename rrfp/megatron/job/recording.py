@@ -4,30 +4,38 @@ Recording begins at the first step, when the job has certainly set up its proces
 with the process. If anything fails here, the training goes on.
 """
 
+import itertools
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from rrfp import requirements
-from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.adapters.groups import replicas_of
+from rrfp.errors import RrfpError, UsageError, first_line
+from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.adapters.models import may_have_experts
 from rrfp.megatron.job.description import (
-    Steering,
+    DispatchDescription,
     by_stage,
     layout_of,
     model_of,
     num_parameters,
     program,
 )
-from rrfp.megatron.job.request import RecordingRequest, tell
-from rrfp.megatron.job.run_directory import Meeting
+from rrfp.megatron.job.request import RecordingRequest, num_restarts, print_to_stderr
+from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
@@ -37,15 +45,15 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_report import StepReport
-from rrfp.megatron.transport_log import TransportLog
-from rrfp.planning.step_files import DealingFile, OrdersFile, join_orders
+from rrfp.planning.step_files import AdmissionFile, AssignmentFile, join_admission_files
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.protocols import monotonic
+from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.protocols import PeerLostError, monotonic
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import default_store
+from rrfp.runtime.rendezvous import Rendezvous, default_store, introduce, introduced
 from rrfp.schedule.balance import Hands
 from rrfp.schedule.shape import Shape
-from rrfp.strict_json import integers
+from rrfp.strict_json import instance, integers
 from rrfp.trace.locate import encode_apart
 from rrfp.trace.outcome import JobOutcome
 from rrfp.trace.records import (
@@ -58,7 +66,7 @@ from rrfp.trace.records import (
     evaluation_step,
     is_evaluation,
 )
-from rrfp.trace.run_dir import RunDir, empty
+from rrfp.trace.run_dir import RunDir, create_run_dir, empty, own_files
 from rrfp.trace.run_json import PolicyLog, describe_run
 from rrfp.trace.spill import is_being_written, records_bytes
 
@@ -68,6 +76,197 @@ _END_S = 60.0
 """How long the leader waits for the other ranks to close their records."""
 _LOOK_S = 0.05
 
+_PREFIX = "rrfp/recording"
+_USED_STORE = (
+    "the job's store holds what an earlier start of the job left there; set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node, so that each start has a "
+    "store of its own"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Presence:
+    """What a rank says when it comes, or instead of coming."""
+
+    linked: tuple[int, ...] = ()
+    """The ranks that share a process group with it."""
+    num_restarts: int = 0
+    failure: str = ""
+    """Why it cannot record; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a rank knows once it has read the presence of all others."""
+
+    ranks: tuple[int, ...]
+    num_restarts: int
+    """Of all of them together."""
+
+
+class RecordingRendezvous:
+    """The meeting of a recording's ranks, as one of them sees it; all of them call it together.
+
+    One deadline holds for all of it. As a context manager, it tells the other ranks of an exception
+    raised inside, so that none of them waits for this one.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._prefix = _PREFIX
+        self._rendezvous = Rendezvous(store, _PREFIX, rank, timeout_s)
+        self._num_restarts = 0
+        self.ranks: Sequence[int] = ()
+        """Those of the recording, once they are known."""
+        self.is_leader = False
+        """Whether this rank does what is done once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        failure = first_line(str(error))
+        if self.ranks:
+            self._rendezvous.fail(failure)
+        else:
+            # Only those linked to this rank learn of it; another pipeline may go on meeting.
+            with suppress(RrfpError):
+                self._say(_Presence(failure=failure))
+
+    def gather(self, linked: Iterable[int]) -> None:
+        """Find the ranks of the recording. `linked` are those that share a process group with this
+        one. Raises PeerLostError naming a rank that does not come in time or cannot record, and
+        RrfpError if an earlier start of the job has used the store: torchrun keeps its own."""
+        if self._rendezvous.has(f"presence/{self._rank}"):
+            raise self._used_store()
+        self._say(_Presence(tuple(sorted(linked)), num_restarts()))
+        found: set[int] = set()
+        num_started_again = 0
+        new = {self._rank}
+        while new:
+            self._rendezvous.awaited = sorted(new)
+            told = [self._presence_of(rank) for rank in self._rendezvous.awaited]
+            num_started_again += sum(each.num_restarts for each in told)
+            found |= new
+            new = {rank for each in told for rank in each.linked} - found
+        self._confirm(_Found(tuple(sorted(found)), num_started_again))
+        self._num_restarts = num_started_again
+        self.ranks = sorted(found)
+        self.is_leader = self._rank == self.ranks[0]
+        # From here on a failure concerns these ranks only.
+        self._prefix = f"{_PREFIX}/{self.ranks[0]}"
+        remaining_s = self._rendezvous.remaining_s
+        self._rendezvous = Rendezvous(self._store, self._prefix, self._rank, remaining_s)
+
+    def run(self, request: RecordingRequest, label: str) -> RunDir:
+        """The run's directory, which the leader makes. Raises RrfpError if it cannot, or if another
+        pipeline of the job is recorded already: a recording has one."""
+        if self.is_leader:
+            self._rendezvous.publish("run", str(self._make(request, label).path))
+        return RunDir(Path(self._rendezvous.wait_text("run", self.ranks[0])))
+
+    def introduce(self, own: RankInfo, device: torch.device) -> RankInfo:
+        """Introduce this rank to the others; returns it with its clocks, that of its device too,
+        compared to the leader's."""
+        placed = introduce(
+            self._store,
+            self._prefix,
+            replace(own, rank=self._index),
+            len(self.ranks),
+            device_at(device),
+            timeout_s=self._rendezvous.remaining_s,
+        )
+        return replace(placed, rank=self._rank)
+
+    def introduced(self) -> list[RankInfo]:
+        """All ranks, once they have introduced themselves."""
+        found = introduced(
+            self._store,
+            self._prefix,
+            self._index,
+            len(self.ranks),
+            timeout_s=self._rendezvous.remaining_s,
+        )
+        return [replace(info, rank=rank) for info, rank in zip(found, self.ranks, strict=True)]
+
+    def settle(self) -> None:
+        """The leader calls this when all that it does once is done; the others wait for it. Raises
+        PeerLostError with the reason if a rank has failed before."""
+        if self.is_leader:
+            self._rendezvous.publish("settled", "")
+        self._rendezvous.wait("settled", self.ranks[0])
+
+    def share(self, name: str, value: object) -> None:
+        """Publish a JSON value about this rank."""
+        self._rendezvous.publish(f"{name}/{self._rank}", json.dumps(value))
+
+    def shared(self, name: str, decode: Callable[[object], T]) -> list[T]:
+        """What all ranks have published under this name, by rank."""
+        return [self._rendezvous.wait_json(f"{name}/{rank}", rank, decode) for rank in self.ranks]
+
+    @property
+    def _index(self) -> int:
+        return self.ranks.index(self._rank)
+
+    def _say(self, presence: _Presence) -> None:
+        self._rendezvous.publish(f"presence/{self._rank}", json.dumps(asdict(presence)))
+
+    def _presence_of(self, rank: int) -> _Presence:
+        found = self._rendezvous.wait_json(f"presence/{rank}", rank, partial(instance, _Presence))
+        if found.failure:
+            raise PeerLostError(f"rank {rank} cannot record: {found.failure}")
+        return found
+
+    def _confirm(self, own: _Found) -> None:
+        """See that all ranks have found the same.
+
+        A presence may be left from an earlier start in which this rank did not come so far. What
+        others have found cannot: if it names this rank, they have read the presence that this rank
+        published just now.
+        """
+        self._rendezvous.publish(f"found/{self._rank}", json.dumps(asdict(own)))
+        for rank in own.ranks:
+            decode = partial(instance, _Found)
+            if self._rendezvous.wait_json(f"found/{rank}", rank, decode) != own:
+                raise self._used_store()
+
+    def _used_store(self) -> RrfpError:
+        """The error to raise. Told to every rank of the job: none can trust what it reads."""
+        self._rendezvous.fail(_USED_STORE)
+        return RrfpError(_USED_STORE)
+
+    def _make(self, request: RecordingRequest, label: str) -> RunDir:
+        own = str(self._rank)
+        first = self._store.compare_set(f"{_PREFIX}/leader", "", own).decode()
+        if first != own:
+            raise RrfpError(
+                f"rank {first} and others record a pipeline, and a run has one; record this one in "
+                "a job of its own"
+            )
+        out, force = request.out, request.force
+        if self._num_restarts and out is not None and out.exists():
+            out, force = _free_beside(out), False
+            print_to_stderr(
+                f"{request.out} holds the run of an earlier start of this job, so this one is "
+                f"recorded in {out}"
+            )
+        with own_files():
+            return create_run_dir(out, force, label, request.runs)
+
+
+def _free_beside(out: Path) -> Path:
+    """The first of `OUT-restart-1`, `OUT-restart-2` and so on that does not exist."""
+    candidates = (out.with_name(f"{out.name}-restart-{number}") for number in itertools.count(1))
+    return next(path for path in candidates if not path.exists())
+
 
 class JobRecording:
     """This process' recording of its job.
@@ -76,7 +275,7 @@ class JobRecording:
     other groups or chunks; its steps are left out.
     """
 
-    def __init__(self, request: RecordingRequest, steering: Steering) -> None:
+    def __init__(self, request: RecordingRequest, steering: DispatchDescription) -> None:
         self._request = request
         self._window = request.window
         self._steering = steering
@@ -88,8 +287,8 @@ class JobRecording:
         """Likewise, on every rank."""
         self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
-        self._orders: OrdersFile | None = None
-        self._dealings: DealingFile | None = None
+        self._orders: AdmissionFile | None = None
+        self._dealings: AssignmentFile | None = None
         self._transport: TransportLog | None = None
         self._is_off = False
         self._has_given_up = False
@@ -156,7 +355,7 @@ class JobRecording:
     def _take(self, step: int | None, report: StepReport) -> None:
         """Keep what a drop-in reports of a step, recorded as this one or not."""
         if report.planes is not None and self._transport is not None:
-            self._transport.tell(report.planes)
+            self._transport.publish(report.planes)
         if report.is_evaluation:
             return
         if report.policy is not None and step is not None and self._run is not None:
@@ -174,14 +373,14 @@ class JobRecording:
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
         if self._orders is None:
-            self._orders = OrdersFile(directory.admission, info.dp_rank)
+            self._orders = AdmissionFile(directory.admission, info.dp_rank)
         self._orders.write(order)
 
     def _write_dealing(self, hands: Hands) -> None:
         if self._run is None:
             return
         if self._dealings is None:
-            self._dealings = DealingFile(self._run.dealing, len(hands), len(hands[0]))
+            self._dealings = AssignmentFile(self._run.dealing, len(hands), len(hands[0]))
         self._dealings.write(hands)
 
     def safely(self, record: Callable[[], T]) -> T | None:
@@ -200,7 +399,7 @@ class JobRecording:
         if not self._has_given_up:
             self._has_given_up = True
             what = "the run is not recorded" if recorder is None else "recording is switched off"
-            tell(f"{what}, the training goes on: {error}")
+            print_to_stderr(f"{what}, the training goes on: {error}")
         if recorder is not None:
             # Whoever reads the run is told by the file that this rank writes no more.
             with suppress(Exception):
@@ -218,7 +417,7 @@ class JobRecording:
         try:
             self._conclude(run)
         except Exception as error:  # the process ends well all the same
-            tell(f"the trace is made when 'rrfp analyze' opens the run: {error}")
+            print_to_stderr(f"the trace is made when 'rrfp analyze' opens the run: {error}")
 
     def _begin(self, arguments: Mapping[str, Any]) -> int | None:
         now_ns = monotonic()
@@ -297,7 +496,7 @@ class JobRecording:
             pp_rank=place.pp_rank,
             tp_rank=groups.tp.rank(),
             # Ranks that share a sequence run the same tasks, like replicas.
-            dp_rank=replicas_of(groups).rank(),
+            dp_rank=replica_group(groups).rank(),
             stages=shape.stages_of(place.pp_rank),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -315,7 +514,7 @@ class JobRecording:
         """Meet the other ranks and open the records. Raises RrfpError if they do not come, and if
         the run's directory cannot be made; the others learn why this rank cannot record."""
         timeout_s = self._steering.connect_s or timeout_s_of(groups.pp)
-        with Meeting(default_store(), place.rank, timeout_s) as meeting:
+        with RecordingRendezvous(default_store(), place.rank, timeout_s) as meeting:
             device = device_of(chunks, groups)
             self.is_on_gpu = device.type == "cuda"
             own = self.info = self._identify(place, groups, arguments["num_microbatches"])
@@ -332,7 +531,7 @@ class JobRecording:
             except UsageError:
                 self._has_given_up = True  # without a word: the schedule refuses the step itself
                 raise
-            replicas = ranks_of(replicas_of(groups))
+            replicas = ranks_of(replica_group(groups))
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own, device)
@@ -383,17 +582,17 @@ class JobRecording:
                 run.path.rmdir()  # fails where its script has put something there
             elif not self._has_given_up:
                 why = self._window.without_steps(self._num_trained)
-                tell(f"{run.path} has no steps: {why}")
+                print_to_stderr(f"{run.path} has no steps: {why}")
             return
         deadline_s = time.monotonic() + _END_S
         while any(is_being_written(spill) for spill in run.records.glob("rank-*.jsonl")):
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
-        join_orders(run.admission)
+        join_admission_files(run.admission)
         told = f"{count_of(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
-            tell(
+            print_to_stderr(
                 f"{told}; this environment lacks {lacking}, so the first rrfp command that opens "
                 "the run in another one makes its trace"
             )
@@ -401,4 +600,4 @@ class JobRecording:
         # Where the window ended before the job, another command may have made the trace.
         if run.records.is_dir():
             encode_apart(run.path)
-        tell(f"{told}; open it with: rrfp trace view {run.path}")
+        print_to_stderr(f"{told}; open it with: rrfp trace view {run.path}")

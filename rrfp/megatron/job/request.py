@@ -16,7 +16,7 @@ from rrfp.trace.run_dir import RUNS
 # The logging of a script would hide it, or repeat it on every rank in a form of its own.
 
 
-def tell(sentence: str) -> None:
+def print_to_stderr(sentence: str) -> None:
     """Write a sentence to stderr, whatever the script's logging is. Never raises."""
     stderr = getattr(sys, "stderr", None)
     if stderr is not None:  # a script may have removed it

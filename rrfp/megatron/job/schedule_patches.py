@@ -15,9 +15,9 @@ from rrfp.megatron.installation import (
     GETTER,
     NO_PIPELINING,
     SCHEDULES,
-    after_import,
-    megatrons,
-    refuse_newer,
+    call_after_import,
+    original_function,
+    refuse_unknown_arguments,
 )
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.settings import DispatchSettings
@@ -32,7 +32,7 @@ Schedule = Callable[..., Any]
 """Runs a step, called as Megatron calls its schedule functions."""
 
 
-class StandIn(Protocol):
+class SchedulePatch(Protocol):
     """Replaces functions of Megatron's."""
 
     @property
@@ -45,20 +45,20 @@ class StandIn(Protocol):
     def functions(self) -> dict[str, Schedule]:
         """The functions, by the names of those that they replace."""
 
-    def is_passed_by(self, sentence: str) -> None:
+    def on_bypass(self, sentence: str) -> None:
         """Megatron's own function is about to run a step, because the job has fetched it before
         ours was put in its place; `sentence` says where. May raise UsageError."""
 
 
-def put_now(stand_in: StandIn, asker: str) -> None:
+def install_now(stand_in: SchedulePatch, asker: str) -> None:
     """Put it in place. Raises UsageError, replacing nothing, if Megatron's schedule has been
     replaced already, and for a Megatron-Core that rrfp does not know."""
-    installation.check_free(asker)
+    installation.check_not_replaced(asker)
     stand_in.check()
     _put(stand_in, asker)
 
 
-def put_after_import(stand_in: StandIn, asker: str) -> None:
+def install_after_import(stand_in: SchedulePatch, asker: str) -> None:
     """Put it in place once the process has imported Megatron's schedules; that import, or this call
     if it came before, raises UsageError if something has replaced them already.
 
@@ -67,21 +67,21 @@ def put_after_import(stand_in: StandIn, asker: str) -> None:
     """
 
     def put() -> None:
-        installation.check_free(asker)
+        installation.check_not_replaced(asker)
         _put(stand_in, asker)
 
-    after_import(installation.HOME, put)
+    call_after_import(installation.HOME, put)
 
 
-def _put(stand_in: StandIn, asker: str) -> None:
-    def passed_by(name: str, where: str, arguments: dict[str, Any]) -> None:
+def _put(stand_in: SchedulePatch, asker: str) -> None:
+    def on_bypass(name: str, where: str, arguments: dict[str, Any]) -> None:
         if not _is_other_pipelines(name, arguments):
-            stand_in.is_passed_by(
+            stand_in.on_bypass(
                 f"{where} calls Megatron's {name}, which it has fetched before {asker} replaced "
                 f"it; call {asker} before the loop calls {GETTER}()"
             )
 
-    installation.put(stand_in.functions(), asker, passed_by)
+    installation.put(stand_in.functions(), asker, on_bypass)
     at_end.call(_tell_of_end)
 
 
@@ -92,14 +92,14 @@ def _tell_of_end() -> None:
         tell_of_end()
 
 
-def schedule_named(
+def patched_schedule(
     name: str, check: Callable[[], None], run: Callable[[Schedule, dict[str, Any]], Any]
 ) -> Schedule:
     """Stands for Megatron's schedule function of this name. `check` raises UsageError for a
     Megatron-Core that rrfp does not know; then `run` gets Megatron's own and its arguments. A model
     that is not the pipeline's, such as a teacher that each rank has whole, Megatron runs as
     ever."""
-    own = megatrons(name)
+    own = original_function(name)
 
     @wraps(own)
     def schedule(**arguments: Any) -> Any:
@@ -113,15 +113,15 @@ def schedule_named(
 
 def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
     """Whether a call is about a model that the rank has whole, beside that of its pipeline."""
-    from rrfp.megatron.adapters.groups import pipeline_of
+    from rrfp.megatron.adapters.groups import pipeline_group
 
     if name != NO_PIPELINING:
         return False
-    pipeline = pipeline_of(arguments.get("pg_collection"))
+    pipeline = pipeline_group(arguments.get("pg_collection"))
     return pipeline is None or pipeline.size() > 1
 
 
-class DropIn:
+class DropInPatch:
     """Our schedule, recorded if that is requested."""
 
     def __init__(self, settings: DispatchSettings, request: RecordingRequest | None) -> None:
@@ -144,9 +144,9 @@ class DropIn:
         def run(own: Schedule, arguments: dict[str, Any]) -> Any:
             return self.get()(**arguments)
 
-        return {GETTER: self.get} | {name: schedule_named(name, check, run) for name in SCHEDULES}
+        return {GETTER: self.get} | {name: patched_schedule(name, check, run) for name in SCHEDULES}
 
-    def is_passed_by(self, sentence: str) -> None:
+    def on_bypass(self, sentence: str) -> None:
         raise UsageError(sentence)
 
     def get(
@@ -157,7 +157,7 @@ class DropIn:
         **newer: object,
     ) -> Schedule:
         """Like Megatron's `get_forward_backward_func`."""
-        refuse_newer(GETTER, newer)
+        refuse_unknown_arguments(GETTER, newer)
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
         from rrfp.megatron import dropin
@@ -167,10 +167,10 @@ class DropIn:
             self._own = dropin.get_forward_backward_func(*sizes, settings=self._settings)
             return self._own
         if self._recording is None:
-            from rrfp.megatron.job.description import dispatched
+            from rrfp.megatron.job.description import describe_dispatch
             from rrfp.megatron.job.recording import JobRecording
 
-            self._recording = JobRecording(self._request, dispatched(self._settings))
+            self._recording = JobRecording(self._request, describe_dispatch(self._settings))
         self._own = dropin.get_forward_backward_func(
             *sizes,
             settings=self._settings,

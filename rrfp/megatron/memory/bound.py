@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.memory.activation_bytes import KeptBytes
+from rrfp.megatron.memory.activation_bytes import ActivationBytes
 from rrfp.megatron.step_groups import device_for
 from rrfp.planning.memory_model import Bound, Features, SizeModel, with_group
 from rrfp.runtime.rendezvous import count_in, num_counted_in
@@ -42,9 +42,9 @@ _MEMORY_CGROUPS = (
 )
 
 
-def room_of(device: torch.device) -> int:
-    """The bytes that activations may take on this device between two steps; on a GPU, `share_gpu`
-    goes before. Raises RrfpError if nothing is left."""
+def activation_headroom(device: torch.device) -> int:
+    """Return the bytes that activations may use on this device, measured between two steps.
+    On a GPU, `register_gpu_rank` must run first. Raises RrfpError if no memory is left."""
     room = _room_on_gpu(device) if device.type == "cuda" else _room_on_host()
     if room <= 0:
         raise RrfpError(
@@ -54,7 +54,7 @@ def room_of(device: torch.device) -> int:
     return room
 
 
-def share_gpu(device: torch.device) -> None:
+def register_gpu_rank(device: torch.device) -> None:
     """Count this rank among those of its GPU; elsewhere than on a GPU, do nothing.
 
     How many GPUs a rank sees does not tell who else takes them: srun may show each of its tasks one
@@ -76,7 +76,7 @@ def _ranks_of(device: torch.device) -> str:
 
 def _room_on_gpu(device: torch.device) -> int:
     """This rank's even share of what the ranks on its GPU have left, and its allocator's blocks."""
-    share_gpu(device)  # in case the process groups, and their store, were made anew since
+    register_gpu_rank(device)  # in case the process groups, and their store, were made anew since
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free - int(_MARGIN * total)) // num_counted_in(_ranks_of(device)) + unused
@@ -139,7 +139,7 @@ class MemoryBound:
         self.budget: int | None = hold.num if isinstance(hold, Bytes) else None
         """In bytes; None until `auto` has found it."""
         if hold is Auto.AUTO:
-            share_gpu(device)
+            register_gpu_rank(device)
         self._features: Sequence[Features] = ()
         self._num_planned = 0
         self._waiting_gradients = 0
@@ -169,7 +169,7 @@ class MemoryBound:
             bounds = [[_widened(bound) for bound in row] for row in bounds]
         is_first = self._hold is Auto.AUTO and self.budget is None
         if is_first and any(bound is not None for row in bounds for bound in row):
-            self.budget = room_of(self._device)
+            self.budget = activation_headroom(self._device)
         if self.budget is None:
             # Sizes of 1: whatever they are, one microbatch at a time.
             ones = [[1] * len(features) for _ in bounds]
@@ -195,11 +195,11 @@ class MemoryBound:
         budget = max(free, min(sizes.least_budget, budget))
         return StepMemory(sizes, budget, self, measures, num_unknown)
 
-    def leave_room_for(self, waiting_gradient_bytes: int) -> None:
+    def reserve_for_gradients(self, waiting_gradient_bytes: int) -> None:
         """Leave room in later steps for as many bytes of waiting gradients as a step has had."""
         self._waiting_gradients = max(self._waiting_gradients, waiting_gradient_bytes)
 
-    def learn(self, kept: Sequence[Sequence[KeptBytes]]) -> None:
+    def learn(self, kept: Sequence[Sequence[ActivationBytes]]) -> None:
         """Take in what the microbatches of the planned step kept, by chunk and microbatch."""
         for model, row in zip(self._models, kept, strict=True):
             for features, found in zip(self._features, row, strict=True):

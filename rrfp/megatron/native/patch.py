@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rrfp.interchange.range_names import ScheduleRange, schedule_range
 from rrfp.megatron.adapters.compatibility import check_for_trace
 from rrfp.megatron.installation import SCHEDULES
-from rrfp.megatron.job.request import RecordingRequest, tell
-from rrfp.megatron.job.schedule_patches import Schedule, schedule_named
+from rrfp.megatron.job.request import RecordingRequest, print_to_stderr
+from rrfp.megatron.job.schedule_patches import Schedule, patched_schedule
 from rrfp.trace.records import RankInfo
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
 
 
-class RecordedNative:
+class NativePatch:
     """Megatron's own schedule, recorded. Its getter stays: it chooses from the recorded ones."""
 
     def __init__(self, request: RecordingRequest) -> None:
@@ -31,13 +31,13 @@ class RecordedNative:
         check_for_trace()
 
     def functions(self) -> dict[str, Schedule]:
-        return {name: schedule_named(name, self._check_once, self.run) for name in SCHEDULES}
+        return {name: patched_schedule(name, self._check_once, self.run) for name in SCHEDULES}
 
-    def is_passed_by(self, sentence: str) -> None:
+    def on_bypass(self, sentence: str) -> None:
         """Megatron's schedule is what was asked for: only its recording is missing."""
         if not self._was_passed_by:
             self._was_passed_by = True
-            tell(f"{sentence}; this step and others called so are not recorded")
+            print_to_stderr(f"{sentence}; this step and others called so are not recorded")
 
     def _check_once(self) -> None:
         """Before the first step: during one, what is checked is replaced by what records it."""
@@ -51,10 +51,10 @@ class RecordedNative:
         self.was_called = True
         if self._recording is None:
             # After the check, because they import names that another Megatron-Core may not have.
-            from rrfp.megatron.job.description import undispatched
+            from rrfp.megatron.job.description import describe_native_dispatch
             from rrfp.megatron.job.recording import JobRecording
 
-            self._recording = JobRecording(self._request, undispatched())
+            self._recording = JobRecording(self._request, describe_native_dispatch())
         recording = self._recording
         step = recording.begin(arguments)
         if step is None:
@@ -67,7 +67,7 @@ class RecordedNative:
             return own(**arguments)
         if self._cuda_timer is not None:
             # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
-            recording.safely(self._cuda_timer.look_at_clock)
+            recording.safely(self._cuda_timer.compare_clocks)
         data = self._schedule.run(partial(own, **arguments), step, arguments)
         recording.safely(self._schedule.settle)
         recording.end(step)

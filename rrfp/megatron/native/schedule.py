@@ -17,7 +17,7 @@ import torch
 from rrfp.interchange.range_names import task_range, wait_range
 from rrfp.megatron.adapters.groups import pipeline_size
 from rrfp.megatron.adapters.models import config_of
-from rrfp.megatron.adapters.native_schedule import own_schedule, wrapped_parts
+from rrfp.megatron.adapters.native_schedule import megatron_schedule_for, patched_parts
 from rrfp.megatron.step_report import StepReport
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
@@ -94,7 +94,7 @@ class CudaTimer:
         self._reference.synchronize()
         self._reference_ns = clock()
 
-    def look_at_clock(self) -> None:
+    def compare_clocks(self) -> None:
         """Compare the clocks if the stream is idle, by an event that completes at once. Gives up
         after a tenth of a millisecond."""
         if not torch.cuda.current_stream().query():
@@ -222,7 +222,7 @@ class NativeSchedule:
         self._name_of_step = name_of_step
         self._pace = pace
         self._num_ranks = num_ranks or pipeline_size()
-        self._steps: deque[_Tally] = deque()
+        self._steps: deque[_StepRecorder] = deque()
         self._num_trained = 0
         self._num_evaluations = 0
         self.report: StepReport | None = None
@@ -238,7 +238,7 @@ class NativeSchedule:
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only
         self._num_trained += not forward_only
-        schedule = own_schedule(len(_chunks(arguments["model"])))
+        schedule = megatron_schedule_for(len(_chunks(arguments["model"])))
         data = self.run(partial(schedule, **arguments), step, arguments)
         self.settle()
         return data
@@ -255,7 +255,7 @@ class NativeSchedule:
         pace = None
         if self._pace is not None and not forward_only:
             pace = NativePace(self._pace.start_step(step, shape), shape, self._pp_rank)
-        tally = _Tally(
+        tally = _StepRecorder(
             step,
             chunks,
             shape,
@@ -291,7 +291,7 @@ def _chunks(model: Any) -> list[Any]:
     return model if isinstance(model, list) else [model]
 
 
-class _Tally:
+class _StepRecorder:
     """Marks the tasks and waits of one step as they begin and end."""
 
     def __init__(
@@ -325,7 +325,7 @@ class _Tally:
 
     def recording(self, config: Any) -> AbstractContextManager[None]:
         """Record what Megatron's schedule does during the block."""
-        return wrapped_parts(
+        return patched_parts(
             forward=self.forward,
             backward=self.backward,
             communicate=self.communicate,
@@ -372,7 +372,7 @@ class _Tally:
             *received, under_way = self._transfer(function, peer)(*args, **kwargs)
             if isinstance(under_way, dict):  # with overlap_p2p_comm; otherwise all is done
                 under_way = {
-                    name: _UnderWay(handle, self._transfer(handle.wait, peer))
+                    name: _InFlightTransfer(handle, self._transfer(handle.wait, peer))
                     for name, handle in under_way.items()
                 }
             return *received, under_way
@@ -451,7 +451,7 @@ class _Tally:
         return result
 
 
-class _UnderWay:
+class _InFlightTransfer:
     """The handle of a transfer, with its own `wait`."""
 
     def __init__(self, handle: Any, wait: Callable[..., Any]) -> None:

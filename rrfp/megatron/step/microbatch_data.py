@@ -131,7 +131,7 @@ class StepData:
         Its forward runs inside the block, and takes random numbers from `streams`."""
         given = self._given[chunk]
         if self._keeps_order and not self._has_several:
-            with streams.inside_calls_of(model):
+            with streams.active_in_calls_of(model):
                 try:
                     yield given
                 except StopIteration:
@@ -145,10 +145,10 @@ class StepData:
                 yield _View(self, chunk, number, streams)
             self._settle(chunk, number)
         else:
-            before = CallersStates()
-            with streams.inside_calls_of(model):
+            before = LoopRandomStates()
+            with streams.active_in_calls_of(model):
                 yield given
-            if CallersStates() != before:
+            if LoopRandomStates() != before:
                 raise UsageError(
                     f"the forward of chunk {chunk} draws from the training loop's random states, "
                     f"and its data, a {type(given).__name__}, have no __next__ to draw them in "
@@ -255,9 +255,9 @@ class StepData:
         if not self._has_several:
             yield
             return
-        before = CallersStates()
+        before = LoopRandomStates()
         yield
-        if CallersStates() == before:
+        if LoopRandomStates() == before:
             return
         place = self._places[chunk, number]
         if place < self._last_moved:
@@ -287,7 +287,7 @@ class _View:
             return self._data.take(self._chunk, self._number)
 
 
-class CallersStates:
+class LoopRandomStates:
     """A snapshot of the random states that a training loop may draw its data from."""
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class CallersStates:
         self._numpys = (numpys[1].tobytes(), *numpys[2:])
 
     def __eq__(self, other: object) -> bool:
-        assert isinstance(other, CallersStates)
+        assert isinstance(other, LoopRandomStates)
         return (
             self._pythons == other._pythons
             and self._numpys == other._numpys

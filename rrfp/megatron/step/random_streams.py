@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rrfp.megatron.adapters.random_states import (
+from rrfp.megatron.adapters.global_state import (
     named_states,
     set_named_states,
     shared_state_name,
@@ -112,7 +112,7 @@ class TaskStreams:
             yield
 
     @contextmanager
-    def inside_calls_of(self, model: Any) -> Iterator[None]:
+    def active_in_calls_of(self, model: Any) -> Iterator[None]:
         """Draw from the task's streams whenever the model, or a module it wraps, is called."""
         calls: list[ExitStack] = []
 

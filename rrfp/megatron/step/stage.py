@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.loss_trackers import TRACKERS
+from rrfp.megatron.adapters.global_state import TRACKERS
 from rrfp.megatron.adapters.schedules import (
     free_output,
-    is_first_of_weights,
+    is_first_since_update,
     outputs_to_send,
     run_backward,
     run_forward,
 )
-from rrfp.megatron.memory.activation_bytes import Kept, KeptBytes, fixed_storages
+from rrfp.megatron.memory.activation_bytes import ActivationBytes, ActivationCounter, fixed_storages
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import Reduction, each, gradient_sum
 from rrfp.megatron.step.microbatch_data import StepData
@@ -39,7 +39,7 @@ from rrfp.schedule.tasks import Kind, Task
 # a later microbatch reads state of an earlier one are refused.
 
 
-class TrackedLosses:
+class LoggedLosses:
     """The losses for the log from one step's tasks on this rank."""
 
     def __init__(self) -> None:
@@ -148,12 +148,12 @@ class RankStep:
         self._shape = shape
         self._arguments = arguments
         self._streams = streams
-        self._tracked = TrackedLosses()
+        self._tracked = LoggedLosses()
         is_training = not arguments.forward_only
-        self._kept: list[Kept] = []
+        self._kept: list[ActivationCounter] = []
         if measures_memory and is_training:
             fixed = fixed_storages(models, streams.device)
-            self._kept = [Kept(model, fixed, streams.device) for model in models]
+            self._kept = [ActivationCounter(model, fixed, streams.device) for model in models]
         self._chunks = [
             ChunkStep(
                 model,
@@ -222,11 +222,11 @@ class RankStep:
         """What this rank's microbatches keep now, as measured; 0 if memory is not measured."""
         return sum(kept.held_bytes for kept in self._kept)
 
-    def kept_bytes(self) -> list[list[KeptBytes]]:
+    def kept_bytes(self) -> list[list[ActivationBytes]]:
         """By chunk and microbatch, after `finish`; empty if memory was not measured."""
         return [kept.found() for kept in self._kept]
 
-    def hidden_nodes(self) -> set[str]:
+    def opaque_nodes(self) -> set[str]:
         """The kinds of autograd nodes met that do not show what they keep, so that `kept_bytes` may
         be too small."""
         return set().union(*(kept.hidden for kept in self._kept))
@@ -263,7 +263,7 @@ class ChunkStep:
         rank: int,
         grad_order: GradOrder,
         cp_size: int,
-        kept: Kept | None = None,
+        kept: ActivationCounter | None = None,
     ) -> None:
         """`kept` counts what the microbatches keep."""
         self.model = model
@@ -313,7 +313,7 @@ class ChunkStep:
                 self._cp_size,
                 microbatch=microbatch,
                 is_last_stage=self._is_last_stage,
-                is_first_microbatch=is_first_of_weights(
+                is_first_microbatch=is_first_since_update(
                     arguments.first_val_step,
                     forward_only=arguments.forward_only,
                     is_first_forward=is_first,

@@ -16,8 +16,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as globally
@@ -28,19 +29,10 @@ from rrfp.megatron.adapters.layers import (
     deferring_linear,
     is_parallel_linear,
 )
-from rrfp.megatron.provenance import described
+from rrfp.megatron.memory.activation_bytes import tensors_in
+from rrfp.megatron.provenance import describe_callable
 from rrfp.megatron.settings import GradOrder
-from rrfp.megatron.step.gradients import add_gradient, gradient_sum
-from rrfp.megatron.step.weight_products import (
-    NO_BACKWARD,
-    Arrived,
-    Product,
-    QueuedProducts,
-    by_backward,
-    gradients_of,
-    is_tagged,
-    tagged,
-)
+from rrfp.megatron.step.gradients import Gradient, add_gradient, gradient_sum
 
 # Finds the hooks of a weight's gradient, and intercepts gradients that autograd adds to a weight.
 #
@@ -201,11 +193,11 @@ def edges_to(node: Any, outputs: Iterable[torch.Tensor | None]) -> Iterator[tupl
         todo += following
 
 
-def described_hook(hook: Any) -> str:
+def describe_hook(hook: Any) -> str:
     """A hook, for a sentence."""
     if isinstance(hook, torch.nn.Module):
         return f"hooks of {type(hook).__module__}.{type(hook).__qualname__}"
-    return f"the hook {described(hook)}"
+    return f"the hook {describe_callable(hook)}"
 
 
 def _is_megatrons(hook: Any) -> bool:
@@ -214,6 +206,145 @@ def _is_megatrons(hook: Any) -> bool:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+# Products: weight gradients that a split backward leaves for W.
+
+
+NO_BACKWARD = -1
+"""torch's number of the backward that runs, outside of one."""
+
+
+def is_delayed(parameter: torch.nn.Parameter) -> bool:
+    """Whether Transformer Engine's `backward_dw` computes its gradient."""
+    return getattr(parameter, "skip_backward_post_hook", False)
+
+
+def delayed_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [each for each in module.parameters(recurse=False) if is_delayed(each)]
+
+
+class Product(Protocol):
+    """Weight gradients that have yet to be computed."""
+
+    @property
+    def weights(self) -> Sequence[torch.nn.Parameter]: ...
+
+    @property
+    def backward(self) -> int:
+        """The number of the backward that it belongs to: a reentrant one has its own."""
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether a fused kernel adds them to `main_grad`."""
+
+    @property
+    def operands(self) -> Iterable[torch.Tensor]:
+        """The tensors that they are computed from."""
+
+    def gradients(self) -> Iterator[Gradient]:
+        """Compute them; yields those that are not added in place."""
+
+
+def by_backward(products: Iterable[Product]) -> Iterable[list[Product]]:
+    """The products of each backward, in the order in which autograd adds them: as the last of a
+    backward arrives."""
+    found: dict[tuple[int, tuple[torch.nn.Parameter, ...]], list[Product]] = {}
+    for product in products:
+        key = product.backward, tuple(product.weights)
+        found[key] = [*found.pop(key, ()), product]
+    return found.values()
+
+
+def gradients_of(products: Iterable[Product]) -> Iterator[Gradient]:
+    """One gradient per backward and parameter, computed on demand. Gradients of a parameter that is
+    used several times in one are summed first, as in autograd."""
+    for same in by_backward(products):
+        total: dict[torch.nn.Parameter, torch.Tensor] = {}
+        in_place = any(product.adds_in_place for product in same)
+        for product in same:
+            for parameter, gradient in product.gradients():
+                if in_place and isinstance(product, Arrived) and _drops_others(parameter):
+                    continue
+                known = total.get(parameter)
+                total[parameter] = gradient if known is None else known + gradient
+        yield from total.items()
+
+
+def _drops_others(weight: Any) -> bool:
+    """Whether Megatron's DistributedDataParallel takes only what a fused kernel has added."""
+    return hasattr(weight, "grad_added_to_main_grad") and not getattr(
+        weight, "zero_out_wgrad", False
+    )
+
+
+class Arrived:
+    """A gradient that autograd has computed for a deferred weight."""
+
+    adds_in_place = False
+
+    def __init__(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        self.weights = (weight,)
+        # Others may hold the same tensor, or one of which several elements share memory.
+        self._gradient = gradient.detach().clone(memory_format=torch.contiguous_format)
+        self.backward: int = torch._C._current_graph_task_id()
+
+    @property
+    def operands(self) -> tuple[torch.Tensor]:
+        return (self._gradient,)
+
+    def gradients(self) -> Iterator[Gradient]:
+        yield self.weights[0], self._gradient
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedProducts:
+    """The products that one layer of Transformer Engine stored in one backward."""
+
+    module: Any
+    items: list[Any]
+    backward = NO_BACKWARD
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        return delayed_weights(self.module)
+
+    @property
+    def adds_in_place(self) -> bool:
+        return getattr(self.module, "fuse_wgrad_accumulation", False)
+
+    @property
+    def operands(self) -> Iterator[torch.Tensor]:
+        return tensors_in(self.items)
+
+    def gradients(self) -> Iterator[Gradient]:
+        # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel; we
+        # sum gradients and report their completion ourselves.
+        module, queue = self.module, self.module.wgrad_store.context
+        hooks, module.wgrad_accumulation_and_reduce_hooks = (
+            module.wgrad_accumulation_and_reduce_hooks,
+            [],
+        )
+        # With `main_grad`, a fused backward leaves only a placeholder in `.grad`.
+        kept = [None if hasattr(weight, "main_grad") else weight.grad for weight in self.weights]
+        for weight in self.weights:
+            weight.grad = None
+        for item in self.items:
+            queue.put(item)
+        try:
+            while not queue.empty():
+                module.backward_dw()
+                for weight in self.weights:
+                    if weight.grad is not None:
+                        yield weight, weight.grad
+                        weight.grad = None
+        finally:
+            module.wgrad_accumulation_and_reduce_hooks = hooks
+            for weight, gradient in zip(self.weights, kept, strict=True):
+                weight.grad = gradient
+
+
+# Deferring the weight gradients of a model chunk.
 
 
 _log = logging.getLogger(__name__)
@@ -246,7 +377,7 @@ def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
     if _has_store(module):
-        return is_tagged(parameter)
+        return is_delayed(parameter)
     # An output layer that shares the embedding's weight on the same stage has no weight itself.
     return (
         is_parallel_linear(module)
@@ -260,12 +391,12 @@ def _has_store(module: Any) -> bool:
     return store is not None and store.delay_wgrad_compute()
 
 
-def lost_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
+def unreachable_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
     """A weight whose product Transformer Engine keeps, by name, and a hook on it, which would not
     see its gradient."""
     names = {weight: name for name, weight in chunk.named_parameters()}
     for module in chunk.modules():
-        for weight in tagged(module) if _has_store(module) else ():
+        for weight in delayed_weights(module) if _has_store(module) else ():
             hook = weight_hook(weight) if weight.requires_grad else None
             if hook is not None:
                 return names[weight], hook
@@ -287,7 +418,7 @@ class DeferredWeightGradients:
         self._queued: list[Any] = [
             module for module in reversed([*chunk.modules()]) if _has_store(module)
         ]
-        in_queues = {weight for module in self._queued for weight in tagged(module)}
+        in_queues = {weight for module in self._queued for weight in delayed_weights(module)}
         paths = paths_to_parameters(chunk)
         self._accumulators = {
             weight: Accumulator(weight, paths[weight], self._take)
@@ -425,7 +556,7 @@ class DeferredWeightGradients:
         hook = accumulator.hook() or accumulator.module_hook()
         if hook is None:
             return False
-        self._note(weight, described_hook(hook))
+        self._note(weight, describe_hook(hook))
         return True
 
     def _is_hooked(self, weight: torch.nn.Parameter) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 from rrfp.errors import first_line
+from rrfp.requirements import install_hint
 from rrfp.runtime.isolated_call import NoAnswerError, probe
 
 # Whether CUDA can be used here, and if not, why: one sentence, for all who ask.
@@ -137,7 +138,7 @@ def computing_gpus() -> list[dict[str, object]]:
     return found
 
 
-HOW_TO_INSTALL = "pip install 'rrfp[cuda]'"
+HOW_TO_INSTALL = install_hint("cuda")
 BLOCK_BYTES = 2 * 2**20
 """Of device memory: what is smaller shares one, and whole blocks are exported."""
 HANDLE_BYTES = 64

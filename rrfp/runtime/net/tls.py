@@ -24,7 +24,9 @@ from importlib.util import find_spec
 from threading import Lock, Thread
 from typing import Any, cast
 
-HOW_TO_INSTALL = "pip install 'rrfp[tls]'"
+from rrfp.requirements import install_hint
+
+HOW_TO_INSTALL = install_hint("tls")
 FINGERPRINT_BYTES = hashlib.sha256().digest_size
 _PIECE_BYTES = 2**18
 _NAME = "rrfp"

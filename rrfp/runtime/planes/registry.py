@@ -10,6 +10,8 @@ from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
 
+from rrfp.requirements import install_hint
+
 
 class TransportName(StrEnum):
     """Transports that a user can ask for."""
@@ -68,7 +70,7 @@ MOST_OUTBOX_MB = 2**20
 _NETWORK_DEVICES = "UCX_NET_DEVICES"
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The package that finds this machine's CUDA, then one for each release: any serves the CPU."""
-HOW_TO_INSTALL = "pip install 'rrfp[nixl]'"
+HOW_TO_INSTALL = install_hint("nixl")
 
 
 def is_installed() -> bool:

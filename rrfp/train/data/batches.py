@@ -286,7 +286,7 @@ def cut_patches(pixels: Pixels, patch_size: int) -> tuple[Pixels, Integers]:
 
 
 def open_data(settings: TrainSettings) -> Data:
-    """Open the data that these settings train on. Raises UsageError if there is none."""
+    """Open the training data. Raises UsageError if there are no usable data."""
     if settings.model.kind == ModelKind.VLM:
         return ImageData(open_documents(settings), settings)
     return TextData(settings)

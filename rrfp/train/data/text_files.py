@@ -39,9 +39,9 @@ class Text(NamedTuple):
     """The text of a document."""
 
     place: str
-    """Its file and line or row, for errors."""
+    """The file with the line or row, for errors."""
     stream: BinaryIO
-    """Its bytes; valid until the next document is read."""
+    """The bytes of the text; valid until the next document is read."""
 
 
 def text_files(path: Path | None) -> list[Path]:

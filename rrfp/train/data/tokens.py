@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs import read_text, sha256_of
+from rrfp.requirements import install_hint
 from rrfp.strict_json import parsed
 from rrfp.trace.safe_files import create_new, write_whole
 from rrfp.train.data.text_files import read_texts, text_files
@@ -352,7 +353,7 @@ class Tokenizer:
 
 def tokenizer_file(path: Path) -> Path:
     """The file of a tokenizer: the path itself, or the tokenizer.json in that folder. Raises
-    UsageError if there is none."""
+    UsageError if it does not exist."""
     if not path.exists():
         raise UsageError(
             f"there is no file or folder {path}, and no tokenizer is downloaded by its name; give "
@@ -427,8 +428,8 @@ def _open_tokenizer(file: Path) -> Any:
         import tokenizers
     except ImportError:
         raise RrfpError(
-            "--tokenizer needs the package tokenizers, which this installation lacks; install the "
-            "extra 'tokenizers' (pip install 'rrfp[tokenizers]')"
+            "--tokenizer needs the package tokenizers, which this installation lacks; "
+            f"{install_hint('tokenizers')}"
         ) from None
     try:
         opened = tokenizers.Tokenizer.from_str(json.dumps(definition))

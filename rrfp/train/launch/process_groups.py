@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.adapters.fallbacks import (
+from rrfp.megatron.cpu.patches import (
+    prepare_cpu,
     prepare_without_transformer_engine,
     reduce_losses_among_several,
     reduce_one_by_one,
 )
-from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.net.source_filter import let_in, let_in_nobody, named_sources
 from rrfp.runtime.rendezvous import reachable_address
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.train.checks import index_of_gpu
+from rrfp.train.checks import gpu_index
 from rrfp.train.launch.store import open_store
 from rrfp.train.settings import DeviceKind, RunSettings, TrainSettings
 
@@ -123,7 +123,7 @@ def take_device(run: RunSettings) -> torch.device:
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic: Any = torch.utils.deterministic  # declares no names
     deterministic.fill_uninitialized_memory = False
-    index = index_of_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+    index = gpu_index(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -266,7 +266,7 @@ def _megatron_groups(
 
 def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
     """Set torch's and Megatron's random states from the run's seed; `parallel_groups` does too."""
-    from rrfp.megatron.adapters.random_states import seed_states
+    from rrfp.megatron.adapters.global_state import seed_states
 
     seed = settings.run.seed + _SEED_STRIDE * layout.pp_rank
     torch.manual_seed(seed)

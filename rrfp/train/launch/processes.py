@@ -293,7 +293,7 @@ class RankProcess:
         self._stacks.close()
 
     def failure(self) -> Failure | None:
-        """Its failure; None if it runs or has succeeded."""
+        """The failure of the rank; None if it runs or has succeeded."""
         has_failed = self.has_ended and (self._exit_code != 0 or not self.page.is_done)
         if self._hang is None and not has_failed:
             return None

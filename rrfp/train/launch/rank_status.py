@@ -1,4 +1,4 @@
-"""What a rank reports to its launcher: its heartbeat, its failure and its warnings."""
+"""Reports of a rank to its launcher: its heartbeat, its failure and its warnings."""
 
 import faulthandler
 import json

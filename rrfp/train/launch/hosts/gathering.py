@@ -207,7 +207,7 @@ class _Transfer:
         raise NotImplementedError
 
     def _describe_loss(self) -> str:
-        """Which files are missing if the transfer stops now."""
+        """Describe the records that are missing if the transfer stops now."""
         raise NotImplementedError
 
     def _close(self) -> None:
@@ -275,7 +275,7 @@ class _Sender(_Transfer):
                     path.parent.rmdir()
 
     def _send_next_piece(self, path: Path) -> bool:
-        """Send the next piece of a file; False if there is none."""
+        """Send the next piece of a file; False if the file has no more bytes."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -352,7 +352,7 @@ class _Receiver(_Transfer):
                 time.sleep(_POLL_S / 10)
 
     def _next_piece(self, host: int) -> bytes | None:
-        """Remove the next piece of a host from the store; None if there is none yet."""
+        """Remove the next piece of a host from the store; None if it has not arrived."""
         piece = self._store.take(f"{_PREFIX}/{host}/{self._num_received[host]}")
         if piece is not None:
             self._num_received[host] += 1

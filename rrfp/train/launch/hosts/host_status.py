@@ -47,7 +47,7 @@ class HostState(StrEnum):
 
     HERE = "here"
     ENDED = "ended"
-    """Its ranks have ended successfully."""
+    """All of its ranks have ended successfully."""
     PARTED = "parted"
     """It knows that the ranks of all hosts have ended."""
     FAILED = "failed"
@@ -111,7 +111,7 @@ class HostHeartbeat:
         self._invalid_status = ""
         """Error sentence about a status that could not be decoded."""
         self._received_s: dict[int, float] = {}
-        """When the last new status of each joined host arrived."""
+        """Arrival time of the last new status of each joined host."""
         self._checked_s = 0.0
         self._stopped_for_s = 0.0
         """How long this process itself was stopped, if long enough for others to give it up."""

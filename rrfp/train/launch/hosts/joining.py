@@ -29,7 +29,7 @@ from rrfp.runtime.launchers import Started
 from rrfp.runtime.net.source_filter import let_in
 from rrfp.runtime.rendezvous import host_identity, own_address_towards, reachable_address
 from rrfp.strict_json import integer, items, mapping, parsed, text
-from rrfp.train.checks import gpus_here, index_of_gpu, too_few_gpus
+from rrfp.train.checks import gpu_index, too_few_gpus, visible_gpus
 from rrfp.train.data.tokens import tokenizer_file
 from rrfp.train.launch.hosts.endpoint import Endpoint, launcher_place, local_ranks, obstacle_at
 from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
@@ -143,8 +143,8 @@ class LauncherGpus:
 
     @classmethod
     def of_this_process(cls, settings: TrainSettings) -> Self:
-        visible = tuple(gpu.uuid for gpu in gpus_here())
-        used = (visible[index_of_gpu(rank, len(visible))] for rank in local_ranks(settings))
+        visible = tuple(gpu.uuid for gpu in visible_gpus())
+        used = (visible[gpu_index(rank, len(visible))] for rank in local_ranks(settings))
         return cls(host_identity(), visible, tuple(used))
 
     @classmethod

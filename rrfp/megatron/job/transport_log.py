@@ -1,4 +1,4 @@
-"""What carries the tensors of each link, told in `run.json`."""
+"""The data planes that carry the tensors of each link, written to `run.json` by one rank."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ class TransportLog:
         self._ranks = ranks
         self._has_told = False
 
-    def tell(self, taken: AcceptedPlanes) -> None:
+    def publish(self, taken: AcceptedPlanes) -> None:
         """Call it after each step until the last rank has told; it waits for nobody."""
         if not self._has_told:
             self._has_told = True
