@@ -212,7 +212,8 @@ def _run_conflicts(s: TrainSettings) -> Iterator[str]:
     if layout.chunks > 1 and layout.pp < 3:
         yield (
             "--dispatch megatron interleaves chunks over 3 or more pipeline ranks, not "
-            f"{layout.pp} (between 2, gloo mixes up the messages of both directions); change --pp or --chunks"
+            f"{layout.pp} (between 2, gloo mixes up the messages of both directions); change --pp "
+            "or --chunks"
         )
     if step.grad_order != GradOrder.CANONICAL:
         yield (

@@ -73,7 +73,7 @@ def settings_in(directory: Path, **flags: Any) -> TrainSettings:
 def work(run: RunDir, settings: str, prepare: Callable[[], None] | None) -> None:
     """The process of a rank, as `rrfp.train.launch.rank_process` has it."""
     prepare_cpu()
-    from rrfp.train.launch.collectives import no_pickled_objects
+    from rrfp.train.launch.collectives import no_object_collectives
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.loop import work as train
 
@@ -83,7 +83,7 @@ def work(run: RunDir, settings: str, prepare: Callable[[], None] | None) -> None
     if prepare is not None:
         prepare()
     told = TrainSettings.from_json(settings)
-    with parallel_groups(told) as layout, no_pickled_objects():
+    with parallel_groups(told) as layout, no_object_collectives():
         train(run, told, layout)
 
 

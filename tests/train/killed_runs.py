@@ -66,12 +66,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rrfp-killed-") as name:
         run = run_forked if asked.forked else run_all
         tally = run(Path(name), asked.runs, asked.seed)
-    tell(tally)
+    print_tally(tally)
 
 
-def tell(tally: Counter[str]) -> None:
-    told = ", ".join(f"{count} {what}" for what, count in sorted(tally.items()))
-    sys.stdout.write(f"{told}\n")
+def print_tally(tally: Counter[str]) -> None:
+    line = ", ".join(f"{count} {what}" for what, count in sorted(tally.items()))
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
@@ -89,7 +89,7 @@ def run_all(directory: Path, num_runs: int, seed: int) -> Counter[str]:
         tally += kill_until_done(killed, draw)
         check_the_same(whole, killed, f"run {number} of seed {seed}")
         tally["runs the same to the last bit"] += 1
-        tell(tally)
+        print_tally(tally)
         shutil.rmtree(killed)
     return tally
 
@@ -115,7 +115,7 @@ def run_forked(directory: Path, num_runs: int, seed: int) -> Counter[str]:
         tally += kill_ranks_until_done(killed, draw, whole_s)
         check_the_same(whole, killed, f"run {number} of seed {seed}")
         tally["runs the same to the last bit"] += 1
-        tell(tally)
+        print_tally(tally)
         shutil.rmtree(killed)
     return tally
 

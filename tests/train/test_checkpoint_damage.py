@@ -80,7 +80,7 @@ def flipped(file: Path, bit: int) -> Iterator[None]:
 
 
 def flips_of(checkpoint: Path, num_flips: int) -> Iterator[tuple[Path, int]]:
-    """Choose `num_flips` bits of a checkpoint, equally many in each file, with its first and last."""
+    """Choose `num_flips` bits, equally many in each file, with its first and its last bit."""
     draw, files = random.Random(0), sorted(checkpoint.iterdir())
     for number in range(num_flips):
         file = files[number % len(files)]

@@ -260,12 +260,12 @@ def save_again(settings: str, source: str, target: str) -> None:
     from rrfp.train.checkpoints.saving import Saver, Session
     from rrfp.train.checkpoints.tensors import TrainedTensors, load
     from rrfp.train.data.batches import open_data
-    from rrfp.train.launch.collectives import no_pickled_objects
+    from rrfp.train.launch.collectives import no_object_collectives
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models.model import build_model
 
     told = TrainSettings.from_json(settings)
-    with parallel_groups(told) as layout, no_pickled_objects():
+    with parallel_groups(told) as layout, no_object_collectives():
         model = build_model(told, layout, open_data(told))
         tensors = TrainedTensors(model, told, layout)
         checkpoint = CheckpointDir(Path(source)).newest()

@@ -28,7 +28,7 @@ from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.launch import processes as children
 from rrfp.train.launch import rank_process as process
-from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_pickled_objects
+from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_object_collectives
 from rrfp.train.launch.launcher import TRAINING, _first_failure
 from rrfp.train.launch.processes import Failure, SignalledError, launcher_directory, supervise_ranks
 from rrfp.train.launch.rank_status import ERROR_FILE, FailureReport, forwarding_warnings
@@ -241,14 +241,13 @@ ALLOWED = {
     ("rrfp/megatron/memory/activation_bytes.py", "torch.multiprocessing.reductions.StorageWeakRef"),
     ("rrfp/planning/process_pool.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
-    ("rrfp/train/checkpoints/reading.py", "own_pickle"),
     ("rrfp/train/checkpoints/reading.py", "Unpickler"),
     ("rrfp/train/checkpoints/reading.py", "_MetadataUnpickler"),
 }
-"""Where torch's own are shut, where dumps of torch's are read that may ask for no class, a weak
-reference that stands beside torch's pickling, the pipe from a process to the planner that it
-started, which nobody else can write to, and where the metadata of a checkpoint are read, which may
-ask for torch's own classes alone."""
+"""Exceptions: code that disables torch's object collectives, that reads torch's dumps without any
+class, or the metadata of a checkpoint with torch's classes only; a weak reference beside torch's
+pickling; and the pipe from a process to the planner that it started, to which nobody else can
+write."""
 
 OURS = {"append_object", "py_object"}
 """A function that writes a line of JSON to a file, and a type of ctypes."""
@@ -326,7 +325,7 @@ def in_groups() -> dict[str, Any]:
             attempt()
         except RrfpError as error:
             found["errors"].append(str(error))
-    with no_pickled_objects():
+    with no_object_collectives():
         plain: list[Any] = [None] * 3
         dist.all_gather_object(plain, [((("wd_mult", 0.0), ("lr", None)), rank == 1), (None, True)])
     found["plain"] = plain
@@ -336,7 +335,7 @@ def in_groups() -> dict[str, Any]:
 
 
 def shut(attempt: Any) -> None:
-    with no_pickled_objects():
+    with no_object_collectives():
         attempt()
 
 
@@ -362,7 +361,7 @@ def test_json_and_tensors_go_between_ranks_and_objects_do_not() -> None:
 
 def address_of_gloo() -> list[str]:
     """The address at which a rank's groups listen, despite gloo's own variables."""
-    from tests.security.exposed import doors_of
+    from tests.security.exposed import listeners_of
 
     os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
     from rrfp.train.launch.process_groups import one_device_at
@@ -372,7 +371,7 @@ def address_of_gloo() -> list[str]:
         # A rank that closed its group here would end the other's connecting to it.
         dist.barrier(dist.new_group([0, 1]))
         dist.destroy_process_group()
-        return sorted({door.address for door in doors_of(os.getpid())})
+        return sorted({listener.address for listener in listeners_of(os.getpid())})
 
 
 @pytest.mark.timeout(120)

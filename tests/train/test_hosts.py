@@ -552,7 +552,7 @@ def test_a_wire_that_comes_back_is_waited_for(tmp_path: Path, flag: str) -> None
         # TCP alone would try again after some 15 s, and hosts then need seconds to hear each other.
         time.sleep(10)
         assert first.num_steps < 8
-        wire.mend()
+        wire.restore()
         code, _, err = first.ended()
         assert code == 0, err
         assert second.ended()[:2] == (0, "")

@@ -195,7 +195,7 @@ def test_text_is_encoded_once(
         document_lengths(data, told.append)
         assert documents(open_corpus(data)) == expected
     assert len(told) == 2
-    # What was cut short is made anew.
+    # A truncated entry is written again.
     kept[0].write_bytes(kept[0].read_bytes()[:-2])
     assert documents(open_corpus(data)) == expected
     # Other text, and another tokenizer, have other tokens.

@@ -269,7 +269,7 @@ def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
     with Training(tmp_path / "run", *ENDLESS) as training:
         training.await_steps(3)
-        # Whoever waits for the end asks again.
+        # A user who waits for the end presses it again.
         while training.process.poll() is None:
             os.killpg(training.process.pid, signal.SIGINT)
             time.sleep(0.02)
@@ -312,7 +312,7 @@ def test_a_stopped_rank_is_named_if_its_peers_give_it_up_first(tmp_path: Path) -
     """As they do where the launcher was stopped, too."""
     flags = ("--microbatches", "64", "--silence", "5")
     with Training(tmp_path / "run", *ENDLESS, *flags) as training:
-        # Whoever waits for it in a collective would do so for gloo's 300 s.
+        # A rank that waits for it in a collective would wait for gloo's 300 s.
         pid = training.stop_amid_tasks(2)
         training.process.send_signal(signal.SIGSTOP)
         log = training.run / "logs" / "rank-1.log"

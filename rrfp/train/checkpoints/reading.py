@@ -83,13 +83,13 @@ def _load_metadata(file: IO[bytes]) -> Metadata:
 def loading_data_only() -> Iterator[None]:
     """Make torch and Megatron read a checkpoint's files in the block as data only."""
     module: Any = filesystem
-    original_pickle, before = module.pickle, {name: os.environ.get(name) for name in _DATA_ONLY}
+    original, before = module.pickle, {name: os.environ.get(name) for name in _DATA_ONLY}
     module.pickle = SimpleNamespace(load=_load_metadata)
     os.environ.update(_DATA_ONLY)
     try:
         yield
     finally:
-        module.pickle = original_pickle
+        module.pickle = original
         for name, value in before.items():
             del os.environ[name]
             if value is not None:

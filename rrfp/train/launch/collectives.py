@@ -1,7 +1,7 @@
 """Exchanges JSON and named tensors between ranks through collectives, never pickled objects.
 
 torch's object collectives pickle their data, so anybody who can write to a connection could make a
-rank run arbitrary code. Ranks of rrfp disable them (`no_pickled_objects`).
+rank run arbitrary code. Ranks of rrfp disable them (`no_object_collectives`).
 """
 
 import json
@@ -72,7 +72,7 @@ def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 
 @contextmanager
-def no_pickled_objects() -> Iterator[None]:
+def no_object_collectives() -> Iterator[None]:
     """Make torch's collectives raise RrfpError instead of unpickling. `all_gather_object`, which
     Megatron's optimizer uses while it is built, exchanges plain values as JSON instead."""
     # torch declares neither name as assignable.

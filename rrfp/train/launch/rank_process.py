@@ -56,7 +56,7 @@ def main() -> None:
     if settings.run.save is not None:
         take_sigterm_as_request()
     try:
-        from rrfp.train.launch.collectives import no_pickled_objects
+        from rrfp.train.launch.collectives import no_object_collectives
         from rrfp.train.launch.process_groups import parallel_groups, take_device
 
         device = take_device(settings.run)
@@ -64,7 +64,7 @@ def main() -> None:
         gc.freeze()
         gc.enable()
 
-        with parallel_groups(settings, device=device) as layout, no_pickled_objects():
+        with parallel_groups(settings, device=device) as layout, no_object_collectives():
             try:
                 work(run, settings, layout)
             except (Exception, SystemExit) as error:
