@@ -122,6 +122,7 @@ def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
 
 
 def _check_split(settings: TrainSettings) -> None:
+    """Raise UsageError if --layout does not fit the layers and stages."""
     layout, num_layers, split = settings.layout, settings.model.layers, settings.split
     num_stages = layout.pp * layout.chunks
     _require(
@@ -184,6 +185,7 @@ def _require(holds: bool, sentence: str) -> None:
 
 
 def _run_conflicts(s: TrainSettings) -> Iterator[str]:
+    """Conflicts about placement, checkpoints, traces, network and --dispatch megatron."""
     layout, run, step = s.layout, s.run, s.step
     if layout.placement == Placement.V and layout.chunks != 2:
         yield f"--placement v takes 2 chunks per rank, not {layout.chunks}; add --chunks 2"
@@ -228,6 +230,7 @@ def _run_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _device_conflicts(s: TrainSettings) -> Iterator[str]:
+    """Conflicts about devices, data planes, TLS and missing packages."""
     layout, run = s.layout, s.run
     is_megatron, is_cuda = s.policy.dispatch == Dispatch.MEGATRON, run.device == DeviceKind.CUDA
     if layout.transport == TransportName.CUDA_IPC and run.device == DeviceKind.CPU:
@@ -285,6 +288,7 @@ def _device_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _step_conflicts(s: TrainSettings) -> Iterator[str]:
+    """Conflicts about admission and replicas."""
     step = s.step
     if step.admit == Admit.PLAN and step.admit_across != AdmitAcross.NONE:
         yield (
@@ -306,6 +310,7 @@ def _step_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _model_conflicts(s: TrainSettings) -> Iterator[str]:
+    """Conflicts between the model and its parallel layout."""
     layout, experts, length = s.layout, s.model.num_experts, s.data.seq_length
     if layout.cp > 1:
         yield (
@@ -354,6 +359,7 @@ def _model_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _data_conflicts(s: TrainSettings) -> Iterator[str]:
+    """Conflicts between data, model and tied embeddings."""
     layout, data, kind = s.layout, s.data, s.model.kind
     if data.end_of_document is not None and data.tokenizer is None:
         yield "--end-of-document names a token of a tokenizer; add --tokenizer or leave it out"
@@ -384,6 +390,7 @@ def _data_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _vlm_conflicts(s: TrainSettings) -> Iterator[str]:
+    """Conflicts of --model vlm."""
     layout, data = s.layout, s.data
     if s.shape.num_stages == 1:
         yield (

@@ -71,6 +71,7 @@ def exchanging_plans() -> Iterator[None]:
 
 
 def _all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Replaces `all_gather_object`."""
     _check(group)
     object_list[:] = all_gather_json(encode_plan(obj), decode_plan)
 
@@ -78,6 +79,7 @@ def _all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
 def _gather(
     obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None, **_: Any
 ) -> None:
+    """Replaces `gather_object`."""
     _check(group, dst)
     found = all_gather_json(encode_plan(obj), decode_plan)
     if object_gather_list is not None:
@@ -91,6 +93,7 @@ def _scatter(
     group: Any = None,
     **_: Any,
 ) -> None:
+    """Replaces `scatter_object_list`."""
     _check(group, src)
     values = scatter_object_input_list or []
     own = broadcast_json([encode_plan(each) for each in values], items)[dist.get_rank()]
@@ -98,6 +101,7 @@ def _scatter(
 
 
 def _broadcast(object_list: list[Any], src: int = 0, group: Any = None, **_: Any) -> None:
+    """Replaces `broadcast_object_list`."""
     _check(group, src)
     values = [encode_plan(each) for each in object_list] if dist.get_rank() == src else []
     object_list[:] = [decode_plan(each) for each in broadcast_json(values, items)]
@@ -112,6 +116,7 @@ _COLLECTIVES = {
 
 
 def _check(group: Any, rank: int | None = _COORDINATOR) -> None:
+    """Raise RrfpError unless the group has all ranks and `rank` is the coordinator."""
     is_whole = group is None or dist.get_world_size(group) == dist.get_world_size()
     if not is_whole or rank not in (None, _COORDINATOR):
         raise RrfpError(
@@ -214,6 +219,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _checkpoint_exception(failures: dict[int, str]) -> CheckpointException:
+    """torch's exception with the failures of ranks, given as text."""
     if not failures:
         raise ValueError("it has a failure of no rank")
     stack = traceback.StackSummary()
@@ -223,6 +229,7 @@ def _checkpoint_exception(failures: dict[int, str]) -> CheckpointException:
 
 
 def _construct(kind: Any, parts: dict[str, Any]) -> Any:
+    """Construct a data class. Raises ValueError for wrong parts."""
     try:
         return kind(**parts)
     except (TypeError, ValueError, AttributeError, mapping.CheckpointingException) as error:
@@ -230,6 +237,7 @@ def _construct(kind: Any, parts: dict[str, Any]) -> Any:
 
 
 def _decode_integers(value: object) -> list[int]:
+    """Read a list of integers. Raises ValueError for anything else."""
     found = items(value)
     if not all(type(each) is int for each in found):
         raise ValueError("it has a size that is not of integers")

@@ -126,6 +126,7 @@ def differences(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Te
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True if two tensors have the same shape, type and bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, second)))

@@ -410,11 +410,13 @@ def _is_permanent(thread: "_Thread | None") -> bool:
 
 
 def _decode_problem(value: object) -> tuple[str, bool]:
+    """Read a problem, and True if it is permanent."""
     sentence, is_permanent = items(value, 2)
     return text(sentence), bool(integer(is_permanent))
 
 
 def _decode_written(value: object) -> tuple[str, list[tuple[str, _WrittenFile]]]:
+    """Read the problem of a rank and its files by name."""
     sentence, files = items(value, 2)
     found = (items(each, 3) for each in items(files))
     return text(sentence), [

@@ -83,6 +83,7 @@ def reseed_random_states(settings: TrainSettings, layout: Layout, step: int) -> 
 
 
 def _sharded_states(layout: Layout, data: object) -> ShardedObject:
+    """Random states (None: to be loaded) under this rank's place in its layout."""
     return ShardedObject(
         f"random_states.{layout_name(layout)}",
         data,
@@ -320,6 +321,7 @@ def load(
 
 
 def _saved_layout_name(checkpoint: Checkpoint) -> str:
+    """The `layout_name` of the run that saved a checkpoint."""
     saved = checkpoint.manifest.settings
     on_gpu = saved.get("device") == DeviceKind.CUDA
     return f"pp{saved['pp']}-tp{saved['tp']}-dp{saved['dp']}{'-gpu' if on_gpu else ''}"

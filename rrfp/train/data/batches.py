@@ -112,6 +112,7 @@ class TextBatches:
         return sample_at(index, self._num_samples, self._settings.run.seed)
 
     def _window(self, index: int) -> Tokens:
+        """The `seq_length` + 1 tokens of a sample of the packed documents."""
         start = self._sample(index) * self._settings.data.seq_length
         stop = start + self._settings.data.seq_length + 1
         first = int(np.searchsorted(self._ends, start, side="right"))
@@ -126,6 +127,7 @@ class TextBatches:
         return np.concatenate(parts)
 
     def _document(self, index: int) -> Tokens:
+        """At most `seq_length` + 1 tokens of one document, from a random start if it is longer."""
         document = int(self._long_enough[self._sample(index)])
         length = int(self._corpus.lengths[document])
         spare = length - (self._settings.data.seq_length + 1)
@@ -137,6 +139,7 @@ class TextBatches:
 
 
 def _batch(rows: list[Tokens], length: int) -> Batch:
+    """Pad rows of tokens to `length` + 1 and make inputs, labels and mask of them."""
     # Padding is token 0, which every vocabulary has.
     padded = np.zeros((len(rows), length + 1), np.int64)
     counts = np.zeros((len(rows), length), np.float32)
@@ -220,6 +223,7 @@ class ImageBatches:
         return pack_documents(list(self._draw(number, rng)), settings)
 
     def _draw(self, number: int, rng: np.random.Generator) -> Iterator[Document]:
+        """Draw the documents of a microbatch."""
         most, has_texts = self._settings.data.max_images, self._documents.has_texts
         num_images = int(rng.integers(0 if has_texts else 1, most + 1))
         # Every microbatch has its own range of image numbers.

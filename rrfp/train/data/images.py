@@ -260,6 +260,7 @@ def _lines(folder: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes, place: str, root: Path) -> _Line:
+    """Read a line of JSON. Raises UsageError for an invalid one or a missing image."""
     values, text = parse_json_line(line, place)
     if not text.strip():
         raise UsageError(f"{place}: the field 'text' is empty; write a caption or remove the line")

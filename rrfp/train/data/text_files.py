@@ -124,6 +124,7 @@ def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[P
 
 
 def _refuse(error: OSError) -> NoReturn:
+    """Raise UsageError for a folder that cannot be read."""
     if is_of_too_many(error):
         raise error
     raise UsageError(f"cannot read the data {error.filename}: {error.strerror}; check --data")
@@ -200,6 +201,7 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 
 def _library_files() -> Iterator[Path]:
+    """Python files of the standard library, up to `_MAX_LIBRARY_BYTES`."""
     num_bytes = 0
     for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
@@ -211,5 +213,6 @@ def _library_files() -> Iterator[Path]:
 
 
 def _definitions(file: Path) -> Iterator[Text]:
+    """The definitions of a Python file."""
     for text in _DEFINITION.split(file.read_bytes()):
         yield Text(str(file), io.BytesIO(text))

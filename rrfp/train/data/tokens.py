@@ -144,6 +144,7 @@ class IndexedCorpus:
         self.vocab_size = self._find_vocab_size(prefix) if vocab_size is None else vocab_size
 
     def _find_vocab_size(self, prefix: Path) -> int:
+        """One more than the highest token of the pair. Raises UsageError for invalid tokens."""
         data = with_suffix(prefix, ".bin")
         lowest, highest = _token_range(data, self._dataset.index.dtype)
         if lowest < 0 or highest >= MAX_VOCAB_SIZE:
@@ -610,6 +611,7 @@ def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
 
 
 def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> list[list[int]]:
+    """Encode pieces; on an error, encode them one by one to name the one that fails."""
     try:
         return tokenizer.encode([piece.text for piece in batch])
     except Exception:
@@ -641,6 +643,7 @@ def _pieces(data: DataSettings) -> Iterator[_Piece]:
 
 
 def _decode(text: bytes, place: str, start: int) -> str:
+    """Decode UTF-8. Raises UsageError with the place and byte of an error."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:

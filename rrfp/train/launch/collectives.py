@@ -108,6 +108,7 @@ def _plain(value: object) -> object:
 
 
 def _from_plain(value: object) -> object:
+    """Convert JSON of `_plain` back."""
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()
@@ -130,6 +131,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _read(buffer: torch.Tensor, rank: int, decode: Callable[[object], T]) -> T:
+    """Decode a buffer that a rank has sent. Raises RrfpError."""
     try:
         return decode(parsed(buffer.numpy().tobytes()))
     except ValueError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from rrfp.errors import RrfpError, StoppedError, UsageError, numbered
 from rrfp.runtime import launchers as variables
@@ -111,24 +111,13 @@ def _warn_of_open_ports(settings: TrainSettings, network: str) -> None:
         warn_of_open_ports(network, f"gloo's ports{of_store}")
 
 
-class _OtherHosts(Protocol):
-    """The methods of `HostHeartbeat` that a launcher uses."""
+class _OtherHosts(NamedTuple):
+    """Functions that return errors of other hosts."""
 
-    def lost(self) -> RrfpError | None:
-        """An error once another host is lost or has failed."""
-        ...
-
-    def reason(self) -> RrfpError | None:
-        """The reason why ranks here have lost peers on another host; None if unknown."""
-        ...
-
-
-class _NoOtherHosts:
-    def lost(self) -> RrfpError | None:
-        return None
-
-    def reason(self) -> RrfpError | None:
-        return None
+    lost: Callable[[], RrfpError | None] = lambda: None
+    """Returns an error once another host is lost or has failed."""
+    reason: Callable[[], RrfpError | None] = lambda: None
+    """Waits for the reason why ranks here have lost peers on another host; None if unknown."""
 
 
 @contextmanager
@@ -138,7 +127,7 @@ def _open_store(
     """Join the other hosts and keep the ranks' store open. Yields the variables that name it, and
     the state of the other hosts, whose records go to host 0."""
     if settings.run.nnodes == 1:
-        yield file_store(directory), _NoOtherHosts()
+        yield file_store(directory), _OtherHosts()
         return
     # Imported late: only a launcher of several hosts needs torch.
     with _silencing_torch_log():
@@ -153,7 +142,7 @@ def _open_store(
         ignoring_sigterm_on_failure(),
         hosts.heartbeat.reporting_failure(),
     ):
-        yield hosts.environment, hosts.heartbeat
+        yield hosts.environment, _OtherHosts(hosts.heartbeat.lost, hosts.heartbeat.reason)
 
 
 @contextmanager
@@ -293,6 +282,7 @@ def _log_stacks(run: RunDir, rank: int, event: str, stacks: str) -> None:
 
 
 def _note(limits: CgroupLimits | None, reason: str | None = None) -> str:
+    """The clause with the limit of the cgroup that explains a failure, or an empty text."""
     return "" if limits is None else limits.note(reason)
 
 

@@ -50,6 +50,7 @@ def enter(paths: Sequence[str]) -> None:
 
 
 def _enter_new_network() -> None:
+    """Move this process to a new network namespace; users other than root need a user namespace."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # In a user namespace root would lose its access to other users' files.
@@ -72,6 +73,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _raise_loopback() -> None:
+    """Bring the loopback interface up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_REQUEST, b"lo", 0))
         name, flags = struct.unpack(_REQUEST, answer)

@@ -81,6 +81,7 @@ class CgroupLimits:
         return f"; the cgroup has reached its limit{of} processes and threads (pids.max)"
 
     def _num_kills(self) -> int:
+        """Processes of the cgroup that the OOM killer has killed so far."""
         return sum(
             _counted(path / name, "oom_kill")
             for path in self._memory[:1]
@@ -88,6 +89,7 @@ class CgroupLimits:
         )
 
     def _num_refusals(self) -> int:
+        """Refused processes and threads (pids.max) so far."""
         # By the kernel's version this is counted at the cgroup of the limit or of the process.
         return sum(_counted(path / "pids.events", "max") for path in self._pids)
 

@@ -212,6 +212,7 @@ def infer_waits(frames: Iterable[Frame]) -> Waits:
 
 
 def _is_library(file: str) -> bool:
+    """True for files of installed libraries and the standard library, except rrfp."""
     return not file.startswith(_OWN) and (_is_standard(file) or file.startswith(_INSTALLED))
 
 
@@ -279,6 +280,7 @@ def show_request() -> None:
 def _beat(
     page: StatusPage | None, stacks: int, main_thread: int, launcher: int, waits_on_device: bool
 ) -> NoReturn:
+    """Write heartbeats, and stacks on request; end this process when its launcher is gone."""
     while os.getppid() == launcher:
         if page is not None:
             frames = [*stack_frames(sys._current_frames().get(main_thread))]
@@ -385,6 +387,7 @@ def forwarding_warnings(directory: Path, report: Callable[[str], None]) -> Itera
 
 
 def _forward_warnings(pipe: int, report: Callable[[str], None], is_over: threading.Event) -> None:
+    """Pass lines from the pipe to `report` until `is_over` is set and the pipe is empty."""
     rest = b""
     while True:
         was_over = is_over.is_set()
@@ -408,6 +411,8 @@ def send_warnings_to_launcher(rank: int) -> None:
 
 
 class _LauncherHandler(logging.Handler):
+    """Writes warnings to the pipe of the launcher."""
+
     def __init__(self, pipe: int, rank: int) -> None:
         super().__init__(logging.WARNING)
         self._pipe = pipe

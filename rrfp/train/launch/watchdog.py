@@ -140,6 +140,7 @@ def signal_main_thread(pid: int, number: signal.Signals) -> None:
 
 
 def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
+    """True if the environment of a process has all of these entries."""
     with suppress(OSError):
         entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
         return all(mark in entries for mark in marks)
@@ -147,6 +148,7 @@ def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
 
 
 def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
+    """The `threads_ns` of a process."""
     threads = {}
     # Threads may end meanwhile.
     with suppress(OSError):
@@ -158,6 +160,7 @@ def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
 
 
 def _stat(pid: int) -> list[str]:
+    """The fields of `stat` from the state on."""
     # The name of a process may contain spaces and brackets.
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -291,6 +294,7 @@ class Watchdog:
         return None
 
     def _observe(self, watched: _WatchedRank, elapsed_s: float) -> None:
+        """Compare a rank with the last check, and update its times."""
         last, now = watched.now, take_snapshot(watched.pid)
         watched.now = now
         beats, last_beats = watched.page.beats, watched.beats
@@ -372,6 +376,7 @@ class Watchdog:
         )
 
     def _precedence(self, why: Why, watched: _WatchedRank) -> tuple[int, Waits, float]:
+        """Sort key of hangs: the most certain cause first."""
         return [*Why].index(why), watched.page.waits, -max(watched.silent_s, watched.inert_s)
 
     def _make_hang(self, rank: int, why: Why, seen_s: float, times: int = 1) -> Hang:

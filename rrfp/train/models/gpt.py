@@ -162,6 +162,7 @@ def is_second_copy(name: str, settings: TrainSettings) -> bool:
 
 
 def _seed_of(seed: int, name: str) -> int:
+    """The seed of a parameter, from the run's seed and its name."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 

@@ -89,6 +89,8 @@ class Endpoint:
         return socket.create_server((address, self.port), family=family)
 
     def _resolve(self) -> tuple[socket.AddressFamily, str]:
+        """The address of this host to listen at. Raises UsageError if the others cannot reach
+        it."""
         found = [
             (family, str(address[0]))
             for family, _, _, _, address in socket.getaddrinfo(

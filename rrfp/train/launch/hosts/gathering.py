@@ -157,17 +157,10 @@ def _decode_answer(value: object) -> tuple[bool, str]:
 class _Transfer:
     """One host's side of the transfer, on its own thread."""
 
-    def __init__(
-        self,
-        store: AnsweringStore,
-        run: RunDir,
-        heartbeat: HostHeartbeat,
-        work: Callable[[], None],
-    ) -> None:
+    def __init__(self, store: AnsweringStore, run: RunDir, heartbeat: HostHeartbeat) -> None:
         self._store = store
         self._run = run
         self._heartbeat = heartbeat
-        self._work = work
         self._is_ending = threading.Event()
         self._is_given_up = False
         self._progress_s = 0.0
@@ -194,13 +187,17 @@ class _Transfer:
 
     def _run_work(self) -> None:
         try:
-            self._work()
+            self._transfer()
         except Exception as error:
             self._warn(first_line(str(error)))
 
     def _warn(self, problem: str) -> None:
         if not self._is_given_up:
             _log.warning("%s; %s", problem, self._describe_loss())
+
+    def _transfer(self) -> None:
+        """Transfer pieces until all are transferred."""
+        raise NotImplementedError
 
     def _stall_reason(self) -> str:
         """Reason to stop waiting for the thread; empty while it makes progress."""
@@ -225,7 +222,7 @@ class _Sender(_Transfer):
         node_rank: int,
         ranks: Sequence[int],
     ) -> None:
-        super().__init__(store, run, heartbeat, self._send)
+        super().__init__(store, run, heartbeat)
         self._key = f"{_PREFIX}/{node_rank}"
         self._ranks = ranks
         # Files of earlier sessions: records that could not be sent, which stay, and logs, to which
@@ -236,6 +233,7 @@ class _Sender(_Transfer):
         self._num_received = 0
 
     def _files(self) -> Iterator[Path]:
+        """The record and log files of this host's ranks."""
         for rank in self._ranks:
             yield from self._run.path.glob(f"records*/rank-{rank}.jsonl")
             yield from self._run.path.glob(f"records*/rank-{rank}.*.jsonl")
@@ -255,7 +253,8 @@ class _Sender(_Transfer):
     def _describe_loss(self) -> str:
         return f"what {numbered('rank', self._ranks)} recorded stays in {self._run.path}"
 
-    def _send(self) -> None:
+    def _transfer(self) -> None:
+        """Send new bytes until the ranks have ended, then the rest; remove the sent records."""
         while True:
             # Read before the last pass over the files: everything written by then is sent.
             is_ending = self._is_ending.is_set()
@@ -290,6 +289,7 @@ class _Sender(_Transfer):
         return True
 
     def _put(self, piece: bytes) -> None:
+        """Send a piece; wait while too many are in flight."""
         self._await_received(self._num_sent - _MAX_IN_FLIGHT)
         self._store.set(f"{self._key}/{self._num_sent}", piece)
         self._num_sent += 1
@@ -314,7 +314,7 @@ class _Receiver(_Transfer):
         heartbeat: HostHeartbeat,
         ranks_of: dict[int, range],
     ) -> None:
-        super().__init__(store, run, heartbeat, self._receive)
+        super().__init__(store, run, heartbeat)
         self._ranks_of = ranks_of
         self._unfinished = sorted(ranks_of)
         self._num_received = dict.fromkeys(ranks_of, 0)
@@ -336,7 +336,8 @@ class _Receiver(_Transfer):
         ranks = [rank for host in self._unfinished for rank in self._ranks_of[host]]
         return f"the trace lacks the rest of {numbered('rank', ranks)}"
 
-    def _receive(self) -> None:
+    def _transfer(self) -> None:
+        """Write pieces until all hosts have sent their last one."""
         while self._unfinished and not self._is_given_up:
             was_ending = self._is_ending.is_set()
             for host in [*self._unfinished]:

@@ -387,6 +387,7 @@ class _Rendezvous:
             )
 
     def _listen(self) -> socket.socket:
+        """Open the socket of the run's store, on host 0."""
         torchrun_store = self._torchrun_store()
         if torchrun_store is None:
             return self._endpoint.listen()
