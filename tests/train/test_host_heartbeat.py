@@ -16,7 +16,7 @@ from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.train.launch import store as run_store
 from rrfp.train.launch.hosts import host_status
 from rrfp.train.launch.hosts.host_status import HostHeartbeat
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.store import StoreClient
 
 SILENCE_S = 1.0
 NAME = socket.gethostname()
@@ -39,9 +39,9 @@ class Wire:
         self.is_open.set()
         self.num_connections = 0
 
-    def connect(self) -> AnsweringStore:
+    def connect(self) -> StoreClient:
         self.num_connections += 1
-        return AnsweringStore(_Connection(self), "the wire", 0.1)  # type: ignore[arg-type]
+        return StoreClient(_Connection(self), "the wire", 0.1)  # type: ignore[arg-type]
 
 
 class _Connection:
@@ -93,7 +93,7 @@ def watch(*pulses: HostHeartbeat, for_s: float = 2 * SILENCE_S) -> None:
 def test_a_silent_host_is_named_and_a_beating_one_is_not(wire: Wire) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there:
         with beating(wire, 2, 3) as third:
-            await_that(lambda: here.has_come(1) and here.has_come(2))
+            await_that(lambda: here.has_joined(1) and here.has_joined(2))
             watch(here, there, third)
         await_that(here.lost)
         assert here.is_silent(2)
@@ -112,7 +112,7 @@ def test_a_host_that_has_not_come_yet_is_not_lost(wire: Wire) -> None:
 def test_a_cut_wire_is_reported_on_both_ends(wire: Wire) -> None:
     own = Wire(wire.store)
     with beating(own, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1) and there.has_come(0))
+        await_that(lambda: here.has_joined(1) and there.has_joined(0))
         wire.is_open.clear()
         await_that(lambda: here.lost() and there.lost())
         assert str(here.lost()).startswith(f"host 1 ({NAME}) was silent for 1 s towards host 0 (")
@@ -122,7 +122,7 @@ def test_a_cut_wire_is_reported_on_both_ends(wire: Wire) -> None:
 def test_a_wire_that_comes_back_works_over_a_new_connection(wire: Wire) -> None:
     own = Wire(wire.store)
     with beating(own, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1) and there.has_come(0))
+        await_that(lambda: here.has_joined(1) and there.has_joined(0))
         wire.is_open.clear()
         watch(here, there, for_s=SILENCE_S / 2)
         wire.is_open.set()
@@ -137,7 +137,7 @@ def test_a_host_that_was_stopped_itself_takes_nobody_for_lost_and_says_so(
     monkeypatch.setattr(host_status, "_PAUSE_S", 0.5)
     own = Wire(wire.store)
     with beating(own, stopped) as here, beating(wire, 1 - stopped):
-        await_that(lambda: here.has_come(1 - stopped))
+        await_that(lambda: here.has_joined(1 - stopped))
         watch(here, for_s=0.1)
         own.is_open.clear()
         time.sleep(2 * SILENCE_S)  # nobody checks, and nothing arrives
@@ -155,7 +155,7 @@ def test_a_host_that_beat_after_a_stop_is_named_when_it_is_silent(
     monkeypatch.setattr(host_status, "_PAUSE_S", 0.5)
     with beating(wire, 0) as here:
         with beating(wire, 1):
-            await_that(lambda: here.has_come(1))
+            await_that(lambda: here.has_joined(1))
             time.sleep(2 * SILENCE_S)  # nobody looks
             watch(here)
         await_that(here.lost)
@@ -175,7 +175,7 @@ def test_a_failure_arrives_with_its_sentence_and_its_fault_origin(
     wire: Wire, culprit: Culprit | None
 ) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there, beating(wire, 2, 3) as third:
-        await_that(lambda: here.has_come(1) and here.has_come(2))
+        await_that(lambda: here.has_joined(1) and here.has_joined(2))
         sentence = "rank 2 failed: no \x1b[31mluck\nand its stack"
         there.report_failure(
             RrfpError(sentence) if culprit is None else RunFailedError(sentence, culprit)
@@ -202,7 +202,7 @@ def test_an_interruption_is_a_failure_elsewhere(wire: Wire) -> None:
 def test_a_host_that_is_killed_is_the_reason_before_its_silence_is_over(wire: Wire) -> None:
     with beating(wire, 0) as here:
         with beating(wire, 1):
-            await_that(lambda: here.has_come(1))
+            await_that(lambda: here.has_joined(1))
             assert here.reason() is None
         assert str(here.reason()).startswith(f"host 1 ({NAME}) was silent for ")
         assert not here.is_silent(1)
@@ -210,7 +210,7 @@ def test_a_host_that_is_killed_is_the_reason_before_its_silence_is_over(wire: Wi
 
 def test_hosts_leave_when_all_have_ended(wire: Wire) -> None:
     with beating(wire, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1))
+        await_that(lambda: here.has_joined(1))
         parts = [threading.Thread(target=each.await_all_ended) for each in (here, there)]
         parts[0].start()
         time.sleep(0.3)
@@ -225,7 +225,7 @@ def test_hosts_leave_when_all_have_ended(wire: Wire) -> None:
 
 def test_a_host_that_fails_at_the_end_is_no_success_elsewhere(wire: Wire) -> None:
     with beating(wire, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1))
+        await_that(lambda: here.has_joined(1))
         there.report_failure(RrfpError("rank 3 was killed"))
         with pytest.raises(RrfpError, match=r"^host 1 \(.*\): rank 3 was killed$"):
             here.await_all_ended()
@@ -234,7 +234,7 @@ def test_a_host_that_fails_at_the_end_is_no_success_elsewhere(wire: Wire) -> Non
 def test_a_host_that_does_not_end_is_named(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_status, "_ALL_ENDED_S", 0.3)
     with beating(wire, 0) as here, beating(wire, 1):
-        await_that(lambda: here.has_come(1))
+        await_that(lambda: here.has_joined(1))
         with pytest.raises(RrfpError, match=r"^host 1 \(.*\) still runs 0.3 s after this host's"):
             here.await_all_ended()
 
@@ -242,7 +242,7 @@ def test_a_host_that_does_not_end_is_named(wire: Wire, monkeypatch: pytest.Monke
 def test_a_host_that_is_lost_at_the_end_is_named(wire: Wire) -> None:
     with beating(wire, 0) as here:
         with beating(wire, 1):
-            await_that(lambda: here.has_come(1))
+            await_that(lambda: here.has_joined(1))
         with pytest.raises(RrfpError, match=r"^host 1 \(.*\) was silent for 1 s"):
             here.await_all_ended()
 
@@ -278,9 +278,9 @@ def test_a_host_without_threads_for_a_while_beats_again(
         raise RuntimeError("can't start new thread")
 
     with beating(wire, 0) as here, beating(wire, 1):
-        await_that(lambda: here.has_come(1))
+        await_that(lambda: here.has_joined(1))
         with monkeypatch.context() as patch:
-            patch.setattr(run_store, "answer_of", refuse)
+            patch.setattr(run_store, "call_with_timeout", refuse)
             await_that(lambda: num_refused > 3)
         watch(here)
 

@@ -29,7 +29,7 @@ from rrfp.trace.spill import is_being_written
 from rrfp.train.launch.hosts import gathering
 from rrfp.train.launch.hosts.host_status import HostHeartbeat
 from rrfp.train.launch.hosts.joining import JoinedHosts
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.store import StoreClient
 from rrfp.train.settings import TrainSettings
 from tests.runtime.link_pairs import needs_nixl, needs_tls
 from tests.security.sandbox import refusing
@@ -298,8 +298,8 @@ class Hosts:
             with gathering.gathering_records(joined, settings, self.runs[host]):
                 work()
 
-    def connect(self, within_s: float = 20.0) -> AnsweringStore:
-        return AnsweringStore(self.store, "here", within_s)
+    def connect(self, within_s: float = 20.0) -> StoreClient:
+        return StoreClient(self.store, "here", within_s)
 
     @contextmanager
     def beating(self, host: int) -> Iterator[HostHeartbeat]:

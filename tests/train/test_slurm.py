@@ -491,7 +491,7 @@ def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
         patch.object(torch.cuda, "device_count", lambda: 2),
         patch.object(torch.cuda, "set_device", lambda device: taken.append(str(device))),
     ):
-        device = devices.take_device(TrainSettings(device="cuda").run)
+        device = devices.prepare_device(TrainSettings(device="cuda").run)
     return (
         str(device),
         taken,

@@ -106,7 +106,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
 """Variables that make CUDA's libraries deterministic, unless the user has set them."""
 
 
-def take_device(run: RunSettings) -> torch.device:
+def prepare_device(run: RunSettings) -> torch.device:
     """Choose the device of this rank (by LOCAL_RANK), and prepare Megatron-Core, torch and CUDA for
     it. Call this before any other use of Megatron-Core and CUDA."""
     if run.device is DeviceKind.CPU:
@@ -199,7 +199,7 @@ def parallel_groups(
 
     RANK and WORLD_SIZE come from the environment, and the address of the store from rrfp's launcher
     or torchrun (MASTER_ADDR, MASTER_PORT). gloo listens at one address: loopback on a single host.
-    `timeout_s` bounds every collective. `device` is the result of `take_device`.
+    `timeout_s` bounds every collective. `device` is the result of `prepare_device`.
     """
     with one_device_at(variables.LOOPBACK if settings.run.nnodes == 1 else reachable_address()):
         _init_world(backend_of(settings.run), timeout_s)

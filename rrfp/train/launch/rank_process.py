@@ -57,9 +57,9 @@ def main() -> None:
         take_sigterm_as_request()
     try:
         from rrfp.train.launch.collectives import no_object_collectives
-        from rrfp.train.launch.process_groups import parallel_groups, take_device
+        from rrfp.train.launch.process_groups import parallel_groups, prepare_device
 
-        device = take_device(settings.run)
+        device = prepare_device(settings.run)
         work = importlib.import_module(module).work
         gc.freeze()
         gc.enable()

@@ -86,7 +86,7 @@ class NoAnswerError(RrfpError):
     """No answer within the timeout."""
 
 
-def answer_of(ask: Callable[[], T], within_s: float, whom: str) -> T:
+def call_with_timeout(ask: Callable[[], T], within_s: float, whom: str) -> T:
     """Return or raise what `ask` does, called in a thread. Raises NoAnswerError, naming `whom`, if
     it does not end in time; the thread then goes on and its result is dropped."""
     answers: list[T] = []
@@ -108,13 +108,13 @@ def answer_of(ask: Callable[[], T], within_s: float, whom: str) -> T:
     return answers[0]
 
 
-def is_asking() -> bool:
+def is_call_pending() -> bool:
     """True while a thread waits for an answer. Python must not end then: it would end that thread
     inside C++, which aborts the process."""
     return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
-class AnsweringStore:
+class StoreClient:
     """The store of several hosts, as their launchers use it. Every call raises RrfpError if the
     store has gone, or does not answer within `within_s` seconds."""
 
@@ -169,7 +169,7 @@ class AnsweringStore:
         if store is None:
             raise RrfpError(f"{name} is closed")
         try:
-            return answer_of(lambda: call(store), self._within_s, name)
+            return call_with_timeout(lambda: call(store), self._within_s, name)
         except RuntimeError as error:
             raise RrfpError(
                 f"{name} has gone ({first_line(str(error))}); see how rrfp train ended on host 0"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.launchers import Started, started
-from rrfp.train.launch.store import NoAnswerError, answer_of
+from rrfp.train.launch.store import NoAnswerError, call_with_timeout
 from rrfp.train.settings import TrainSettings
 
 # Several `rrfp train` processes started by torchrun or srun count as the hosts of one run. Each
@@ -126,7 +126,7 @@ def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
     """Probe for a torch store at this address; None if one answers. An unknown name or a broken
     network may recover within `silence_s` seconds."""
     try:
-        found = answer_of(
+        found = call_with_timeout(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _PROBE_S, "DNS"
         )
     except (OSError, NoAnswerError):

@@ -24,7 +24,7 @@ from rrfp.trace.safe_files import create_new, make_directory, open_own
 from rrfp.trace.spill import NUM_SEGMENTS, hold, segments_in
 from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
 from rrfp.train.launch.hosts.joining import JoinedHosts
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.store import StoreClient
 from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
@@ -82,7 +82,7 @@ def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
 
 
 def _hosts_with_own_directory(
-    store: AnsweringStore, run: RunDir, num_hosts: int, heartbeat: HostHeartbeat
+    store: StoreClient, run: RunDir, num_hosts: int, heartbeat: HostHeartbeat
 ) -> list[int]:
     """On host 0: the hosts that do not see its directory."""
     token = secrets.token_hex(8)
@@ -105,7 +105,7 @@ def _hosts_with_own_directory(
 
 
 def _shares_directory(
-    store: AnsweringStore, run: RunDir, node_rank: int, heartbeat: HostHeartbeat
+    store: StoreClient, run: RunDir, node_rank: int, heartbeat: HostHeartbeat
 ) -> bool:
     """On another host: True if `run` is host 0's directory. Tells host 0 the answer."""
     token = _await_value(store, f"{_PREFIX}/token", _decode_token, 0, heartbeat)
@@ -127,7 +127,7 @@ def _marker(run: RunDir, token: str) -> Path:
 
 
 def _await_value(
-    store: AnsweringStore,
+    store: StoreClient,
     key: str,
     decode: Callable[[object], T],
     host: int,
@@ -157,7 +157,7 @@ def _decode_answer(value: object) -> tuple[bool, str]:
 class _Transfer:
     """One host's side of the transfer, on its own thread."""
 
-    def __init__(self, store: AnsweringStore, run: RunDir, heartbeat: HostHeartbeat) -> None:
+    def __init__(self, store: StoreClient, run: RunDir, heartbeat: HostHeartbeat) -> None:
         self._store = store
         self._run = run
         self._heartbeat = heartbeat
@@ -216,7 +216,7 @@ class _Sender(_Transfer):
 
     def __init__(
         self,
-        store: AnsweringStore,
+        store: StoreClient,
         run: RunDir,
         heartbeat: HostHeartbeat,
         node_rank: int,
@@ -309,7 +309,7 @@ class _Receiver(_Transfer):
 
     def __init__(
         self,
-        store: AnsweringStore,
+        store: StoreClient,
         run: RunDir,
         heartbeat: HostHeartbeat,
         ranks_of: dict[int, range],

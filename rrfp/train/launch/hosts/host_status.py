@@ -21,7 +21,7 @@ from typing import Self
 from rrfp.errors import RrfpError, first_line
 from rrfp.strict_json import integer, items, parsed, text
 from rrfp.trace.outcome import Culprit, RunFailedError
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.store import StoreClient
 
 _BEAT_S = 1.0
 _QUICK_BEAT_S = 0.1
@@ -94,7 +94,7 @@ class HostHeartbeat:
 
     def __init__(
         self,
-        connect: Callable[[], AnsweringStore],
+        connect: Callable[[], StoreClient],
         node_rank: int,
         num_hosts: int,
         silence_s: float,
@@ -136,7 +136,7 @@ class HostHeartbeat:
         if self._thread.is_alive():
             self._thread.join(_BEAT_S)
 
-    def has_come(self, host: int) -> bool:
+    def has_joined(self, host: int) -> bool:
         """True once a status of this host has arrived."""
         return host in self._statuses
 
@@ -260,11 +260,13 @@ class HostHeartbeat:
         if host is None:
             return f"host {self._node_rank} ({self._own.name})"
         return (
-            f"host {host} ({self._statuses[host].name})" if self.has_come(host) else f"host {host}"
+            f"host {host} ({self._statuses[host].name})"
+            if self.has_joined(host)
+            else f"host {host}"
         )
 
     def _run(self) -> None:
-        store: AnsweringStore | None = None
+        store: StoreClient | None = None
         while not self._is_closed:
             try:
                 store = store or self._connect()
@@ -282,7 +284,7 @@ class HostHeartbeat:
             self._changed.wait(_BEAT_S if is_steady else _QUICK_BEAT_S)
             self._changed.clear()
 
-    def _exchange(self, store: AnsweringStore) -> None:
+    def _exchange(self, store: StoreClient) -> None:
         """Publish this host's status and read the others'."""
         with self._lock:
             own = self._own = replace(self._own, beat=self._own.beat + 1)
@@ -302,7 +304,7 @@ class HostHeartbeat:
                 f"({error}); see whether it runs the same rrfp, and who else can reach that store"
             )
             return
-        if not self.has_come(host) or status.beat != self._statuses[host].beat:
+        if not self.has_joined(host) or status.beat != self._statuses[host].beat:
             with self._lock:
                 self._statuses = {**self._statuses, host: status}
                 self._received_s[host] = time.monotonic()

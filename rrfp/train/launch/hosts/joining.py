@@ -34,7 +34,7 @@ from rrfp.train.data.tokens import tokenizer_file
 from rrfp.train.launch.hosts.endpoint import Endpoint, launcher_place, local_ranks, obstacle_at
 from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
 from rrfp.train.launch.stopping import ignoring_sigterm_on_failure
-from rrfp.train.launch.store import AnsweringStore, answer_of, port_store
+from rrfp.train.launch.store import StoreClient, call_with_timeout, port_store
 from rrfp.train.settings import DECLARED, DeviceKind, Network, TrainSettings
 
 # torchrun serves a store of its own at the port that it names. The run's store, which listens at a
@@ -198,7 +198,7 @@ class JoinedHosts:
     environment: Mapping[str, str]
     """Variables that name the store to this host's ranks."""
     heartbeat: HostHeartbeat
-    connect: Callable[[float], AnsweringStore]
+    connect: Callable[[float], StoreClient]
     """Opens a connection to the store with this timeout in seconds for each call."""
 
 
@@ -255,7 +255,7 @@ class _Rendezvous:
         self._own_gpus = LauncherGpus.of_this_process(settings) if needs_gpus else None
         self._token = secrets.token_hex(8)
         """On host 0 it identifies the run, elsewhere the host until it has joined."""
-        self._store: AnsweringStore | None = None
+        self._store: StoreClient | None = None
         self.heartbeat = HostHeartbeat(
             lambda: self.connect(self._silence_s / 5),
             self._node_rank,
@@ -275,7 +275,7 @@ class _Rendezvous:
         if self._filters_sources:
             self._admit_hosts_only()
 
-    def connect(self, within_s: float) -> AnsweringStore:
+    def connect(self, within_s: float) -> StoreClient:
         """Open a separate connection: on a shared one, calls wait for each other."""
         if obstacle := obstacle_at(self.host, self.port, self._silence_s):
             raise RrfpError(obstacle.fact)
@@ -329,7 +329,7 @@ class _Rendezvous:
         store.set(_FIRST, json.dumps([self._token, self._common]))
         self.heartbeat.start()
         for host in range(1, self._num_hosts):
-            while not self.heartbeat.has_come(host):
+            while not self.heartbeat.has_joined(host):
                 self._wait(host)
         store.set(_ALL_JOINED, "")
 
@@ -375,7 +375,7 @@ class _Rendezvous:
             values.append(value)
         return values
 
-    def _claim_node_rank(self, store: AnsweringStore) -> None:
+    def _claim_node_rank(self, store: StoreClient) -> None:
         """Claim this host's number. Raises UsageError if another host has it."""
         own = f"{socket.gethostname()} (process {os.getpid()})"
         claimed = store.claim(f"rrfp/meeting/{self._node_rank}", f"{own} {self._token}")
@@ -419,7 +419,7 @@ class _Rendezvous:
                 )
             self._wait(0)
 
-    def _open_store(self, within_s: float, listening: int | None = None) -> AnsweringStore:
+    def _open_store(self, within_s: float, listening: int | None = None) -> StoreClient:
         """Connect to the run's store, or serve it at a listening descriptor."""
 
         def open_tcp_store() -> Store:
@@ -432,11 +432,9 @@ class _Rendezvous:
                 master_listen_fd=listening,
             )
 
-        return AnsweringStore(
-            self._call_torch(open_tcp_store), f"{self.host}:{self.port}", within_s
-        )
+        return StoreClient(self._call_torch(open_tcp_store), f"{self.host}:{self.port}", within_s)
 
-    def _announcement(self, store: AnsweringStore) -> tuple[str, dict[str, object]]:
+    def _announcement(self, store: StoreClient) -> tuple[str, dict[str, object]]:
         """Host 0's announcement: the run's token and the common settings."""
         deadline_s = time.monotonic() + _ANSWER_S
         while (found := store.read(_FIRST, _decode_announcement, "host 0")) is None:
@@ -451,7 +449,7 @@ class _Rendezvous:
     def _call_torch(self, call: Callable[[], T]) -> T:
         """Call torch's store with a timeout; its errors become RrfpError."""
         try:
-            return answer_of(call, _ANSWER_S, f"the store for {self._endpoint.given}")
+            return call_with_timeout(call, _ANSWER_S, f"the store for {self._endpoint.given}")
         except DistError as error:
             raise RrfpError(
                 f"the hosts cannot meet at {self._endpoint.given} ({first_line(str(error))}); see "
