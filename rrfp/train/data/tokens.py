@@ -378,7 +378,7 @@ def configured_end_token(file: Path) -> str | None:
     for name in _CONFIGURATIONS:
         beside = file.with_name(name)
         if beside.is_file():
-            token = _read_json_object(beside).get("eos_token")
+            token = _read_json_fields(beside).get("eos_token")
             # Some files have an object with the token's properties.
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
@@ -404,7 +404,7 @@ def _end_token(file: Path, vocabulary: dict[str, int], asked: str | None) -> str
     return token
 
 
-def _read_json_object(file: Path) -> dict[str, Any]:
+def _read_json_fields(file: Path) -> dict[str, Any]:
     text = read_text(str(file), "tokenizer")
     try:
         found = json.loads(text)
@@ -417,7 +417,7 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 
 def _open_tokenizer(file: Path) -> Any:
     """Load a tokenizer without truncation and padding. Raises UsageError for one that is random."""
-    definition = _read_json_object(file)
+    definition = _read_json_fields(file)
     model = definition.get("model")
     dropout = model.get("dropout") if isinstance(model, dict) else None
     if dropout:
