@@ -72,7 +72,7 @@ train: setup  ## Train a GPT readiness-first; more flags in ARGS="--steps 5"
 WORKERS := 2
 
 test: lint  ## Lint, types and the tests that are quick
-	$(VENV)/bin/pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-core: setup  ## The core's quick tests on its sources, not compiled
 	RRFP_COMPILED=0 $(VENV)/bin/pytest -q -rs -m "not slow" $(CORE_TESTS) $(ARGS)

@@ -14,9 +14,17 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.distributed import Store, TCPStore
 
-from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.net.transport import SocketTransport, make_planes
 from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, TransportName
-from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Message, Reported
+from rrfp.runtime.protocols import (
+    Event,
+    Inbox,
+    InputReported,
+    LinkFailed,
+    Message,
+    MessageArrived,
+    TaskDecided,
+)
 from rrfp.schedule.tasks import Kind, Task
 from tests.runtime.link_pairs import needs_nixl, needs_tls
 
@@ -37,7 +45,7 @@ def make(rank: int, num_ranks: int, store: Store, inbox: Inbox, way: str) -> Soc
         inbox,
         num_credits=NUM_STREAMED,
         allow_unix=not is_far,
-        planes=data_planes(torch.device("cpu"), plane, DEFAULT_OUTBOX_MB),
+        planes=make_planes(torch.device("cpu"), plane, DEFAULT_OUTBOX_MB),
         tls=way == "tls",
     )
     transport.open()
@@ -50,7 +58,7 @@ def wait_for(inbox: Inbox, num_events: int) -> list[Event]:
         arrived = inbox.take(10.0)
         assert arrived, "nothing arrived for 10 s"
         for event in arrived:
-            if isinstance(event, Failed):
+            if isinstance(event, LinkFailed):
                 raise event.error
         events.extend(arrived)
     return events
@@ -65,15 +73,15 @@ def serve(rank: int, num_ranks: int, port: int, way: str) -> None:
     while True:
         for event in inbox.take(30.0):
             match event:
-                case Arrived(_, message):
+                case MessageArrived(_, message):
                     transport.consumed(0, message.step)
                     if message.task.microbatch == 0:
                         transport.send(0, message)
                     elif message.task.microbatch == NUM_STREAMED:
                         transport.send(0, Message(message.step, TASK, ()))
-                case Decided(step=step, task=task):
+                case TaskDecided(step=step, task=task):
                     transport.report(0, step, task)
-                case Failed():
+                case LinkFailed():
                     return
 
 
@@ -159,6 +167,6 @@ def test_decide_and_report_of_4_ranks(benchmark: BenchmarkFixture) -> None:
         def agree() -> None:
             for peer in (1, 2, 3):
                 transport.decide(peer, 0, 0, TASK)
-            assert all(isinstance(event, Reported) for event in wait_for(inbox, 3))
+            assert all(isinstance(event, InputReported) for event in wait_for(inbox, 3))
 
         measure(benchmark, agree, num_rounds=1000)

@@ -22,7 +22,7 @@ from math import sqrt
 from statistics import fmean, geometric_mean, stdev
 
 from rrfp.errors import UsageError
-from rrfp.planning.candidates import in_words
+from rrfp.planning.candidates import describe_choice
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.schedule.knobs import ShareOf1F1B
 from rrfp.schedule.named_hints import AUTO, HINTS
@@ -132,7 +132,9 @@ def run_cell(cell: Cell) -> Outcome:
         if error <= max(LARGEST_ERROR, abs(gain - 1) / CLEAR):
             break
     num_steps = len(auto.trials)
-    return Outcome(cell, in_words(own.policy), auto.ratio_to_load, best, gain, error, num_steps)
+    return Outcome(
+        cell, describe_choice(own.policy), auto.ratio_to_load, best, gain, error, num_steps
+    )
 
 
 def _error(auto: Row, peer: Row) -> float:

@@ -9,7 +9,7 @@ import sys
 from fractions import Fraction
 
 from benchmarks.bytes_rows import COSTS, V
-from rrfp.planning.balanced_costs import DealtCosts
+from rrfp.planning.modelled_costs import BalancedCosts
 from rrfp.planning.trials import Row, Setting, run_settings
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
@@ -44,7 +44,7 @@ def _column(num_replicas: int, w: WeightGradients, seeds: range) -> list[Row]:
         Setting(
             shape=shape,
             policy=policy,
-            costs=DealtCosts(COSTS, num_replicas) if dealt else COSTS,
+            costs=BalancedCosts(COSTS, num_replicas) if dealt else COSTS,
             jitter=parse_jitter("lognormal:0.1"),
             admit=admit,
             num_replicas=num_replicas,

@@ -21,7 +21,7 @@ from statistics import fmean, median
 import torch
 from torch.distributed import Store, TCPStore
 
-from rrfp.runtime.pace import sharpen_sleep, sleep_until
+from rrfp.runtime.pace import reduce_timer_slack, sleep_until
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Policy
@@ -129,7 +129,7 @@ def meet(store: Store, step: int, num_ranks: int) -> None:
 
 def run_rank(hint_name: str, launch_s: float, risk: float, num_steps: int) -> list[Outcome]:
     """One rank's steps; the first is to learn from."""
-    sharpen_sleep()
+    reduce_timer_slack()
     hint = hint_named(hint_name).on(SHAPE)
     shape = replace(SHAPE, kinds=kinds_of(hint))
     device = SimulatedDevice(mean_delay_s=0)

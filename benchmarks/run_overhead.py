@@ -106,6 +106,7 @@ def work() -> None:
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
     from rrfp.train.settings import TrainSettings
 
     torch.set_num_threads(1)
@@ -114,9 +115,8 @@ def work() -> None:
         data = open_data(settings)
         gpt = build_model(settings, layout, data)
         schedule: Any = get_forward_backward_func()
-        trainer = Trainer(
-            settings, layout, gpt, data.batches(layout.dp_rank), schedule, lambda _: None
-        )
+        batches = OrderedBatches(settings, layout, data)
+        trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
         step = 0
         while True:
             # The first rank hears when to go on, and tells the others.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.planning.order_search import Known, NoisySteps, Plan, known_of, plan_entry
-from rrfp.planning.process_pool import plan_all
+from rrfp.planning.modelled_costs import forecast_step
+from rrfp.planning.order_search import NoisySteps, Plan, StepForecast, plan_all, plan_order
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.knobs import Bytes, Hold
@@ -80,14 +80,14 @@ def over_load(
     takes what it gets done in time."""
     settings = [_setting(question, seed, admit) for seed in seeds]
     if admit is Admit.PLAN:
-        known = [
-            known_of(COSTS, JITTER, setting.policy, setting.shape, seed, 0)
+        forecasts = [
+            forecast_step(COSTS, JITTER, setting.policy, setting.shape, seed, 0)
             for setting, seed in zip(settings, seeds, strict=True)
         ]
         plans = (
-            [planned_in_time(each) for each in known]
+            [planned_in_time(each) for each in forecasts]
             if num_simulations is None
-            else plan_all(known, num_simulations)
+            else plan_all(forecasts, num_simulations)
         )
         settings = [
             replace(setting, admit=ListedOrders("plan", (plan.order,)))
@@ -100,11 +100,11 @@ def over_load(
     return fmean(each.makespan_ns for each in trials) / fmean(each.load_ns for each in trials)
 
 
-def planned_in_time(known: Known) -> Plan:
+def planned_in_time(forecast: StepForecast) -> Plan:
     """The plan that a tenth of the step's time allows, of processor time as in a run."""
-    step_ns = NoisySteps(known).makespan_ns(known.pyramid, 0)
+    step_ns = NoisySteps(forecast).makespan_ns(forecast.pyramid, 0)
     end_s = time.process_time() + step_ns / 10 / NS_PER_S
-    return plan_entry(known, 10**6, lambda: time.process_time() > end_s)
+    return plan_order(forecast, 10**6, lambda: time.process_time() > end_s)
 
 
 def _setting(question: Question, seed: int, admit: Admission) -> Setting:

@@ -30,6 +30,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LONGEST = (
+    "megatron/test_learns_the_same.py",
+    "train/test_train.py",
+    "megatron/test_run_recorded.py",
+    "train/test_checkpoint_damage.py",
+    "e2e/test_ranks.py",
+    "train/test_checkpoint.py",
+    "megatron/test_gradient_hooks.py",
+    "train/test_checkpoint_dir.py",
+    "products/test_doctor.py",
+    "project/test_pages.py",
+    "train/test_hosts.py",
+    "trace/test_check.py",
+    "analyze/test_step_choice.py",
+    "security/test_exposure.py",
+    "train/test_slurm.py",
+    "megatron/test_planned_steps.py",
+    "products/test_chaos.py",
+    "megatron/test_native.py",
+    "cli/test_bench.py",
+    "cli/test_run_script.py",
+)
+"""The files that take longest, in that order (`pytest --durations=0`)."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no worker has one left when the others are done."""
+    tests = Path(__file__).parent
+    rank = {(tests / name).resolve(strict=True): place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests start ranks, their server imports what they need beside the first tests."""
     if "tests.e2e.ranks" in sys.modules and not session.config.option.collectonly:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.gpu.lines import LINES, Line
-from rrfp.runtime.device.cuda_runtime import CudaPresence, cuda_presence, installed_torch
+from rrfp.runtime.device.cuda_runtime import CudaPresence, check_cuda, installed_torch
 from rrfp.runtime.isolated_call import NoAnswerError
 
 HEAD = ("line", "goal", "figure", "when", "where", "commit")
@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parent.parent.parent
 
 def main() -> int:
     """Print each row once it and those before it are measured."""
-    presence = cuda_presence()
+    presence = check_cuda()
     if presence.problem is not None:
         print(f"Nothing is measured: {presence.problem}")
         return 0

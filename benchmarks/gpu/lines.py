@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from benchmarks.gpu import figures, training
-from rrfp.runtime.device.cuda_runtime import cuda_presence
-from rrfp.runtime.isolated_call import probe
+from rrfp.runtime.device.cuda_runtime import check_cuda
+from rrfp.runtime.isolated_call import call_isolated
 
 _LIMIT_S = 120.0
 _IPC_SHARE = 0.8
@@ -46,31 +46,31 @@ class Line:
 
 
 def _copies() -> Measured:
-    return Measured(f"{probe(figures.copies, limit_s=_LIMIT_S):.0f} GB/s")
+    return Measured(f"{call_isolated(figures.copies, limit_s=_LIMIT_S):.0f} GB/s")
 
 
 def _large_ipc() -> Measured:
-    told = probe(figures.large_ipc, limit_s=_LIMIT_S)
+    told = call_isolated(figures.large_ipc, limit_s=_LIMIT_S)
     share = told["ipc"] / told["own"]
     return Measured(f"{told['ipc']:.0f} GB/s, {share:.0%}", share >= _IPC_SHARE)
 
 
 def _bare_message() -> Measured:
-    return Measured(f"{probe(figures.bare_message, limit_s=_LIMIT_S):.1f} us")
+    return Measured(f"{call_isolated(figures.bare_message, limit_s=_LIMIT_S):.1f} us")
 
 
 def _small_message() -> Measured:
-    taken_us = probe(figures.small_message, limit_s=_LIMIT_S)
+    taken_us = call_isolated(figures.small_message, limit_s=_LIMIT_S)
     return Measured(f"{taken_us:.1f} us", taken_us < _SMALL_US)
 
 
 def _large_message(measure: Callable[[], float]) -> Measured:
-    taken_us = probe(measure, limit_s=_LIMIT_S)
+    taken_us = call_isolated(measure, limit_s=_LIMIT_S)
     return Measured(f"{taken_us:.0f} us, {figures.NUM_BYTES / taken_us / 1e3:.0f} GB/s")
 
 
 def _wake_ups() -> Measured:
-    told = probe(figures.wake_ups, limit_s=_LIMIT_S)
+    told = call_isolated(figures.wake_ups, limit_s=_LIMIT_S)
     return Measured(f"{told['spinning']:.1f} us spinning, {told['blocking']:.1f} us blocking")
 
 
@@ -79,20 +79,22 @@ def _same_to_the_bit() -> Measured:
     for num_stages in (4, 8):
         for model in _MODELS:
             asked = (training.SHARED, num_stages, model)
-            differ = probe(training.differences, *asked, limit_s=_TRAINING_LIMIT_S)
+            differ = call_isolated(training.differences, *asked, limit_s=_TRAINING_LIMIT_S)
             found += [f"{num_stages} stages, {model}: {each}" for each in differ]
     return _same(found)
 
 
 def _same_vlm() -> Measured:
     asked = (training.SHARED, 4, "vlm")
-    return _same(probe(training.differences, *asked, limit_s=_TRAINING_LIMIT_S))
+    return _same(call_isolated(training.differences, *asked, limit_s=_TRAINING_LIMIT_S))
 
 
 def _one_process() -> Measured:
     found = []
     for model in _MODELS:
-        found += probe(training.one_process, training.SHARED, 4, model, limit_s=_TRAINING_LIMIT_S)
+        found += call_isolated(
+            training.one_process, training.SHARED, 4, model, limit_s=_TRAINING_LIMIT_S
+        )
     return _same(found)
 
 
@@ -105,7 +107,9 @@ def _same(differences: Sequence[str]) -> Measured:
 @cache
 def _own_time() -> dict[str, float]:
     """Two lines ask for it."""
-    told: dict[str, float] = probe(training.own_time, training.SHARED, limit_s=_TRAINING_LIMIT_S)
+    told: dict[str, float] = call_isolated(
+        training.own_time, training.SHARED, limit_s=_TRAINING_LIMIT_S
+    )
     return told
 
 
@@ -120,7 +124,7 @@ def _gap() -> Measured:
 
 
 def _growth() -> Measured:
-    told = probe(training.growth, training.SHARED, _NUM_STEPS, limit_s=_TRAINING_LIMIT_S)
+    told = call_isolated(training.growth, training.SHARED, _NUM_STEPS, limit_s=_TRAINING_LIMIT_S)
     first, last = (" and ".join(f"{each:.1f}" for each in told[name]) for name in ("first", "last"))
     pairs = zip(told["first"], told["last"], strict=True)
     return Measured(f"{first} MB at first, {last} MB at last", all(b <= a for a, b in pairs))
@@ -128,8 +132,8 @@ def _growth() -> Measured:
 
 def _most_memory() -> Measured:
     # Megatron's transfers take a GPU a rank; on one GPU its schedule without a pipeline runs.
-    num_ranks = min(4, len(cuda_presence().gpus))
-    told = probe(training.most_memory, training.OWN, num_ranks, limit_s=_TRAINING_LIMIT_S)
+    num_ranks = min(4, len(check_cuda().gpus))
+    told = call_isolated(training.most_memory, training.OWN, num_ranks, limit_s=_TRAINING_LIMIT_S)
     ratios = [ours / native for ours, native in zip(told["fixed"], told["megatron"], strict=True)]
     figure = f"{' and '.join(f'{ratio:.3f}' for ratio in ratios)} of its own"
     return Measured(figure, all(abs(ratio - 1) <= _MEMORY_SHARE for ratio in ratios))
@@ -137,7 +141,7 @@ def _most_memory() -> Measured:
 
 def _sanitized() -> Measured:
     codes = {
-        tool: probe(training.sanitized, training.SHARED, tool, limit_s=_TRAINING_LIMIT_S)
+        tool: call_isolated(training.sanitized, training.SHARED, tool, limit_s=_TRAINING_LIMIT_S)
         for tool in ("memcheck", "racecheck")
     }
     dirty = [f"{tool} exits with {code}" for tool, code in codes.items() if code]

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import FileStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.net.transport import SocketTransport, make_planes
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Inbox, Message
+from rrfp.runtime.protocols import Inbox, Message, MessageArrived
 from rrfp.schedule.tasks import Kind, Task
 
 _PATIENCE_S = 60.0
@@ -46,7 +46,7 @@ def one_way_us(device: str, transport: str, num_bytes: int, num_rounds: int) -> 
 def _planes(device: str, transport: str, num_bytes: int) -> RankPlanes:
     # Shared memory lends half of it.
     outbox_mb = 4 + 4 * (num_bytes >> 20)
-    return data_planes(torch.device(device), TransportName(transport), outbox_mb)
+    return make_planes(torch.device(device), TransportName(transport), outbox_mb)
 
 
 class _Rank:
@@ -63,10 +63,10 @@ class _Rank:
             planes=planes,
         )
         self._transport.open()
-        settled = self._transport.plane_choices[self._peer]
-        if settled.plane is not planes.asked:
+        settled = planes.accepted.links[self._peer]
+        if settled.plane is not planes.requested:
             self.close(farewell=False)
-            raise RrfpError(f"{planes.asked} does not serve here: {settled.why}")
+            raise RrfpError(f"{planes.requested} does not serve here: {settled.why}")
 
     def send(self, number: int, tensor: torch.Tensor) -> None:
         message = Message(0, Task(0, Kind.F, number), (tensor,))
@@ -78,10 +78,10 @@ class _Rank:
         if not events:
             raise RrfpError(f"rank {self._peer} sent nothing within {_PATIENCE_S:g} s")
         event = events[0]
-        if not isinstance(event, Arrived):
+        if not isinstance(event, MessageArrived):
             raise RrfpError(f"rank {self._peer} is gone: {event}")
         self._transport.consumed(self._peer, 0)
-        self.device.take_over(event.message.tensors)
+        self.device.use_on_compute_stream(event.message.tensors)
         (tensor,) = event.message.tensors
         assert tensor is not None
         return tensor

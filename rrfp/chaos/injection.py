@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rrfp.chaos.disk import Disk
 from rrfp.chaos.plan import LINK_FAULTS, Fault, FaultKind, Stage
 from rrfp.chaos.session import Process, TrainingSession
-from rrfp.runtime.net.faults import LinkFault, order, shown_links
+from rrfp.runtime.net.faults import LinkFault, list_links, order_fault
 
 _SAVE_S = 0.15
 """Time to write a small checkpoint."""
@@ -118,13 +118,13 @@ def _process(session: TrainingSession, fault: Fault) -> Process | None:
 
 
 def _disturb_link(session: TrainingSession, fault: Fault) -> Injected | None:
-    links = shown_links(session.orders)
+    links = list_links(session.orders)
     if not links:
         return None
     link = links[fault.link % len(links)]
     kind = LinkFault(fault.kind)
     number = fault.draw if kind is LinkFault.CORRUPT else fault.hold_s
-    pending = order(session.orders, link, kind, number)
+    pending = order_fault(session.orders, link, kind, number)
     if not session.wait_until(lambda: not pending.exists(), _OBEY_S):
         pending.unlink(missing_ok=True)
         return None

@@ -21,7 +21,7 @@ from typing import Any
 
 from rrfp.compiled import Core, core
 from rrfp.errors import UsageError, described
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.runtime.launchers import LOOPBACK
 from rrfp.runtime.net.source_filter import filter_refusal
 from rrfp.runtime.planes.registry import HOW_TO_INSTALL, is_installed, nixl_api
@@ -222,7 +222,7 @@ def imports() -> Iterator[Check]:
         try:
             # A process for each, so that a crash is attributed to the right one.
             modules = [*dict.fromkeys(("torch", module))]
-            result = probe(seconds_to_import, modules, limit_s=_IMPORT_LIMIT_S)[module]
+            result = call_isolated(seconds_to_import, modules, limit_s=_IMPORT_LIMIT_S)[module]
         except NoAnswerError as error:
             result = f"cannot be imported ({error})"
         if isinstance(result, str):
@@ -392,7 +392,7 @@ def gloo() -> Check:
     """Measure an all-reduce between two ranks in the network of a default run."""
     try:
         with run_network(RunSettings()) as network:
-            taken_us = probe(sum_us, network, limit_s=_GLOO_LIMIT_S)
+            taken_us = call_isolated(sum_us, network, limit_s=_GLOO_LIMIT_S)
     except NoAnswerError as error:
         if not error.raised:
             advice = "see whether torch can be imported, and no firewall fences loopback"
@@ -460,7 +460,7 @@ def nixl() -> Check:
             f"it is not installed, and only messages between hosts gain by it; {HOW_TO_INSTALL}",
         )
     try:
-        gb_s = probe(read_gb_s, limit_s=_NIXL_LIMIT_S)
+        gb_s = call_isolated(read_gb_s, limit_s=_NIXL_LIMIT_S)
     except NoAnswerError as error:
         is_broken = error.raised in ("", "ImportError", "ModuleNotFoundError")
         advice = f"reinstall it: {HOW_TO_INSTALL}" if is_broken else "UCX_LOG_LEVEL=info says more"

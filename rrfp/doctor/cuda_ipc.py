@@ -18,7 +18,7 @@ from typing import Any
 from rrfp.doctor.checks import Check, absent, fails, works
 from rrfp.errors import first_line
 from rrfp.runtime.device.cuda_runtime import HOW_TO_INSTALL, CudaPresence, CudaRuntime, has_bindings
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 
 _NUM_BYTES = 1 << 26
 _NUM_ROUNDS = 5
@@ -39,7 +39,7 @@ def cuda_ipc(presence: CudaPresence) -> Check:
         return absent("cuda-ipc", f"cuda-bindings is not installed; {HOW_TO_INSTALL}")
     onto = min(1, len(presence.gpus) - 1)
     try:
-        copy_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
+        copy_s = call_isolated(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         return fails(
             "cuda-ipc",

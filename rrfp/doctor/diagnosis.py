@@ -17,7 +17,7 @@ from rrfp.doctor.checks import (
 )
 from rrfp.doctor.cuda_ipc import cuda_ipc
 from rrfp.doctor.gpus import gpus, pid_namespace
-from rrfp.runtime.device.cuda_runtime import cuda_presence
+from rrfp.runtime.device.cuda_runtime import check_cuda
 from rrfp.train.settings import DeviceKind
 
 
@@ -27,7 +27,7 @@ def diagnose() -> list[Check]:
     if scratch.prevents_runs_on(DeviceKind.CPU):
         # Other checks need temporary files too.
         return [scratch]
-    presence = cuda_presence()
+    presence = check_cuda()
     return [
         *gpus(presence),
         cuda_ipc(presence),

@@ -10,7 +10,7 @@ from typing import Any
 
 from rrfp.doctor.checks import CUDA_RUNS, Check, absent, fails, works
 from rrfp.runtime.device.cuda_runtime import CudaPresence
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 
 _OWN = Path("/proc/self/ns/pid")
 _OF_THE_HOST = 0xEFFFFFFC
@@ -57,7 +57,7 @@ def gpus(presence: CudaPresence) -> Iterator[Check]:
         yield absent("peer-access", "see gpu")
         return
     try:
-        figures = probe(gpu_figures, limit_s=_LIMIT_S)
+        figures = call_isolated(gpu_figures, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         yield fails("gpu", f"CUDA failed while it was measured ({error})", CUDA_RUNS)
         return

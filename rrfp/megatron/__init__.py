@@ -118,4 +118,4 @@ def _put(stand_in: SchedulePatch, asker: str, *, at_import: bool, is_recorded: b
             )
 
     if is_recorded:
-        at_end.call(warn_if_unused)
+        at_end.register(warn_if_unused)

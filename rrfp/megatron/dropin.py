@@ -9,9 +9,9 @@ Megatron's own schedule, bit for bit.
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from rrfp.megatron.adapters.groups import (
     data_parallel_group,
     expert_parallel_group,
     refuse_multi_module,
+    replica_group,
     virtual_pipeline_size,
 )
+from rrfp.megatron.adapters.models import config_of, may_have_experts
 from rrfp.megatron.adapters.schedules import start_embedding_gradients
 from rrfp.megatron.installation import NO_PIPELINING, refuse_unknown_arguments
-from rrfp.megatron.look_ahead import LookAhead
+from rrfp.megatron.look_ahead import StepDataItems, reason_to_look
 from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, publish_failure
 from rrfp.megatron.refusals import refuse, refuse_data
@@ -36,17 +38,20 @@ from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_groups import (
     Place,
     device_of,
+    place_in,
     sharing_groups,
+    step_groups,
     timeout_s_of,
 )
-from rrfp.megatron.step_plan import StepCall, StepPlan
 from rrfp.megatron.step_report import StepObserver, StepReport
-from rrfp.planning.step_policy import StepPolicies
+from rrfp.planning.collectives import exchange_items
+from rrfp.planning.step_admission import StepAdmission
+from rrfp.planning.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
-from rrfp.runtime.rendezvous import default_store, tell_of_end
+from rrfp.runtime.rendezvous import default_store, publish_early_end
 from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
@@ -95,6 +100,56 @@ _schedules: dict[object, "ForwardBackward"] = {}
 _names = itertools.count()
 
 
+# A step before it runs: the training loop's call, and the plan of the step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """The arguments of a training loop's call that say where and on which models to run."""
+
+    models: list[Any]
+    """The chunks of this rank, in model order."""
+    config: Any
+    """Megatron's configuration of the models."""
+    groups: Any
+    """The process groups of the step."""
+    place: Place
+    has_experts: bool
+    forward_only: bool
+
+    @classmethod
+    def of(
+        cls, models: list[Any], p2p_communicator: Any, pg_collection: Any, *, forward_only: bool
+    ) -> Self:
+        """Make the call of these chunks, in the groups of Megatron's two arguments. Raises
+        UsageError for groups without the ranks of the pipeline."""
+        config, has_experts = config_of(models[0]), may_have_experts(models[0])
+        groups = step_groups(p2p_communicator, pg_collection)
+        place = place_in(groups, has_experts=has_experts)
+        return cls(models, config, groups, place, has_experts, forward_only)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How a step is to run on this rank. It is made before the step and does not change."""
+
+    step: int
+    """The number of the step in records and on links."""
+    call: StepCall
+    policy: StepPolicy
+    data: StepData
+    streams: RandomStreams
+    memory: StepMemory
+    order: Sequence[int]
+    """By microbatch: the number of its item in the data's own order."""
+    admits_given: bool
+    """True if items enter in the data's own order."""
+    plans_order: bool
+    """True if a search plans the order in which items enter."""
+    measures_memory: bool
+    """True if the sizes of microbatches are predicted from measured ones."""
+
+
 class ForwardBackward:
     """Runs the tasks of a step on this rank, dispatched by readiness."""
 
@@ -111,7 +166,8 @@ class ForwardBackward:
         self._record = record
         self._delays = delays
         self._pace = pace
-        self._looks_ahead = LookAhead(settings)
+        self._admission = StepAdmission(settings)
+        self._reason_to_look = reason_to_look(settings, admits_given=self._admission.admits_given)
         self._holds_bytes = not counts_microbatches(settings.policy.hold)
         # Equal on every rank, because all ranks make their functions in the same order.
         self._name = next(_names)
@@ -122,8 +178,8 @@ class ForwardBackward:
         self._recorded: LayoutLinks | None = None
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
-        at_end.call(self.close)
-        at_end.call(tell_of_end)
+        at_end.register(self.close)
+        at_end.register(publish_early_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.report: StepReport | None = None
@@ -168,7 +224,7 @@ class ForwardBackward:
         """
         refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
-        at_end.note(None)
+        at_end.note_step_error(None)
         observed = None
         if self._observer is not None:
             observed = self._observer.begin(
@@ -200,7 +256,7 @@ class ForwardBackward:
         try:
             data, self.report = self._run(links, plan, arguments)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             links.close(farewell=False)
             raise
         if self._observer is not None:
@@ -225,7 +281,7 @@ class ForwardBackward:
             links.timeout_s = timeout_s_of(call.groups.pp)
             self._connect(links, opening, plan)
         except BaseException as error:
-            at_end.note(error)
+            at_end.note_step_error(error)
             if opening is not None:
                 publish_failure(default_store(), opening, call.place.rank, error)
             # With a farewell: the neighbours may still be in the step before.
@@ -253,9 +309,14 @@ class ForwardBackward:
         if chooser is None or forward_only:
             policy = self._step_policies.of(shape, forward_only=forward_only)
         else:
-            replicas = data_parallel_group(call.groups)
-            policy = chooser.steering(
-                step, shape, config, call.groups, replicas, device, call.has_experts
+            policy = chooser.policy(
+                step,
+                shape,
+                _splits_backward(config),
+                call.groups,
+                data_parallel_group(call.groups),
+                device,
+                call.has_experts,
             )
         if not forward_only and call.place.rank == 0:
             self._step_policies.warn_once(shape)
@@ -263,13 +324,13 @@ class ForwardBackward:
         pace = None if forward_only else self._pace
         sizes = None if pace is None else pace.sizes(step, policy.shape)
         measures = self._holds_bytes and sizes is None and not forward_only
-        admits_given = forward_only or self._looks_ahead.admits_given
+        admits_given = forward_only or self._admission.admits_given
         keeps_order = policy.keeps_microbatch_order and admits_given and not measures
-        refuse_data(given, policy, self._looks_ahead.reason, keeps_order=keeps_order)
+        refuse_data(given, policy, self._reason_to_look, keeps_order=keeps_order)
         refuse(config, models, policy, call.place.pp_rank)
-        plans_order = self._looks_ahead.plans and not forward_only
+        plans_order = self._admission.plans and not forward_only
         data = StepData(
-            links.ahead.put_in(given) if plans_order else given,
+            links.ahead.wrap(given) if plans_order else given,
             shape.num_microbatches,
             links.habits[forward_only, tuple(map(id, models))],
             keeps_order=keeps_order,
@@ -298,14 +359,21 @@ class ForwardBackward:
         call, data, device = plan.call, plan.data, plan.streams.device
         groups, order, memory = call.groups, plan.order, plan.memory
         since_ns = monotonic()
+        items = StepDataItems(data, len(order), f"{self._reason_to_look} looks at")
         if links.planner is not None and plan.plans_order:
-            order = self._looks_ahead.planned_order(
-                links.planner, plan.step, plan.policy, data, groups, device
+            policy = plan.policy
+            order = links.planner.order(
+                plan.step, policy.shape, policy.policy, items, groups, device
             )
+        elif self._admission.balances:
+            self._balance(plan, items)
         elif not plan.admits_given:
-            order = self._looks_ahead.order(plan.step, data, len(order), groups, device)
+            order = self._admission.order(
+                plan.step, items, len(order), groups, lambda: replica_group(groups), device
+            )
         if plan.measures_memory:
-            features = self._looks_ahead.features(data, order, groups, device)
+            measured = StepDataItems(data, len(order), "a hold in bytes measures")
+            features = self._admission.features(measured.items, order, groups, device)
             bound = links.memory_bound_of(call.models, self._settings.policy.hold, device)
             memory = bound.plan(
                 features,
@@ -314,6 +382,16 @@ class ForwardBackward:
             )
         links.record(PhaseRecord(since_ns, monotonic(), plan.step, Phase.DATA))
         return replace(plan, order=order, memory=memory)
+
+    def _balance(self, plan: StepPlan, items: StepDataItems) -> None:
+        """Exchange items with the other replicas, so that this rank's chunks have the items that
+        are assigned to its replica, in the order in which they enter."""
+        groups, device, num = plan.call.groups, plan.streams.device, len(plan.order)
+        replicas = data_parallel_group(groups)
+        assignment = self._admission.assign(plan.step, items.items, num, groups, replicas, device)
+        given = {chunk: plan.data.first(chunk, num) for chunk in plan.data.drawing_chunks}
+        for chunk, own in exchange_items(given, assignment, replicas, device).items():
+            plan.data.replace(chunk, own)
 
     def _run(
         self, links: LayoutLinks, plan: StepPlan, arguments: StepArguments
@@ -385,7 +463,7 @@ class ForwardBackward:
             replace(summary, start_ns=start_ns, end_ns=end_ns),
             plan.policy,
             plan.order if plan.plans_order else None,
-            None if call.forward_only else self._looks_ahead.hands,
+            None if call.forward_only else self._admission.assignment,
             self._planes,
             is_evaluation=call.forward_only,
         )
@@ -401,11 +479,11 @@ class ForwardBackward:
         if links.pipeline is None:
             assert opening is not None
             record = self._record if self._recorded is None else links.record
-            if links.planner is None and self._looks_ahead.plans:
-                links.planner = self._looks_ahead.planner(record)
+            if links.planner is None and self._admission.plans:
+                links.planner = self._admission.planner(record)
                 record = links.record = links.planner.record
             if links.chooser is not None:
-                record = links.record = links.chooser.watched(record)
+                record = links.record = links.chooser.measured_record(record)
             links.pipeline = Pipeline(
                 self._settings,
                 plan.call.place,
@@ -436,6 +514,14 @@ class ForwardBackward:
         steps, on all ranks; the next step opens them again."""
         for links in self._links.values():
             links.close()
+
+
+def _splits_backward(config: Any) -> bool | None:
+    """True if Megatron's configuration requires a split backward, False if it excludes one, None if
+    both work."""
+    if getattr(config, "delay_wgrad_compute", False):
+        return True
+    return False if getattr(config, "defer_embedding_wgrad_compute", False) else None
 
 
 def _finalize_gradients(

@@ -16,16 +16,16 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits
 from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.planning.hint_chooser import HintChooser
-from rrfp.planning.order_planner import EntryPlanner
+from rrfp.planning.order_planner import OrderPlanner
 from rrfp.planning.step_policy import StepPolicy
-from rrfp.runtime.agreement import StarAgreement
-from rrfp.runtime.device_worker import make_worker
-from rrfp.runtime.net.transport import SocketTransport, TransportMaker, data_planes
+from rrfp.runtime.agreement import GroupAgreement
+from rrfp.runtime.net.transport import SocketTransport, TransportFactory, make_planes
 from rrfp.runtime.pace import Delays, StepPace
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
-from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.stall import StallBoard
+from rrfp.runtime.worker import make_worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.knobs import Auto, Bytes
 from rrfp.schedule.named_hints import AutoHint
@@ -40,7 +40,7 @@ _LEAST_STALL_S = 600.0
 class Pipeline:
     """This rank's links, from their opening to their close."""
 
-    transport: ClassVar[TransportMaker] = SocketTransport
+    transport: ClassVar[TransportFactory] = SocketTransport
     """Constructor of the transport."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Pipeline:
         neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
         neighbours |= _star(place.rank, members)
         inbox = Inbox()
-        self._planes = data_planes(device, settings.transport, settings.outbox_mb)
+        self._planes = make_planes(device, settings.transport, settings.outbox_mb)
         self._transport = type(self).transport(
             place.rank,
             store,
@@ -94,14 +94,14 @@ class Pipeline:
             tls=settings.tls,
         )
         self._transport.open()
-        self._agreement = StarAgreement(place.rank, members, self._transport, record)
+        self._agreement = GroupAgreement(place.rank, members, self._transport, record)
         self._worker = make_worker(
             place.pipeline,
             inbox,
             self._transport,
             self._agreement,
             record,
-            StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
+            StallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
             stall_s=settings.stall_s or max(timeout_s, _LEAST_STALL_S),
             device=self._planes.device,
@@ -185,7 +185,7 @@ class LayoutLinks:
 
     chooser: HintChooser | None = None
     """What chooses the hint, with `auto`."""
-    planner: EntryPlanner | None = None
+    planner: OrderPlanner | None = None
     """What plans the order of entry, with `admit plan`."""
     ahead: AheadIterators = field(default_factory=AheadIterators)
     """The iterators whose next items it looks at."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rrfp.planning.step_policy import StepPolicy
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.balance import Hands
 
@@ -18,8 +18,8 @@ class StepReport:
     policy: StepPolicy | None = None
     order: Sequence[int] | None = None
     """The order in which items entered, if it was planned."""
-    hands: Hands | None = None
-    """The items that each replica was dealt, if they were dealt."""
+    assignment: Hands | None = None
+    """The items of each replica, if the global batch was balanced."""
     planes: AcceptedPlanes | None = None
     """What carries the tensors of the recorded links from this rank."""
     is_evaluation: bool = False

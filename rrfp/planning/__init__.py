@@ -1,1 +1,1 @@
-"""What is decided before a step: the order of its microbatches, and the hint."""
+"""Decisions before a step: its items, their order of entry, and the hint."""

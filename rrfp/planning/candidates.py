@@ -1,4 +1,5 @@
-"""What a run may choose from while its chunks, their placement and its memory stay as they are."""
+"""The policies that a run may choose from with its chunks, placement and memory, and the search
+for the best one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,13 +29,13 @@ class Candidate:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """What tells it apart from the other candidates of a run."""
+        """A name that no other candidate of the run has."""
         policy = self.policy
         return (policy.hint.name, policy.dispatch, policy.w, policy.waits)
 
 
-def in_words(policy: Policy) -> str:
-    """What a choice decides of a policy, as `zb-v ready ranked`."""
+def describe_choice(policy: Policy) -> str:
+    """Describe the part of a policy that a choice decides, as `zb-v ready ranked`."""
     words = [policy.hint.name, str(policy.dispatch)]
     if policy.w is WeightGradients.RANKED:
         words.append(str(policy.w))
@@ -50,11 +51,14 @@ def candidates_of(
     splits: bool | None = None,
     may_bind: bool = True,
 ) -> list[Candidate]:
-    """The policies that fit a shape and stay within the bounds of `asked`, the one to begin with
-    first. With `splits`, those alone that split the backward, or that do not; without `may_bind`,
-    none that binds an order. A binding order is among them if it keeps no more microbatches than a
-    bound that counts them allows; in bytes, what an order keeps differs from step to step
-    (`rrfp.planning.candidates.fits`)."""
+    """Return the policies that fit a shape and stay within the bounds of `asked`, the starting one
+    first.
+
+    `splits` selects policies that split the backward (True) or do not (False). Without `may_bind`,
+    no policy binds an order. A policy that binds is returned if its order keeps no more
+    microbatches than a bound that counts them allows; with a bound in bytes this differs from step
+    to step (`fits`).
+    """
     found: list[Candidate] = []
 
     def offer(policy: Policy) -> None:
@@ -81,13 +85,13 @@ def candidates_of(
 
 
 def unbound_of(policy: Policy, asked: Policy) -> Policy:
-    """A policy that binds an order, with that order as a mere hint and the bounds of `asked`."""
+    """Return a policy with the order of a binding one as its hint, and the bounds of `asked`."""
     ready = replace(asked, hint=policy.hint, order=policy.order)
     return replace(ready, w=WeightGradients.RANKED) if policy.hint.ranks_weight_gradients else ready
 
 
 def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that can wait for what is announced, waiting."""
+    """Return patient variants of the candidates that can wait for announced tasks."""
     return [
         replace(each, policy=each.policy.waiting())
         for each in candidates
@@ -95,7 +99,7 @@ def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-# Steps whose costs are known, played under any candidate.
+# Simulations of measured steps under any candidate.
 
 
 MakeWorld = Callable[[Policy], World]
@@ -103,8 +107,8 @@ MakeWorld = Callable[[Policy], World]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownSteps:
-    """Known steps of a run; each is a world for every replica."""
+class MeasuredSteps:
+    """Steps of a run to compare candidates by, each with a world for every replica."""
 
     steps: Sequence[Sequence[MakeWorld]]
     budgets: Sequence[int] = ()
@@ -114,9 +118,9 @@ class KnownSteps:
         return len(self.steps)
 
     def play(self, candidate: Candidate, step: int) -> int | None:
-        """What a step takes under a candidate, in ns; None if it binds an order that keeps more
-        than the budgets. A step that is too heavy for the budgets whatever its order has as much as
-        it needs."""
+        """Simulate a step under a candidate. Returns its time in ns; None if the candidate binds an
+        order that keeps more than the budgets. The budgets are raised for a step that exceeds them
+        in any order."""
         policy, shape = candidate.policy, candidate.shape
         worlds = []
         for make in self.steps[step]:
@@ -131,14 +135,14 @@ class KnownSteps:
 
 
 def least_budgets(sizes: Sizes, shape: Shape) -> list[int]:
-    """By pipeline rank, the bytes that the heaviest microbatches take on its chunks."""
+    """The bytes that the heaviest microbatches take on each pipeline rank's chunks."""
     return [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
 
 
 def fits(policy: Policy, shape: Shape, sizes: Sizes, budgets: Sequence[int]) -> bool:
-    """Whether a step of these sizes stays within the budgets under a policy. Those that bind
-    nothing keep to them by themselves; the order that binds decides what a rank keeps, and not how
-    long its tasks take."""
+    """True if a step of these sizes stays within the budgets under a policy. Without a binding
+    order the dispatcher enforces them; with one, the order alone decides the peak, and not the
+    tasks' times."""
     if policy.dispatch is not Dispatch.FIXED:
         return True
     order = policy.order
@@ -150,7 +154,7 @@ def fits(policy: Policy, shape: Shape, sizes: Sizes, budgets: Sequence[int]) -> 
 
 
 def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: Sizes) -> int:
-    """The most that a rank keeps at once if it runs its tasks in this sequence."""
+    """The most bytes that a rank keeps at once if it runs its tasks in this sequence."""
     held = most = 0
     for stage, kind, microbatch in row:
         size = sizes.kept[stage][microbatch]
@@ -165,33 +169,34 @@ def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: Sizes) -> int:
     return most
 
 
-# The best of some candidates, by successive halving over known steps.
+# The best candidate, by successive halving over measured steps.
 #
-# All candidates meet the same steps, so they differ by what they do and not by their luck. Every
-# candidate runs one step; those that are far behind the best one are dropped, the others run as
-# many again, and so on.
+# All candidates run the same steps, so they differ by their own merit and not by their luck. Every
+# candidate runs one step; candidates far behind the best one are dropped, the others run as many
+# steps again, and so on.
 
 
 Play = Callable[[Candidate, int], int | None]
-"""What a numbered step takes under a candidate, in ns; None if the step does not fit into the
-memory under it."""
+"""Gives the time of a numbered step under a candidate, in ns; None if the step does not fit into
+the memory under it."""
 
 _MARGINS = (0.10, 0.05, 0.02, 0.01)
-"""How far behind the best a candidate may be after each round, the last for all later ones."""
+"""How far behind the best a candidate may be after each round; the last counts for later ones."""
 _MOST = (8, 6, 4, 3)
-"""How many go on, at most."""
+"""How many candidates stay after each round, at most."""
 _LAST = len(_MOST) - 1
 LEAST_GAIN = 0.005
-"""What a change must gain, besides twice the standard error of its gain."""
+"""The share of the step time that a change must gain. The gain must also exceed twice its standard
+error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A candidate, and what it is expected to take."""
+    """A candidate and its expected times."""
 
     candidate: Candidate
     times_ns: tuple[int, ...]
-    """By known step."""
+    """By measured step."""
 
     @property
     def mean_ns(self) -> float:
@@ -200,11 +205,11 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, and from what."""
+    """The outcome of a search."""
 
     chosen: Predicted
     kept: Predicted | None
-    """What steered until now; None if that cannot run, or nothing did."""
+    """The policy in effect until now; None if that cannot run, or there was none."""
     num_candidates: int
     num_simulations: int
 
@@ -216,11 +221,11 @@ def choose(
     current: Candidate | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Choice | None:
-    """The best candidate for steps like these, of which there are `num_steps`.
+    """Return the best candidate for steps like the `num_steps` measured ones.
 
-    The first candidate is the one to begin with. With a `current` one, another is chosen only if it
+    The first candidate is the starting one. With a `current` one, another is chosen only if it
     gains more than luck explains. Candidates under which a step does not fit into the memory are
-    left out; None if all are. `is_over` ends the comparison early.
+    left out; None if all are. If `is_over` returns True, the comparison ends early.
     """
     race = _Race(play)
     current_name = None if current is None else current.name
@@ -234,10 +239,10 @@ def choose(
         margin, most = _MARGINS[min(rounds, _LAST)], _MOST[min(rounds, _LAST)]
         best_ns = race.mean_ns(left[0])
         near = [each for each in left if race.mean_ns(each) <= (1 + margin) * best_ns][:most]
-        # The one to begin with is good in most cases, whatever luck the others had so far.
+        # The starting one is good in most cases, even if others were luckier so far.
         left = near if candidates[0] in near else [*near, *candidates[:1]]
         if rounds == 0:
-            # Whoever waits is worth as much as the one that does not, and a little.
+            # A patient variant is about as good as its original, or slightly better.
             left += patient(left)
         num, rounds = 2 * num, rounds + 1
     if not left:
@@ -253,6 +258,8 @@ def choose(
 
 
 class _Race:
+    """The simulated times of candidates, each step of each candidate once."""
+
     def __init__(self, play: Play) -> None:
         self._play = play
         self._times_ns: dict[tuple[object, ...], list[int]] = {}
@@ -264,7 +271,8 @@ class _Race:
         return len(self._times_ns) + len(self._fails)
 
     def run(self, candidates: Sequence[Candidate], num: int) -> list[Candidate]:
-        """Run each under the first `num` steps; those that could, best first."""
+        """Simulate the first `num` steps under each candidate. Returns the candidates under which
+        they fit into the memory, best first."""
         for each in candidates:
             times_ns = self._times_ns.setdefault(each.name, [])
             while len(times_ns) < num and each.name not in self._fails:
@@ -285,6 +293,7 @@ class _Race:
 
 
 def _gains(best: Predicted, kept: Predicted) -> bool:
+    """True if the best candidate gains more over the present one than luck explains."""
     gains = [
         kept_ns - best_ns for kept_ns, best_ns in zip(kept.times_ns, best.times_ns, strict=False)
     ]

@@ -1,12 +1,12 @@
-"""Chooses the hint of a real run while it runs, on all ranks alike.
+"""Chooses the hint of a real run while it runs, the same on all ranks.
 
-The run begins with a hint that is good in most cases. After its first steps, and then again and
-again, the first rank has a process of its own simulate what they measured under all candidates.
-From then on every step begins with a word from it: not yet, or which candidate steers from this
-step on. So no step waits, and no rank runs a step under another policy than its neighbours.
+The run begins with a hint that is good in most cases. After its first steps, and then at regular
+intervals, a process of the first rank simulates the measured steps under all candidates. From then
+on every step begins with a broadcast from the first rank: not yet, or the candidate that is in
+effect from this step on. So no step waits, and all ranks run a step under the same policy.
 
-Only the first replica is measured. The others are told as its own ranks are, since the order in
-which gradients are reduced must be the same in all.
+Only the first replica is measured, but all replicas take over its choice: gradients must be reduced
+in the same order in all of them.
 """
 
 import logging
@@ -17,15 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.planning.candidates import Candidate
-from rrfp.planning.collectives import told_by_first
+from rrfp.planning.collectives import (
+    TableGather,
+    broadcast_decision,
+    broadcast_over_replicas,
+    is_first_rank,
+)
 from rrfp.planning.forecast import MeasuredTasks, Numbers
-from rrfp.planning.hint_process import NUM_STEPS, ChoiceRequest, Choices
-from rrfp.planning.order_planner import Gathering
-from rrfp.planning.process_pool import PlannerProcess
+from rrfp.planning.planner_process import PlannerProcess
+from rrfp.planning.process_tasks import NUM_STEPS, ChoiceRequest, ChoiceRules
 from rrfp.planning.step_policy import ChoiceFigures, StepPolicy, step_policy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.schedule.knobs import counts_microbatches
@@ -42,18 +45,18 @@ _WARM_UP = 1
 _NUM_FIRST = 3
 """Steps that the first choice is made by."""
 _WAIT_S = 300.0
-"""For an answer, if a step waits for it."""
+"""How long a step waits for an answer, if it waits."""
 _W_SHARE = 0.5
-"""The part of a backward that is W, where it was never split."""
+"""The share of a backward that is W, where it was never split."""
 _MOST_BYTES = 800_000
-"""Of the measured steps that are sent."""
+"""The most bytes of measured steps in a request."""
 _NOT_YET, _NO_CHANGE, _FIRST_INDEX = range(3)
-"""What a word begins with; from the last on, the index of a candidate."""
+"""The first number of a decision; from the last on, it is the index of a candidate."""
 
 
 class HintChooser:
     """Chooses the policies of one layout's steps on this rank. All ranks of all replicas call
-    `steering` together."""
+    `policy` together."""
 
     def __init__(self, asked: Policy) -> None:
         """`asked` has the hint `auto`."""
@@ -61,118 +64,110 @@ class HintChooser:
         self._asked = asked
         self._auto = asked.hint
         self._measured: MeasuredTasks | None = None
-        self._choices: Choices | None = None
+        self._rules: ChoiceRules | None = None
         self._candidates: list[Candidate] = []
         self._current = 0
-        self._steering: StepPolicy | None = None
+        self._policy: StepPolicy | None = None
         self._num_steps = 0
-        """Since the steps have this shape."""
-        self._gathering: Gathering | None = None
+        """Steps of the present shape."""
+        self._gather: TableGather | None = None
         self._known: deque[Numbers] = deque(maxlen=NUM_STEPS)
         self._budgets: tuple[int, ...] = ()
         self._w_shares: Numbers | None = None
-        """The part of a backward, by stage, that is W, as it last was where it was split."""
+        """The share of a backward that is W, by stage, in the last steps that split it."""
         self._is_asking = False
         self._process: PlannerProcess | None = None
-        at_end.call(self.close)
+        at_end.register(self.close)
 
-    def watched(self, record: Callable[[Record], None]) -> Callable[[Record], None]:
-        """What a schedule's records go to from now on, on their way to `record`."""
+    def measured_record(self, record: Callable[[Record], None]) -> Callable[[Record], None]:
+        """Return a function that takes a schedule's records, measures them and passes them on to
+        `record`. After the first call it returns `record` itself."""
         if self._measured is not None:
             return record
         self._measured = MeasuredTasks(record)
         return self._measured.record
 
-    def steering(
+    def policy(
         self,
         step: int,
         shape: Shape,
-        config: Any,
+        splits: bool | None,
         groups: Any,
         replicas: Any,
         device: torch.device,
         has_experts: bool,
     ) -> StepPolicy:
-        """The policy of a training step of this shape. Raises as `told_by_first` does."""
+        """Return the policy of a training step of this shape. `splits` says whether Megatron's
+        configuration splits the backward (None: either works). Raises as `broadcast_decision`
+        does."""
         num_members = groups.tp.size() * groups.cp.size()
-        # In a group, an order that binds leaves nothing to agree on, and the links are opened for
-        # agreement. In bytes, nobody knows before a step what it keeps under an order that binds.
-        choices = self._choices_for(shape, config, may_bind=num_members == 1 and not has_experts)
-        if choices != self._choices:
-            self._begin(choices)
+        # In a group, a binding order leaves nothing to agree on, and the links are opened for
+        # agreement. With a hold in bytes, the peak of a binding order is not known before a step.
+        may_bind = num_members == 1 and not has_experts and counts_microbatches(self._asked.hold)
+        asked = replace(self._asked, hint=HINTS["bf"]) if splits is False else self._asked
+        rules = ChoiceRules(asked, shape, splits, may_bind)
+        if rules != self._rules:
+            self._begin(rules)
         number, self._num_steps = self._num_steps, self._num_steps + 1
-        self._take_in()
-        leads_all = replicas.rank() == 0 and all(
-            group.rank() == 0 for group in (groups.tp, groups.cp, groups.pp)
-        )
-        assert self._steering is not None
-        last_shape = self._steering.shape
-        figures = self._hear(groups, replicas, device) if self._is_asking else None
+        self._collect()
+        assert self._policy is not None
+        last_shape = self._policy.shape
+        figures = self._receive(groups, replicas, device) if self._is_asking else None
         due = self._due(number)
         if 0 < due <= self._num_measured(number + due) and not self._is_asking:
-            self._gather(last_shape, groups, replicas, device)
+            self._start_gather(last_shape, groups, replicas, device)
         if due == 0 and not self._is_asking:
             self._is_asking = True
-            if leads_all:
-                self._ask(step, num_members)
-        return replace(self._steering, choice=figures)
+            if replicas.rank() == 0 and is_first_rank(groups):
+                self._request(step, num_members)
+        return replace(self._policy, choice=figures)
 
     def close(self) -> None:
-        """End the process, if there is one. Also done at exit."""
+        """End the process, if there is one, also at exit."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
-    def _choices_for(self, shape: Shape, config: Any, *, may_bind: bool) -> Choices:
-        asked, splits = self._asked, None
-        if getattr(config, "delay_wgrad_compute", False):
-            splits = True
-        elif getattr(config, "defer_embedding_wgrad_compute", False):
-            splits = False
-            asked = replace(asked, hint=HINTS["bf"])
-        return Choices(asked, shape, splits, may_bind and counts_microbatches(asked.hold))
-
-    def _begin(self, choices: Choices) -> None:
-        """Begin anew, for steps of another shape."""
+    def _begin(self, rules: ChoiceRules) -> None:
+        """Start over, for steps of another shape."""
         self.close()
-        self._choices, self._candidates = choices, choices.all()
-        self._num_steps, self._is_asking, self._gathering = 0, False, None
+        self._rules, self._candidates = rules, rules.all()
+        self._num_steps, self._is_asking, self._gather = 0, False, None
         self._known.clear()
         self._w_shares = None
         self._change_to(0)
 
     def _change_to(self, index: int) -> None:
+        """Put a candidate into effect."""
         chosen = self._candidates[index]
         self._current = index
-        self._steering = step_policy(chosen.policy, chosen.shape, forward_only=False)
+        self._policy = step_policy(chosen.policy, chosen.shape, forward_only=False)
 
     def _due(self, number: int) -> int:
-        """In how many steps the next question is asked."""
+        """The number of steps until the next request."""
         # The last step that counts is over as the next one begins, and gathered one later.
         first = _WARM_UP + _NUM_FIRST + 1
         return first - number if number <= first else -(number - first) % self._auto.every
 
-    def _num_measured(self, asked_at: int) -> int:
-        """How many steps before a question are measured for it."""
-        most = _NUM_FIRST if asked_at == _WARM_UP + _NUM_FIRST + 1 else NUM_STEPS
+    def _num_measured(self, requested_at: int) -> int:
+        """The number of steps before a request that are measured for it."""
+        most = _NUM_FIRST if requested_at == _WARM_UP + _NUM_FIRST + 1 else NUM_STEPS
         return min(most, max(1, self._auto.every - 2))
 
-    def _gather(self, shape: Shape, groups: Any, replicas: Any, device: torch.device) -> None:
-        """Send what the last step, of this shape, took to the first rank."""
+    def _start_gather(self, shape: Shape, groups: Any, replicas: Any, device: torch.device) -> None:
+        """Send the table of the last step, of this shape, to the first rank."""
         if replicas.rank() > 0 or groups.tp.rank() > 0 or groups.cp.rank() > 0:
             return
         assert self._measured is not None
-        # What its microbatches look like does not matter here.
-        no_features = np.zeros((shape.num_microbatches, 0)) if groups.pp.rank() == 0 else None
-        self._gathering = Gathering.begin(self._measured, shape, no_features, groups, device)
+        self._gather = TableGather(self._measured.table(shape), shape, groups, device)
 
-    def _take_in(self) -> None:
-        """What was gathered while the last step ran."""
-        gathering, self._gathering = self._gathering, None
-        learned = None if gathering is None else gathering.result()
-        if learned is None:
+    def _collect(self) -> None:
+        """Add the step whose table was gathered while the last step ran, on the first rank."""
+        gather, self._gather = self._gather, None
+        result = None if gather is None else gather.result()
+        if result is None:
             return
-        table = learned.measured
+        table, self._budgets = result
         backward = table[1] + table[2]
         if table[2].any():
             self._w_shares = table[2].sum(axis=1) / np.maximum(backward.sum(axis=1), 1.0)
@@ -182,40 +177,37 @@ class HintChooser:
             table[1] -= table[2]
             table[4] = table[3]
         self._known.append(table.astype(np.float32))
-        self._budgets = learned.budgets
 
-    def _ask(self, step: int, num_members: int) -> None:
-        """Have a process find the answer; on the first rank of all."""
+    def _request(self, step: int, num_members: int) -> None:
+        """Start a process that chooses, on the first rank of all."""
         if not self._known:
             return
-        assert self._choices is not None
-        # A request has to fit into a pipe, as nobody waits for its reader.
+        assert self._rules is not None
+        # A request has to fit into a pipe, as sending must not wait.
         num = max(1, min(len(self._known), _MOST_BYTES // self._known[0].nbytes))
         measured = tuple(self._known)[-num:]
         request = ChoiceRequest(
-            self._choices, self._current, measured, self._budgets, num_members, step
+            self._rules, self._current, measured, self._budgets, num_members, step
         )
         self.close()
         try:
-            self._process = PlannerProcess("rrfp.planning.hint_process", _NICENESS)
+            self._process = PlannerProcess("choose_hints", _NICENESS)
             if not self._process.send(request):
                 raise RrfpError("the process that chooses takes no request")
         except RrfpError as error:
             self._give_up(str(error))
 
-    def _hear(self, groups: Any, replicas: Any, device: torch.device) -> ChoiceFigures | None:
-        """Take over what the first rank says as a step begins."""
-
-        def decide() -> torch.Tensor:
-            word = self._word() if replicas.rank() == 0 else torch.zeros(4, dtype=torch.float64)
-            if replicas.size() > 1:
-                word = word.to(device)
-                dist.broadcast(word, dist.get_global_rank(replicas, 0), group=replicas)
-            return word
-
+    def _receive(self, groups: Any, replicas: Any, device: torch.device) -> ChoiceFigures | None:
+        """Take over the decision that the first rank of all broadcasts as a step begins."""
         like = torch.empty(4, dtype=torch.float64)
-        told = told_by_first(decide, like, groups, device, "choose a hint")
-        code, predicted_s, kept_s, num_candidates = told.tolist()
+        task = "choose a hint"
+        code, predicted_s, kept_s, num_candidates = broadcast_decision(
+            lambda: broadcast_over_replicas(self._decide, like, replicas, device, task),
+            like,
+            groups,
+            device,
+            task,
+        ).tolist()
         if code == _NOT_YET:
             return None
         self._is_asking = False
@@ -226,35 +218,37 @@ class HintChooser:
             self._change_to(index)
         return ChoiceFigures(int(num_candidates), predicted_s, kept_s)
 
-    def _word(self) -> torch.Tensor:
-        """What the first rank says; it never fails, as the others would wait for it."""
+    def _decide(self) -> torch.Tensor:
+        """The decision of the first rank of all. A failure is no change."""
         code, figures = _NO_CHANGE, [0.0, 0.0, 0.0]
         try:
-            told = None if self._process is None else self._answer(self._process)
+            answer = None if self._process is None else self._answer(self._process)
         except RrfpError as error:
             self._give_up(str(error))
-            told = None
-        if self._process is not None and told is None:
+            answer = None
+        if self._process is not None and answer is None:
             code = _NOT_YET
-        elif told is not None and "error" in told:
-            self._give_up(told["error"])
-        elif told is not None:
+        elif answer is not None and "error" in answer:
+            self._give_up(answer["error"])
+        elif answer is not None:
             self.close()
-            code = _FIRST_INDEX + told["index"]
+            code = _FIRST_INDEX + answer["index"]
             figures = [
-                told["predicted_ns"] / NS_PER_S,
-                told["kept_ns"] / NS_PER_S,
-                told["candidates"],
+                answer["predicted_ns"] / NS_PER_S,
+                answer["kept_ns"] / NS_PER_S,
+                answer["candidates"],
             ]
         return torch.tensor([code, *figures], dtype=torch.float64)
 
     def _answer(self, process: PlannerProcess) -> dict[str, Any] | None:
-        """None if it has not come yet. Raises RrfpError if it never will."""
-        told = process.wait(_WAIT_S) if self._auto.waits else process.answers()
-        if not told and process.has_ended:
+        """The process' answer; None if it has not come yet. Raises RrfpError if it cannot come any
+        more."""
+        answers = process.wait(_WAIT_S) if self._auto.waits else process.answers()
+        if not answers and process.has_ended:
             raise RrfpError("the process that chooses has ended; what it printed above says why")
-        return told[0] if told else None
+        return answers[0] if answers else None
 
     def _give_up(self, why: str) -> None:
+        """End the process and warn; the policy stays as it is."""
         self.close()
         _log.warning("--hint auto: %s; the hint stays as it is", why)

@@ -1,9 +1,11 @@
-"""Estimated costs of a step's items, by which microbatches are sorted.
+"""The weight of an item of the data, which sorts microbatches, and its features, by which times and
+sizes are predicted.
 
 Imports no torch: names and functions are checked before any process is started.
 """
 
 import importlib
+import itertools
 import math
 import re
 import sys
@@ -19,7 +21,7 @@ from rrfp.errors import UsageError, first_line
 
 
 class CostName(StrEnum):
-    """What to count in an item, a mapping of tensors."""
+    """The named weights of an item, a mapping of tensors."""
 
     WORK = "work"
     """Places in the sequence, padding included, plus patches of images: each passes through the
@@ -37,7 +39,7 @@ class ItemCost:
     function: Callable[[Any], Any]
 
     def weigh(self, items: Sequence[Any]) -> list[float]:
-        """The items' weights. Raises UsageError if one has no finite weight."""
+        """Return the items' weights. Raises UsageError if one has no finite weight."""
         return [self._weigh(item, number) for number, item in enumerate(items)]
 
     def _weigh(self, item: Any, number: int) -> float:
@@ -49,20 +51,20 @@ class ItemCost:
             raise
         except Exception as error:
             raise UsageError(
-                f"the cost {self.name} of microbatch {number} raised {_told(error)}; correct the "
-                "function"
+                f"the cost {self.name} of microbatch {number} raised {_described(error)}; correct "
+                "the function"
             ) from error
-        if not isinstance(weight, Real) or not _is_finite(weight):
-            told = f"{weight!r:.50}" if isinstance(weight, Real) else f"a {type(weight).__name__}"
+        if not _is_finite(weight):
+            value = f"{weight!r:.50}" if isinstance(weight, Real) else f"a {type(weight).__name__}"
             raise UsageError(
-                f"the cost {self.name} of microbatch {number} is {told}; give a finite number"
+                f"the cost {self.name} of microbatch {number} is {value}; give a finite number"
             )
         return float(weight)
 
 
 def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
-    """The cost of that name, or the function that the user passes or names as MODULE:FUNCTION; None
-    means `CostName.WORK`.
+    """Return the cost of that name, or the function that the user passes or names as
+    MODULE:FUNCTION; None means `CostName.WORK`.
 
     Raises UsageError for an unknown name and a function that cannot be imported.
     """
@@ -76,33 +78,32 @@ def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
         raise UsageError(
             f"'{cost}' is not a microbatch's cost; choose {', '.join(CostName)}, or MODULE:FUNCTION"
         )
-    return ItemCost(cost, _imported(cost, "cost"))
+    return ItemCost(cost, _import_function(cost, "cost"))
 
 
 def resolve_features(features: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """The function that the user passes or names as MODULE:FUNCTION, of what the size of an item's
-    microbatch grows with; None if there is none. Raises UsageError for one that cannot be
-    imported."""
+    """Return the function from an item to its features that the user passes or names as
+    MODULE:FUNCTION, or None without one. Raises UsageError for one that cannot be imported."""
     if not isinstance(features, str):
         return features
     if not _FUNCTION_NAME.fullmatch(features):
         raise UsageError(f"hold_features is '{features}'; write MODULE:FUNCTION")
-    return _imported(features, "hold's features")
+    return _import_function(features, "hold's features")
 
 
 _FUNCTION_NAME = re.compile(r"[\w.]+:\w+")
 
 
-def _imported(name: str, what: str) -> Callable[[Any], Any]:
-    """The function MODULE:FUNCTION; `what` is what errors call it."""
+def _import_function(name: str, what: str) -> Callable[[Any], Any]:
+    """Import the function MODULE:FUNCTION; errors call it `what`."""
     module_name, _, function_name = name.partition(":")
     try:
         with _current_directory_importable():
             function = getattr(importlib.import_module(module_name), function_name, None)
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"the module of the {what} {name} cannot be imported: {_told(error)}; correct it or "
-            "name another one"
+            f"the module of the {what} {name} cannot be imported: {_described(error)}; correct it "
+            "or name another one"
         ) from None
     if not callable(function):
         raise UsageError(
@@ -114,7 +115,7 @@ def _imported(name: str, what: str) -> Callable[[Any], Any]:
 
 @contextmanager
 def _current_directory_importable() -> Iterator[None]:
-    """Make it importable, as in a process of `python -m`."""
+    """Search modules in the current directory during the block, as `python -m` does."""
     directory = str(Path.cwd())
     sys.path.insert(0, directory)
     try:
@@ -123,13 +124,14 @@ def _current_directory_importable() -> Iterator[None]:
         sys.path.remove(directory)
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
-def _is_finite(weight: Real) -> bool:
+def _is_finite(number: object) -> bool:
+    """True for a real number that a finite float can represent."""
     try:
-        return math.isfinite(weight)
+        return isinstance(number, Real) and math.isfinite(number)
     except OverflowError:
         return False
 
@@ -148,7 +150,10 @@ def _tokens(item: Any) -> int:
 
 def _patches(item: Any) -> int:
     if not isinstance(item, Mapping) or "patches" not in item:
-        raise UsageError(f"{_described(item)} no 'patches' to count; choose another admission cost")
+        raise UsageError(
+            f"an item of the data iterator, a {type(item).__name__}, has no 'patches' to count; "
+            "choose another admission cost"
+        )
     return _num_patches(item)
 
 
@@ -160,19 +165,108 @@ _COUNTS: dict[CostName, Callable[[Any], int]] = {
 
 
 def _num_places(item: Any) -> int:
-    key = next((key for key in _TOKENS if key in item), None) if isinstance(item, Mapping) else None
+    """Count the places of the item's sequences, patches included."""
+    key = _token_key(item)
     if key is None:
         raise UsageError(
-            f"{_described(item)} none of {', '.join(_TOKENS)}, whose size would be its weight; "
-            "set admit_cost to a function that takes an item and returns a number"
+            f"an item of the data iterator, a {type(item).__name__}, has none of "
+            f"{', '.join(_TOKENS)}, whose size would be its weight; set admit_cost to a function "
+            "that takes an item and returns a number"
         )
     return math.prod(item[key].shape)
 
 
+def _token_key(item: Any) -> str | None:
+    """The key of an item's tokens; None if it has none."""
+    return (
+        next((key for key in _TOKENS if key in item), None) if isinstance(item, Mapping) else None
+    )
+
+
 def _num_patches(item: Mapping[str, Any]) -> int:
-    """Each row of `patches` is a patch, and takes one place in the sequence."""
+    """Count the rows of `patches`; each takes one place in the sequence."""
     return len(item["patches"]) if "patches" in item else 0
 
 
-def _described(item: Any) -> str:
-    return f"an item of the data iterator, a {type(item).__name__}, has"
+# The features of an item, on which the time and the size of its microbatch may depend.
+
+
+Features = tuple[float, ...]
+"""Numbers of 0 or more, the first of them 1. Times and sizes are predicted as sums of multiples of
+them."""
+
+_BOUNDS = ("cu_seqlens_padded", "cu_seqlens", "cu_seqlens_q")
+"""Keys of the bounds of packed sequences in a row."""
+_IMAGES = ("images", "imgs", "pixel_values")
+
+
+def features_of(item: Any, function: Callable[[Any], Any] | None = None) -> Features:
+    """Return the features of an item: the number or numbers that the user's function gives, or else
+    the item's own.
+
+    These are the places of the sequence; their squares by row, and by packed sequence; patches,
+    their square, and their squares by image; and images. Raises UsageError for an item without
+    tokens, and if the function fails or gives anything but finite numbers of 0 or more.
+    """
+    if function is not None:
+        return (1.0, *_user_features(item, function))
+    key = _token_key(item)
+    shape = () if key is None else tuple(getattr(item[key], "shape", ()))
+    if not shape:
+        raise UsageError(
+            f"an item of the data iterator, a {type(item).__name__}, has no tensor named "
+            f"{', '.join(_TOKENS[:-1])} or {_TOKENS[-1]} whose shape says how long it is; give a "
+            "function that takes an item and returns a number, or several, that its memory grows "
+            "with"
+        )
+    *rows, length = shape
+    num_rows = math.prod(rows)
+    bounds = next((item[key] for key in _BOUNDS if item.get(key) is not None), None)
+    patches = [*map(float, item["patch_counts"])] if "patch_counts" in item else []
+    # Models run one empty patch through their layers where a microbatch has none.
+    num_patches = max(len(item["patches"]) if "patches" in item else sum(patches), 1.0)
+    images = next((len(item[key]) for key in _IMAGES if item.get(key) is not None), len(patches))
+    by_row = float(num_rows * length**2)
+    return (
+        1.0,
+        float(num_rows * length),
+        by_row,
+        by_row if bounds is None else _squares_between(bounds),
+        num_patches,
+        num_patches**2,
+        max(sum(count**2 for count in patches), 1.0),
+        float(images),
+    )
+
+
+def with_group(own: Features, members: Sequence[Features]) -> Features:
+    """Append the sums over all replicas that share experts to the features of a microbatch: its
+    experts get tokens of these replicas, too."""
+    return (*own, *(math.fsum(values) for values in list(zip(*members, strict=True))[1:]))
+
+
+def _squares_between(bounds: Any) -> float:
+    """Sum the squares of the lengths of packed sequences."""
+    flat = [*map(float, bounds.reshape(-1))]
+    # A fixed number of bounds is filled up with the last one, or with negative numbers.
+    return sum(max(end - start, 0.0) ** 2 for start, end in itertools.pairwise(flat))
+
+
+def _user_features(item: Any, function: Callable[[Any], Any]) -> list[float]:
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        found = function(item)
+        found = found.tolist() if hasattr(found, "tolist") else found
+        numbers = [*found] if isinstance(found, list | tuple) else [found]
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the size function {name} raised {_described(error)}; correct the function"
+        ) from error
+    for number in numbers:
+        if not _is_finite(number) or number < 0:
+            raise UsageError(
+                f"the size function {name} gave {number!r:.50}; give finite numbers of 0 or more"
+            )
+    return [*map(float, numbers)]

@@ -1,52 +1,53 @@
 """A local search over orders of entry, from the pyramid.
 
-A neighbour of the best order known swaps two microbatches, moves one, or reverses a segment. It is
+A neighbor of the best order swaps two microbatches, moves one, or reverses a segment. It is
 simulated under the same draws of noise as the best one, draw by draw, and dropped as soon as it is
-no better on average: most neighbours cost one or two simulations. What survives all draws becomes
-the best. Each neighbour begins with another draw, so that none of them alone decides what is
-dropped. What the draws together flatter is found out at the end, on draws that the search never
-saw.
+no better on average: most neighbors cost one or two simulations. A neighbor that passes all draws
+becomes the best order. Each neighbor begins with another draw, so that no single draw decides.
+Fresh draws at the end show how far the search has fitted its own draws.
 
-A search can be stopped after any neighbour. It depends on what it knows and on the number of its
+A search can be stopped after any neighbor. Its result depends on the forecast and the number of
 simulations only, not on the machine.
 """
 
-import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
 from statistics import fmean
 
 import numpy as np
 
-from rrfp.schedule.admission import Admit, pyramid
+from rrfp.errors import RrfpError, UsageError
+from rrfp.planning.planner_process import PlannerProcess
+from rrfp.schedule.admission import pyramid
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.conditions import order_by_costs, weights_ns
-from rrfp.simulate.costs.model import Costs, StepCosts
-from rrfp.simulate.jitter import LARGEST_SIGMA, Floats, Jitter, lognormals
+from rrfp.simulate.conditions import weights_ns
+from rrfp.simulate.costs.model import StepCosts
+from rrfp.simulate.jitter import Floats, lognormals
 from rrfp.simulate.step import play
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.records import NS_PER_S
+from rrfp.system import num_cores
 
-# What a planner knows of a step before it begins, and the step simulated on that knowledge.
+# The step as a planner knows it before it begins, and simulations of it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A step as far as it is known, its microbatches in the order of the data. It can be pickled:
-    another process may plan it."""
+class StepForecast:
+    """The costs of a step as far as they are known before it begins, with its microbatches in the
+    order of the data. It can be pickled, for a search in another process."""
 
     shape: Shape
-    """Its kinds are those of the policy's hint."""
+    """With the kinds of the policy's hint."""
     policy: Policy
     costs: StepCosts
-    """What tasks are expected to take."""
+    """The expected costs of the tasks."""
     noise: float
-    """By how much real times differ from that: the standard deviation of their logarithm."""
+    """The standard deviation of the logarithm of real times over expected ones."""
     key: tuple[int | str, ...]
-    """Of the planner's draws. They are of no step that is played."""
+    """Key of the planner's draws, disjoint from the seeds of simulated steps."""
     num_members: int = 1
     """Ranks that run each pipeline rank's tasks together (tensor parallelism)."""
     blocking: bool = False
@@ -56,20 +57,20 @@ class Known:
 
     @property
     def pyramid(self) -> tuple[int, ...]:
-        """The order to begin with: light, heavy, light."""
+        """The order that a search begins with: light, heavy, light."""
         return tuple(pyramid(weights_ns(self.costs.times)))
 
 
 class NoisySteps:
-    """A known step in any order of entry, under numbered draws of its noise.
+    """Simulates a step in any order of entry, under numbered draws of the noise of its forecast.
 
-    A draw gives each task of the data its factor, wherever its microbatch enters: so two orders
-    differ by what they do, and not by their luck.
+    A draw has a factor for each task of the data, wherever its microbatch enters: so two orders
+    differ by their own merit and not by their luck.
     """
 
-    def __init__(self, known: Known) -> None:
-        self._known = known
-        times = known.costs.times
+    def __init__(self, forecast: StepForecast) -> None:
+        self._forecast = forecast
+        times = forecast.costs.times
         rows = (times.forward, times.input_gradient, times.weight_gradient)
         self._times = np.array(rows, dtype=np.float64)
         """By kind, stage and microbatch."""
@@ -78,35 +79,35 @@ class NoisySteps:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether draws differ."""
-        return self._known.noise > 0
+        """True if draws differ."""
+        return self._forecast.noise > 0
 
     def makespan_ns(self, order: Sequence[int], draw: int) -> int:
-        """How long the step takes in this order under a draw."""
-        known, costs = self._known, self._known.costs
+        """Simulate the step in this order under a draw."""
+        forecast, costs = self._forecast, self._forecast.costs
         links, sizes = costs.links, costs.sizes
         forward, input_gradient, weight_gradient = self._noisy(draw)[:, :, order].tolist()
         if links.num_bytes:
             links = costs.permuted(order).links
         world = World(
             TaskTimes(forward, input_gradient, weight_gradient),
-            expected=costs.permuted(order).times if known.policy.waits else None,
+            expected=costs.permuted(order).times if forecast.policy.waits else None,
             transfer=None if links.is_free else links,
-            blocking=known.blocking,
-            num_members=known.num_members,
+            blocking=forecast.blocking,
+            num_members=forecast.num_members,
             sizes=None if sizes is None else sizes.permuted(order),
-            budgets=known.budgets,
+            budgets=forecast.budgets,
             # A binding order leaves nothing to agree on.
-            agreement_ns=0 if known.policy.dispatch is Dispatch.FIXED else costs.agreement_ns,
+            agreement_ns=0 if forecast.policy.dispatch is Dispatch.FIXED else costs.agreement_ns,
         )
         self.num_simulations += 1
-        return play(known.shape, known.policy, world).makespan_ns
+        return play(forecast.shape, forecast.policy, world).makespan_ns
 
     def _noisy(self, draw: int) -> Floats:
         """The times under a draw, in whole nanoseconds."""
         if draw not in self._drawn:
             factors = lognormals(
-                self._times.size, self._known.noise, *self._known.key, "plan", draw
+                self._times.size, self._forecast.noise, *self._forecast.key, "plan", draw
             )
             noisy = self._times * factors.reshape(self._times.shape)
             self._drawn[draw] = np.rint(noisy).astype(np.int64)
@@ -119,7 +120,7 @@ NUM_SIMULATIONS = 400
 """The default, which gains half of what eight times as many do."""
 
 _DRAWS = 8
-"""Draws that a neighbour must pass."""
+"""Draws that a neighbor must pass."""
 _CHECKS = 8
 """Fresh draws on which the best order is compared with the pyramid."""
 _CHECKING_SHARE = 8
@@ -128,7 +129,7 @@ _CHECKING_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An order of entry, and what it was chosen by."""
+    """An order of entry, and the figures of its search."""
 
     order: Order
     num_candidates: int
@@ -136,22 +137,31 @@ class Plan:
     predicted_ns: float
     """The mean time of the step in this order, under the planner's noise."""
     pyramid_ns: float
-    """Likewise in the pyramid's; never less."""
+    """The mean time in the pyramid's order, never less than `predicted_ns`."""
+
+    def to_json(self) -> dict[str, object]:
+        """The plan as a planner process answers it."""
+        return {
+            "order": self.order,
+            "candidates": self.num_candidates,
+            "predicted_ns": self.predicted_ns,
+            "pyramid_ns": self.pyramid_ns,
+        }
 
 
 class Search:
-    """One search. Every call of `improve` tries another order."""
+    """One search. Each call of `improve` tries another order."""
 
-    def __init__(self, known: Known) -> None:
-        self._steps = NoisySteps(known)
+    def __init__(self, forecast: StepForecast) -> None:
+        self._steps = NoisySteps(forecast)
         self._num_draws = _DRAWS if self._steps.is_noisy else 1
-        self.pyramid = self.best = known.pyramid
+        self.pyramid = self.best = forecast.pyramid
         self._best_ns: dict[int, int] = {}
-        """What the best order takes, by draw."""
+        """The times of the best order, by draw."""
         self._pyramid_ns: dict[int, int] = {}
         self._first = 0
-        """The draw that the next neighbour is tried under first."""
-        self._random = random.Random(f"plan {known.key}")
+        """The draw under which the next neighbor is tried first."""
+        self._random = random.Random(f"plan {forecast.key}")
         self.num_candidates = 1
 
     @property
@@ -160,31 +170,31 @@ class Search:
 
     @property
     def can_improve(self) -> bool:
-        """Whether there is another order than the pyramid."""
+        """True if there are other orders than the pyramid."""
         return len(self.pyramid) > 1
 
     def improve(self) -> bool:
-        """Try a neighbour of the best order; whether it became the best."""
-        order = self._neighbour()
+        """Try a neighbor of the best order. Returns True if it has become the best."""
+        order = self._neighbor()
         self.num_candidates += 1
         first, self._first = self._first, (self._first + 1) % self._num_draws
-        taken_ns: dict[int, int] = {}
+        times_ns: dict[int, int] = {}
         excess_ns = 0
         for place in range(self._num_draws):
             draw = (first + place) % self._num_draws
-            taken_ns[draw] = self._steps.makespan_ns(order, draw)
-            excess_ns += taken_ns[draw] - self._of_best(draw)
+            times_ns[draw] = self._steps.makespan_ns(order, draw)
+            excess_ns += times_ns[draw] - self._simulate_best(draw)
             if excess_ns >= 0:
                 return False
         if self.best == self.pyramid:
             self._pyramid_ns |= self._best_ns
-        self.best, self._best_ns = order, taken_ns
+        self.best, self._best_ns = order, times_ns
         return True
 
     @property
     def estimate(self) -> Plan:
-        """The order that an improvement has just found, by the draws that it was found with, which
-        flatter it."""
+        """The order that an improvement has just found, with its times under the draws that chose
+        it, which favor it."""
         predicted_ns = fmean(self._best_ns.values())
         pyramid_ns = fmean(self._pyramid_ns[draw] for draw in self._best_ns)
         return Plan(self.best, self.num_candidates, predicted_ns, max(predicted_ns, pyramid_ns))
@@ -197,11 +207,11 @@ class Search:
         return max(1, min(_CHECKS, self.num_simulations // (2 * _CHECKING_SHARE)))
 
     def plan(self) -> Plan:
-        """The best order so far, or the pyramid where that is no worse under fresh draws. It takes
-        up to two simulations for each check."""
+        """Return the best order so far, or the pyramid where that is no worse under fresh draws.
+        This takes up to two simulations for each check."""
         first = self._num_draws if self._steps.is_noisy else 0
         draws = range(first, first + self.num_checks)
-        pyramid_ns = fmean(self._of_pyramid(draw) for draw in draws)
+        pyramid_ns = fmean(self._simulate_pyramid(draw) for draw in draws)
         best_ns = pyramid_ns
         if self.best != self.pyramid:
             best_ns = fmean(self._steps.makespan_ns(self.best, draw) for draw in draws)
@@ -209,19 +219,19 @@ class Search:
             return Plan(self.pyramid, self.num_candidates, pyramid_ns, pyramid_ns)
         return Plan(self.best, self.num_candidates, best_ns, pyramid_ns)
 
-    def _of_best(self, draw: int) -> int:
+    def _simulate_best(self, draw: int) -> int:
         if draw not in self._best_ns:
             self._best_ns[draw] = self._steps.makespan_ns(self.best, draw)
         return self._best_ns[draw]
 
-    def _of_pyramid(self, draw: int) -> int:
+    def _simulate_pyramid(self, draw: int) -> int:
         if draw not in self._pyramid_ns:
             self._pyramid_ns[draw] = self._steps.makespan_ns(self.pyramid, draw)
         return self._pyramid_ns[draw]
 
-    def _neighbour(self) -> Order:
+    def _neighbor(self) -> Order:
         order = list(self.best)
-        one, other = self._two(len(order))
+        one, other = self._two_places(len(order))
         match self._below(3):
             case 0:
                 order[one], order[other] = order[other], order[one]
@@ -232,8 +242,8 @@ class Search:
                 order[first : last + 1] = order[first : last + 1][::-1]
         return tuple(order)
 
-    def _two(self, num: int) -> tuple[int, int]:
-        """Two different places."""
+    def _two_places(self, num: int) -> tuple[int, int]:
+        """Draw two different places."""
         one, other = self._below(num), self._below(num - 1)
         return one, other + (other >= one)
 
@@ -242,18 +252,18 @@ class Search:
         return int(self._random.random() * num)
 
 
-def plan_entry(
-    known: Known,
+def plan_order(
+    forecast: StepForecast,
     num_simulations: int = NUM_SIMULATIONS,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Plan the order in which a step's microbatches enter, with so many simulations; before each
-    order, `is_over` is asked whether to stop.
+    """Plan the order in which a step's microbatches enter, with at most `num_simulations`. Before
+    each order, `is_over` is called, and stops the search if it returns True.
 
     Raises UsageError for a hold with which the step could get stuck, and RrfpError for a binding
     order that does.
     """
-    search = Search(known)
+    search = Search(forecast)
     while (
         search.can_improve
         and search.num_simulations + 2 * search.num_checks < num_simulations
@@ -263,55 +273,67 @@ def plan_entry(
     return search.plan()
 
 
-# What a planner knows of a step whose costs are modelled, and whose jitter is drawn when it is
-# played.
+# Plans of many steps, in one process per core.
 
 
-_OF_DELAYS = 0.1
-"""Noise that stands for delays and stops, which hit few tasks and cannot be foreseen."""
+_LEAST_SIMULATIONS = 500
+"""Number of simulations, over all plans, below which starting processes takes longer than it
+saves."""
 
 
-def known_of(
-    costs: Costs,
-    jitter: Jitter,
-    policy: Policy,
-    shape: Shape,
-    seed: int,
-    replica: int,
-    num_members: int = 1,
-    *,
-    blocking: bool = False,
-) -> Known:
-    """What is known of a replica's step: its costs, and how much jitter there is, but not which.
+def plan_all(
+    steps: Sequence[StepForecast],
+    num_simulations: int,
+    finished: Callable[[], None] = lambda: None,
+    num_processes: int | None = None,
+) -> list[Plan]:
+    """Plan each step; the plans do not depend on the number of processes (by default, one a core).
+    `finished` is called after each. Raises as `plan_order` does."""
+    num_processes = min(num_processes or num_cores(), len(steps))
+    if num_processes < 2 or num_simulations * len(steps) < _LEAST_SIMULATIONS:
+        plans = []
+        for forecast in steps:
+            plans.append(plan_order(forecast, num_simulations))
+            finished()
+        return plans
+    processes = [PlannerProcess("plan_simulated_steps") for _ in range(num_processes)]
+    free: SimpleQueue[PlannerProcess] = SimpleQueue()
+    for process in processes:
+        free.put(process)
 
-    Raises UsageError for costs that are not known before the step.
-    """
-    of_step = costs.step(shape, seed, replica)
-    order_by_costs(of_step, Admit.PLAN, 0)
-    return Known(
-        shape=shape,
-        policy=policy,
-        costs=replace(of_step, links=jitter.links(of_step.links)),
-        noise=noise_of(jitter, shape),
-        key=(seed, replica),
-        num_members=num_members,
-        blocking=blocking,
+    def plan(forecast: StepForecast) -> Plan:
+        process = free.get()
+        try:
+            found = _plan_in(process, forecast, num_simulations)
+        finally:
+            # A waiting thread must get a process, if only to see that it has failed.
+            free.put(process)
+        finished()
+        return found
+
+    try:
+        with ThreadPoolExecutor(num_processes) as pool:
+            futures = [pool.submit(plan, forecast) for forecast in steps]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                # Running searches end at once, and so do the threads that wait for them.
+                for process in processes:
+                    process.kill()
+                raise
+    finally:
+        for process in processes:
+            process.close()
+
+
+def _plan_in(process: PlannerProcess, forecast: StepForecast, num_simulations: int) -> Plan:
+    process.send((forecast, num_simulations), waits=True)
+    fields, *_ = process.wait()
+    if "error" in fields:
+        error = UsageError if fields["kind"] == UsageError.__name__ else RrfpError
+        raise error(fields["error"])
+    return Plan(
+        tuple(fields["order"]), fields["candidates"], fields["predicted_ns"], fields["pyramid_ns"]
     )
-
-
-@lru_cache(maxsize=64)
-def noise_of(jitter: Jitter, shape: Shape) -> float:
-    """The standard deviation of the logarithm of the factors that jitter puts on times. Which
-    factors a step will meet, it does not say."""
-    least = _OF_DELAYS if jitter.delays_tasks else 0.0
-    if not jitter.factors:
-        return least
-    seconds = [[NS_PER_S] * shape.num_microbatches] * shape.num_stages
-    times = jitter.times(TaskTimes(seconds, seconds, seconds), shape, 0, 0)
-    # What is the same for all of a stage's tasks is no noise.
-    spreads = [
-        np.log(np.maximum(row, 1)).var()
-        for rows in (times.forward, times.input_gradient, times.weight_gradient)
-        for row in rows
-    ]
-    return min(max(least, math.sqrt(float(np.mean(spreads)))), LARGEST_SIGMA)

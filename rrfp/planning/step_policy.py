@@ -1,4 +1,4 @@
-"""The policy of the steps of one shape, and what follows from it about the order of their tasks."""
+"""The policy of the steps of one shape, and its consequences for the order of their tasks."""
 
 import logging
 from contextlib import suppress
@@ -24,10 +24,10 @@ class ChoiceFigures:
     num_candidates: int
     predicted_s: float
     kept_s: float
-    """What the policy before it was predicted to take."""
+    """The predicted time of a step under the policy before it."""
 
     def described(self) -> dict[str, object]:
-        """As a line of `metrics.jsonl` has it."""
+        """The fields of a line of `metrics.jsonl`."""
         return {
             "candidates": self.num_candidates,
             "predicted_s": self.predicted_s,
@@ -43,14 +43,14 @@ class StepPolicy:
     policy: Policy
     """Fitted to this shape, with its order."""
     keeps_microbatch_order: bool
-    """Whether every stage runs each kind of task in microbatch order, whatever the timing: each
-    rank prefers the smallest one that is ready, and first-in-first-out links keep that order."""
+    """True if every stage runs each kind of task in microbatch order, whatever the timing: each
+    rank prefers the smallest ready microbatch, and first-in-first-out links keep that order."""
     is_the_same_on_replicas: bool
-    """Whether data-parallel replicas run the backwards of a stage in the same order, and the last
+    """True if data-parallel replicas run the backwards of a stage in the same order, and the last
     ones from the largest chunk down: a microbatch returns through the larger chunks first."""
 
     choice: ChoiceFigures | None = None
-    """How it was chosen, in the step in which it was."""
+    """How it was chosen; None except in the step in which it was."""
 
     @property
     def hint_name(self) -> str:
@@ -62,25 +62,25 @@ class StepPolicies:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._found: dict[tuple[Shape, bool], StepPolicy] = {}
-        self._has_priced = False
+        self._by_shape: dict[tuple[Shape, bool], StepPolicy] = {}
+        self._has_warned = False
 
     def warn_once(self, shape: Shape) -> None:
-        """Say of the first shape that trains what a bound costs that cannot fill its pipeline, or
-        what is kept without one."""
-        if not self._has_priced:
-            self._has_priced = True
+        """Warn at the first training step if a bound cannot fill its pipeline, or about the memory
+        that it takes without one."""
+        if not self._has_warned:
+            self._has_warned = True
             found = unfilled(self._policy, shape)
-            told = unbounded(self._policy, shape) if found is None else found.told()
-            if told is not None:
-                _log.warning("%s", told)
+            warning = unbounded(self._policy, shape) if found is None else found.told()
+            if warning is not None:
+                _log.warning("%s", warning)
 
     def of(self, shape: Shape, *, forward_only: bool) -> StepPolicy:
-        """Raises as `step_policy` does."""
+        """Return the policy of steps of this shape. Raises as `step_policy` does."""
         key = (shape, forward_only)
-        if key not in self._found:
-            self._found[key] = step_policy(self._policy, shape, forward_only=forward_only)
-        return self._found[key]
+        if key not in self._by_shape:
+            self._by_shape[key] = step_policy(self._policy, shape, forward_only=forward_only)
+        return self._by_shape[key]
 
 
 def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPolicy:

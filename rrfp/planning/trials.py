@@ -1,18 +1,23 @@
 """Trials: settings to compare, each simulated under the same seeds.
 
-A seed stands for one step's data and jitter. Draws are keyed by what they are for, not by when they
-are made, so under one seed every setting meets the same costs and jitter. Rows differ only by what
-the settings do about them.
+A seed stands for one step's data and jitter. Draws have keys that do not depend on the order in
+which they are made, so under one seed every setting meets the same costs and jitter.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.planning.balanced_costs import DealtCosts
-from rrfp.planning.candidates import KnownSteps, MakeWorld, candidates_of, choose, fits, unbound_of
-from rrfp.planning.order_search import NUM_SIMULATIONS, known_of
-from rrfp.planning.process_pool import plan_all
+from rrfp.planning.candidates import (
+    MakeWorld,
+    MeasuredSteps,
+    candidates_of,
+    choose,
+    fits,
+    unbound_of,
+)
+from rrfp.planning.modelled_costs import BalancedCosts, forecast_step
+from rrfp.planning.order_search import NUM_SIMULATIONS, plan_all
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.named_hints import BF, BFW, AutoHint
 from rrfp.schedule.policy import Dispatch, Policy
@@ -27,7 +32,7 @@ from rrfp.simulate.time_bounds import Floor, paper_bound_ns
 from rrfp.trace.records import NS_PER_S, Recording
 
 NUM_KNOWN = 8
-"""Steps that a hint is chosen by."""
+"""Steps by which a hint is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +40,17 @@ class Setting:
     """Everything that defines a row of a comparison."""
 
     shape: Shape
-    """Its kinds must be those of the policy's hint."""
+    """With the kinds of the policy's hint."""
     policy: Policy
-    """With the hint `auto` it is chosen by what other steps take."""
+    """With the hint `auto`, the policy is chosen by other steps."""
     unbound: Policy | None = None
-    """What steers the steps that would keep more than the hold under a policy that binds an order;
-    None: they have it all the same."""
+    """The policy of steps that would exceed the hold under a policy that binds an order; None: such
+    steps keep the binding policy."""
     costs: Costs
     jitter: Jitter = NO_JITTER
     admit: Admission = Admit.GIVEN
     num_plan_simulations: int = NUM_SIMULATIONS
-    """Simulations by which each step is planned, where it is."""
+    """Simulations of the search for each step's order, with `Admit.PLAN`."""
     blocking: bool = False
     """Transfers block the compute path, as in Megatron's own schedules."""
     num_members: int = 1
@@ -70,9 +75,9 @@ class Trial:
     peak_held: tuple[int, ...]
     """The most activations held, by pipeline rank, in slots of one chunk and one microbatch."""
     peak_held_bytes: tuple[int, ...] | None
-    """Likewise in bytes; None where the costs say nothing of memory."""
+    """The most bytes held, by pipeline rank; None if the costs have no sizes."""
     policy: Policy
-    """What steered it."""
+    """The policy of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +141,7 @@ class Row:
 
     @property
     def peak_held_bytes(self) -> tuple[int, ...] | None:
-        """The most bytes that a rank held under any seed; None where the costs say nothing of
-        memory."""
+        """The most bytes that a rank held under any seed; None if the costs have no sizes."""
         peaks = [trial.peak_held_bytes for trial in self.trials]
         known = [each for each in peaks if each is not None]
         return tuple(map(max, zip(*known, strict=True))) if len(known) == len(peaks) else None
@@ -154,7 +158,7 @@ def run_settings(
     recordings: Sequence[Recording] | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Simulate a step of every setting under every seed; returns a row per setting.
+    """Simulate a step of every setting under every seed. Returns a row per setting.
 
     Each setting's recording, if given, gets a step per seed. `finished` is called after each trial,
     and after each plan (`num_plans`).
@@ -178,39 +182,45 @@ def run_settings(
 
 
 def with_budget(setting: Setting, seeds: Sequence[int]) -> Setting:
-    """The setting with a hold that is a multiple of 1F1B's peak as a number, for these seeds."""
+    """Return the setting with a hold that is a multiple of 1F1B's peak converted to a number, for
+    these seeds."""
     steps = [(seed, replica) for seed in seeds for replica in range(setting.num_replicas)]
     policy, costs = setting.policy, setting.costs
-    if isinstance(costs, DealtCosts):
-        # The same multiple is the same memory, whatever is dealt.
+    if isinstance(costs, BalancedCosts):
+        # The same multiple must be the same memory with and without balancing.
         policy = resolved(policy, setting.shape, costs.given, steps)
     policy = resolved(policy, setting.shape, costs, steps)
     return setting if policy is setting.policy else replace(setting, policy=policy)
 
 
 def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool = False) -> Setting:
-    """The setting with a choice in the place of the hint `auto`, made from steps of other seeds
-    than these: a run learns from steps that it has run. Its hold, if any, is a number. With
-    `counts_places` the chosen policy has an order, as recordings need."""
+    """Return the setting with a chosen policy in the place of the hint `auto`.
+
+    The choice is made by steps of other seeds than these, as a run learns from earlier steps. The
+    hold, if any, must be a number. With `counts_places` the chosen policy has an order, which
+    recordings need.
+    """
     asked = setting.policy
     if not isinstance(asked.hint, AutoHint):
         return setting
     candidates = candidates_of(asked, setting.shape)
     first = max(seeds) + 1
     draws = [
-        [_draw(setting, seed, replica, step).met for replica in range(setting.num_replicas)]
+        [_draw(setting, seed, replica, step).conditions for replica in range(setting.num_replicas)]
         for step, seed in enumerate(range(first, first + NUM_KNOWN))
     ]
 
-    def maker(met: Conditions) -> MakeWorld:
-        return lambda policy: world_of(met, policy, setting.num_members, blocking=setting.blocking)
+    def maker(drawn: Conditions) -> MakeWorld:
+        return lambda policy: world_of(
+            drawn, policy, setting.num_members, blocking=setting.blocking
+        )
 
     budget = asked.hold_bytes
-    known = KnownSteps(
-        [[maker(met) for met in replicas] for replicas in draws],
+    steps = MeasuredSteps(
+        [[maker(drawn) for drawn in replicas] for replicas in draws],
         () if budget is None else (budget,) * setting.shape.num_ranks,
     )
-    choice = choose(candidates, known.play, len(known))
+    choice = choose(candidates, steps.play, len(steps))
     assert choice is not None, "a policy that binds nothing always runs"
     chosen = choice.chosen.candidate
     policy, shape = fitted(chosen.policy, chosen.shape, counts_places=counts_places)
@@ -221,7 +231,7 @@ def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool =
 
 
 def num_plans(settings: Sequence[Setting], seeds: Sequence[int]) -> int:
-    """How many steps are planned in trials of these settings."""
+    """Count the steps that are planned in trials of these settings."""
     plan = [setting.num_replicas for setting in settings if setting.admit is Admit.PLAN]
     return sum(plan) * len(seeds)
 
@@ -229,15 +239,20 @@ def num_plans(settings: Sequence[Setting], seeds: Sequence[int]) -> int:
 def _planned(
     settings: Sequence[Setting], seeds: Sequence[int], finished: Callable[[], None]
 ) -> list[Setting]:
-    """The settings, with the planned orders in the place of a wish for them. A plan knows the costs
-    and how much jitter there is, but not which."""
+    """Return the settings with planned orders in the place of `Admit.PLAN`. A plan knows the costs
+    and the amount of jitter, but not the jitter itself."""
     found = []
     for setting in settings:
         if setting.admit is Admit.PLAN:
             steps = [
-                known_of(
-                    *(setting.costs, setting.jitter, setting.policy, setting.shape),
-                    *(seed, replica, setting.num_members),
+                forecast_step(
+                    setting.costs,
+                    setting.jitter,
+                    setting.policy,
+                    setting.shape,
+                    seed,
+                    replica,
+                    setting.num_members,
                     blocking=setting.blocking,
                 )
                 for seed in seeds
@@ -257,17 +272,18 @@ def check_fits(setting: Setting) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A replica's conditions under a seed, and their floor."""
+    """A replica's conditions under a seed, and their lower bound."""
 
-    met: Conditions
+    conditions: Conditions
     floor: Floor
 
 
 def _draw(setting: Setting, seed: int, replica: int, step: int) -> _Drawn:
-    met = conditions(
+    """Draw a replica's conditions of a step."""
+    drawn = conditions(
         setting.costs, setting.jitter, setting.admit, setting.shape, seed, replica, step
     )
-    return _Drawn(met, met.floor())
+    return _Drawn(drawn, drawn.floor())
 
 
 def _run(
@@ -277,6 +293,7 @@ def _run(
     recording: Recording | None,
     step: int,
 ) -> Trial:
+    """Simulate a step of a setting. Draws that settings share are made once, in `drawn`."""
     replicas = []
     for replica in range(setting.num_replicas):
         # Settings keep these two objects alive, so their ids stay unique.
@@ -284,15 +301,13 @@ def _run(
         if key not in drawn:
             drawn[key] = _draw(setting, seed, replica, step)
         replicas.append(drawn[key])
-    sync_ns = max(each.met.costs.gradient_sync_ns for each in replicas) if len(replicas) > 1 else 0
-    policy = _policy_of(setting, [each.met for each in replicas])
+    met = [each.conditions for each in replicas]
+    sync_ns = max(each.costs.gradient_sync_ns for each in met) if len(met) > 1 else 0
+    policy = _policy_of(setting, met)
     done = simulate_step(
         setting.shape,
         policy,
-        [
-            world_of(each.met, policy, setting.num_members, blocking=setting.blocking)
-            for each in replicas
-        ],
+        [world_of(each, policy, setting.num_members, blocking=setting.blocking) for each in met],
         gradient_sync_ns=sync_ns,
         recording=recording,
         step=step,
@@ -304,25 +319,25 @@ def _run(
         _bound_ns(setting, replicas, sync_ns),
         done.bubble_fraction,
         done.peak_held,
-        None if replicas[0].met.costs.sizes is None else done.peak_held_bytes,
+        None if met[0].costs.sizes is None else done.peak_held_bytes,
         policy,
     )
 
 
 def _policy_of(setting: Setting, replicas: Sequence[Conditions]) -> Policy:
-    """The policy of a step, which must keep to its hold on every replica."""
+    """The policy of a step: `unbound` if the step would exceed the hold on a replica."""
     unbound, shape = setting.unbound, setting.shape
     if unbound is None or unbound.hold_bytes is None:
         return setting.policy
     budgets = (unbound.hold_bytes,) * shape.num_ranks
-    sizes = [met.costs.sizes for met in replicas]
+    sizes = [drawn.costs.sizes for drawn in replicas]
     is_within = all(each is None or fits(setting.policy, shape, each, budgets) for each in sizes)
     return setting.policy if is_within else unbound
 
 
 def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int | None:
-    """The paper's upper bound, or None: it holds for `bf` and `bfw` with one chunk per rank, free
-    links, and nothing withheld."""
+    """The paper's upper bound. None if it does not apply: it holds for `bf` and `bfw` with one
+    chunk per rank, free links, and no bounds."""
     shape, policy = setting.shape, setting.policy
     applies = (
         policy.hint in (BF, BFW)
@@ -330,9 +345,9 @@ def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int
         and policy.hold is None
         and (policy.limit is None or policy.limit >= shape.num_microbatches)
         and shape.num_chunks == setting.num_members == 1
-        and all(each.met.links.is_free for each in replicas)
+        and all(each.conditions.links.is_free for each in replicas)
         and not setting.jitter.delays_tasks
     )
     if not applies:
         return None
-    return max(paper_bound_ns(shape, each.met.times) for each in replicas) + sync_ns
+    return max(paper_bound_ns(shape, each.conditions.times) for each in replicas) + sync_ns

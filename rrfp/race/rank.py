@@ -52,8 +52,8 @@ from rrfp.train.launch.rank_status import FailureReport
 from rrfp.train.loop import introduce, run_schedule, schedule_of
 from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import ModelChunks, build_model
+from rrfp.train.ordered_batches import OrderedBatches
 from rrfp.train.pacing import StepPacer, make_pace
-from rrfp.train.planning import run_planner
 from rrfp.train.settings import TrainSettings
 
 Gradients = dict[str, torch.Tensor]
@@ -145,16 +145,6 @@ class _RoundPace:
         return _Unpaced() if self.round is None else self.pacer.start_step(self.round, shape)
 
 
-class _NoItems:
-    """Empty `StepItems`: a race's costs are modelled, so planning needs no data."""
-
-    def items(self) -> Sequence[Batch]:
-        return ()
-
-    def next_items(self) -> Sequence[Batch] | None:
-        return None
-
-
 class _Records:
     """Collects the tasks and waits of a step; `record` is called from several threads."""
 
@@ -212,7 +202,6 @@ class RacedSystem:
         self.settings = settings
         self._records = _Records()
         self._model = model
-        self._batches = data.batches(layout.dp_rank)
         assert settings.run.pace is not None
         _check_costs(settings.run.pace, entry.costs_sha256)
         self._jitter = parse_jitter(settings.run.jitter)
@@ -243,25 +232,22 @@ class RacedSystem:
                 settings, layout.pp_rank, self._records.record, pace=self._pace
             )
         self._is_warm = False
-        self._planner = run_planner(settings, self._records.record, pacer, NUM_SIMULATIONS)
-        self._planned: dict[int, Sequence[int]] = {}
-        """The planned admission order, by round."""
+        self._source = OrderedBatches(
+            settings, layout, data, self._records.record, pacer, NUM_SIMULATIONS
+        )
+        self._batches: tuple[int, list[Batch]] | None = None
+        """A round and its batches: the order of a round is planned once."""
 
     def prepare(self, number: int) -> None:
         """Draw the round's modelled times, before its step begins."""
         self._pace.pacer.prepare(number)
 
     def batches(self, number: int) -> list[Batch]:
-        """The round's microbatches in admission order. A planned order follows the modelled times;
-        the next round's order is planned during this round."""
-        if self._planner is None:
-            order = self._pace.pacer.order(number)
-        else:
-            if number not in self._planned:
-                self._planned = {number: self._planner.order(number, _NoItems())}
-            order = self._planned[number]
-            self._pace.pacer.admit_as(number, order)
-        return [self._batches.batch(number, microbatch) for microbatch in order]
+        """The round's microbatches, in the admission order of the modelled costs. The next round's
+        order is planned while this one is raced."""
+        if self._batches is None or self._batches[0] != number:
+            self._batches = number, self._source.batches(number)
+        return self._batches[1]
 
     def warm_up(self, number: int) -> None:
         """Run the round's step once, to open links and warm caches equally for all systems.
@@ -349,7 +335,9 @@ class RacedSystem:
 
     def _peak_bytes(self) -> int:
         """Peak activation bytes of this rank in the last round; -1 if sizes are unknown."""
-        shape = self._pace.pacer.shape
+        modelled = self._pace.pacer.modelled
+        assert modelled is not None
+        shape = modelled.shape
         sizes = self._pace.sizes(self._pace.round or 0, shape)
         return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
 

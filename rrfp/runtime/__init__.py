@@ -1,5 +1,5 @@
-"""One rank at run time: its worker, agreement, recorder and pace, and how it finds its peers.
+"""One rank at run time: its worker, its group's agreement, its recorder, and the rendezvous.
 
-`rrfp.runtime.link` is the protocol of its messages, `rrfp.runtime.net` connects its sockets, and
-`rrfp.runtime.planes` carries large tensors beside them.
+`rrfp.runtime.link` is the protocol between two ranks, `rrfp.runtime.net` connects their sockets,
+`rrfp.runtime.planes` carries large tensors, and `rrfp.runtime.device` is the device below them.
 """

@@ -1,6 +1,6 @@
 """Agreement in a group: ranks that share a collective inside a task run the same sequence.
 
-A star over the transport's links. Members report arrived inputs to the leader. Its dispatcher
+Members report arrived inputs to the leader over the transport's links. The leader's dispatcher
 counts the reports and decides by the group's rule: the intersection of the ready sets, or the
 paper's unanimous first picks (section 4.2). The leader sends each decision with its position in the
 step's sequence, and members run the tasks in that sequence.
@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from threading import Condition, Thread
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.protocols import Clock, Decided, Links, Reported, monotonic
+from rrfp.runtime.protocols import Clock, InputReported, Links, TaskDecided, monotonic
 from rrfp.schedule.dispatcher import Group
 from rrfp.schedule.punctuality import Durations
 from rrfp.schedule.tasks import InputArrived, Kind, Task
 from rrfp.trace.records import AgreementRecord, Record
 
 
-class StarAgreement:
-    """One rank's side of its group's agreement (`rrfp.runtime.protocols.Agreement`)."""
+class GroupAgreement:
+    """One rank's side of its group's agreement. Except for `report`, only the thread that holds the
+    dispatcher calls it. `group` is None for a rank that has nothing to agree on."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class StarAgreement:
         self._clock = clock
         self._leader, *self._followers = members
         self._member_of = {member: index for index, member in enumerate(members)}
-        self._decisions: deque[Decided] = deque()
+        self._decisions: deque[TaskDecided] = deque()
         self._position = 0
         self.group = Group(len(members), self._leader == rank) if self._followers else None
 
@@ -44,24 +45,27 @@ class StarAgreement:
         self._position = 0
 
     def report(self, step: int, task: Task) -> None:
-        """A task's input has arrived; a follower reports it to its leader."""
+        """On a follower: report to the leader that a task's input has arrived, perhaps for a later
+        step. A link's thread calls it, because the leader may decide while a task runs here."""
         if self.group is not None and not self.group.leads:
             self._links.report(self._leader, step, task)
 
-    def reported(self, event: Reported) -> InputArrived:
-        """A follower's report as a stimulus for the leader's dispatcher."""
+    def stimulus_of(self, event: InputReported) -> InputArrived:
+        """Convert a follower's report to a stimulus for the leader's dispatcher."""
         return InputArrived(event.task, self._member_of[event.peer])
 
-    def decided(self, event: Decided) -> None:
-        """The leader has decided; decisions arrive in the order in which they run."""
+    def add_decision(self, event: TaskDecided) -> None:
+        """Queue a decision of the leader; decisions arrive in the order in which they run."""
         self._decisions.append(event)
 
     def next(self) -> Task | None:
-        """The next task of the group's sequence, if this rank is a follower and knows it yet."""
+        """Return the first queued decision's task; None without one, and on a rank that decides
+        itself."""
         return self._decisions[0].task if self._decisions else None
 
-    def owed(self, missing_members: int) -> dict[int, str]:
-        """By rank: what it owes tasks whose input is missing at these members (bits)."""
+    def pending_messages(self, missing_members: int) -> dict[int, str]:
+        """Describe, by the sending rank, the messages of the group that this rank waits for.
+        `missing_members` has bit i set if member i lacks an input; bit 0 is this rank."""
         if self.group is None:
             return {}
         if self.group.leads:
@@ -72,8 +76,9 @@ class StarAgreement:
             }
         return {self._leader: "the group's next decision"}
 
-    def dispatched(self, step: int, task: Task) -> None:
-        """A task was dispatched: the leader sends the decision, a follower ticks it off."""
+    def note_dispatch(self, step: int, task: Task) -> None:
+        """Record that this rank dispatched a task at the next position of the sequence. The leader
+        sends the decision to all members; a follower removes it from its queue."""
         if self.group is None:
             return
         start_ns = self._clock()
@@ -94,21 +99,15 @@ class StarAgreement:
         self._position += 1
 
 
-# Decides on the next task while one runs, so that a group's members need not wait for a round.
-#
-# Only the leader of a group does this. Deciding late takes into account what arrives until then;
-# deciding before the task ends hides the time that the decision travels. So a separate thread
-# sleeps until shortly before the task's expected end.
-
-
 _LONGEST_LEAD_NS = 1_000_000
 
 
 class AheadThread:
-    """Calls `decide` once, shortly before the running task is expected to end.
+    """On the leader of a group, calls `decide` once, shortly before the running task should end.
 
-    `decide` runs on this thread, and only within `while_running`: the state that it touches belongs
-    to the compute thread at all other times.
+    A late decision can use more of the arrivals, but a decision before the end of the task hides
+    the time that it needs to reach the members. `decide` runs on this thread, and only within
+    `while_running`: at all other times its state belongs to the compute thread.
     """
 
     def __init__(self, decide: Callable[[], None], clock: Clock) -> None:

@@ -1,10 +1,10 @@
 """Runs functions once the process' main thread has ended, while other threads still run.
 
-A training script calls nothing of ours at its end. So a separate thread joins the main thread, and
-the interpreter joins that thread before it tears anything down.
+A training script does not call rrfp at its end. So a separate thread joins the main thread, and the
+interpreter joins that thread before it shuts down.
 
-A process that ends only because a peer failed waits there, too: whoever started both reports the
-first one that ends, and keeps its exit code (torchrun, srun).
+A process that ends only because a peer failed waits there: a launcher (torchrun, srun) reports the
+process that ends first, and takes its exit code.
 """
 
 import logging
@@ -23,22 +23,23 @@ PEERS_END_S = 15.0
 _log = logging.getLogger(__name__)
 
 
-class AtEnd:
+class ExitHooks:
     """Calls its functions, last one first, once the main thread has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Guarded by the lock.
-        self._calls: list[Callable[[], None]] = []
+        self._functions: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._has_lost_peer = False
-        self._end: BaseException | None = None
+        self._error: BaseException | None = None
         self._is_end_known = False
         self._exit: SystemExit | None = None
         """The main thread's last unsuccessful `sys.exit` since the last step, if any."""
 
-    def note(self, error: BaseException | None) -> None:
-        """Note how the last step failed; None if another one has begun."""
+    def note_step_error(self, error: BaseException | None) -> None:
+        """Store whether the last step failed because of a lost peer; None if another step
+        begins."""
         # Imported late: scripts are to import torch themselves.
         from rrfp.runtime.protocols import PeerLostError
 
@@ -47,20 +48,20 @@ class AtEnd:
         )
         self._exit = None  # The program caught it and trains on.
 
-    def ended(self, error: BaseException | None) -> None:
-        """Note how the process' program has ended, for whoever runs it: without an error, or with
-        one, such as a SystemExit with its exit code."""
-        self._end, self._is_end_known = error, True
+    def note_program_end(self, error: BaseException | None) -> None:
+        """Store how the program ended, for a caller that runs it: None without an error, or the
+        exception, such as a SystemExit with its exit code."""
+        self._error, self._is_end_known = error, True
 
     @property
-    def end(self) -> BaseException | None:
-        """The error that has ended the program, if one is known to have."""
-        return self._end if self._is_end_known else next(_uncaught(), self._exit)
+    def program_error(self) -> BaseException | None:
+        """The error that has ended the program, if any is known."""
+        return self._error if self._is_end_known else next(_uncaught(), self._exit)
 
-    def ending(self, rank: int) -> Ending | None:
-        """How the program has ended on this rank; None if that is not known, as of one that nobody
-        of ours runs and that ended well, or by a SystemExit of its own."""
-        error = self.end
+    def make_ending(self, rank: int) -> Ending | None:
+        """Describe how the program has ended on this rank; None if that is not known: for a program
+        that rrfp does not run and that ended well, or by a SystemExit of its own."""
+        error = self.program_error
         if error is None and not self._is_end_known:
             return None
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -82,22 +83,23 @@ class AtEnd:
 
     @property
     def has_lost_peer(self) -> bool:
-        """Whether this process ends only because a peer's has."""
+        """True if this process ends only because a peer has ended."""
         return self._has_lost_peer or any(map(is_torchs_loss, _uncaught()))
 
-    def call(self, function: Callable[[], None]) -> None:
+    def register(self, function: Callable[[], None]) -> None:
         """Call `function` at the end. It must neither raise nor block without bound, nor start a
         thread, which Python 3.12 and newer refuse by then."""
         with self._lock:
-            self._calls.append(function)
+            self._functions.append(function)
             if self._thread is None:
-                self._note_exits()
+                self._wrap_sys_exit()
                 # Not a daemon, so that the interpreter joins it before it shuts down.
                 self._thread = threading.Thread(target=self._wait, name="rrfp-at-end")
                 self._thread.start()
 
-    def _note_exits(self) -> None:
-        """Wrap `sys.exit`, because Python does not keep the SystemExit that ends a program."""
+    def _wrap_sys_exit(self) -> None:
+        """Store each failing `sys.exit`, because Python does not keep the SystemExit that ends a
+        program."""
         leave = sys.exit
 
         def noted_exit(status: Any = None, /) -> NoReturn:
@@ -117,20 +119,20 @@ class AtEnd:
     def run(self) -> None:
         """Call the functions now, for a process that ends in another way."""
         with self._lock:
-            calls, self._calls = self._calls[::-1], []
-        for call in calls:
+            functions, self._functions = self._functions[::-1], []
+        for function in functions:
             try:
-                call()
+                function()
             except Exception:
                 _log.exception("a function registered for the end of the process failed")
 
 
-at_end = AtEnd()
-"""This process' functions."""
+at_end = ExitHooks()
+"""The hooks of this process."""
 
 
 def _uncaught() -> Iterator[BaseException]:
-    """The error that has ended the main thread, if one has, and those that it followed from."""
+    """Yield the error that has ended the main thread, if any, and its causes."""
     error: BaseException | None = getattr(sys, "last_value", None)
     while error is not None:
         yield error

@@ -1,4 +1,4 @@
-"""A question to a process of its own: a driver or a fabric that is asked may hang, or crash."""
+"""Calls of a function in a process of its own, for drivers and fabrics that may hang or crash."""
 
 import importlib
 import json
@@ -14,36 +14,39 @@ from typing import IO, Any
 from rrfp.errors import described
 
 _RAISED = 70
-"""The exit code of a process whose question raised an exception."""
+"""Exit code of a process whose function raised an exception."""
 _END_S = 5.0
-"""How long a killed process may take to end; one that a driver holds in the kernel does not."""
+"""Time for a killed process to end. It cannot end while a driver blocks in the kernel."""
 
 
 class NoAnswerError(Exception):
-    """A question without an answer; the message says why, as in "it did not answer within 60 s"."""
+    """A call without a result; the message says why, such as "it did not answer within 60 s"."""
 
     def __init__(self, reason: str, raised: str = "") -> None:
         super().__init__(reason)
         self.raised = raised
-        """The name of the exception that the question raised; empty if it hung or crashed."""
+        """Name of the exception that the function raised; empty if it hung or crashed."""
 
 
-def probe(question: Callable[..., Any], *arguments: object, limit_s: float) -> Any:
-    """What this function of a module returns in a process of its own, as JSON carries it.
+def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: float) -> Any:
+    """Call a function of a module in a new process, and return its result. Arguments and result
+    pass as JSON.
 
     Raises NoAnswerError if it raises, crashes, cannot be started or takes longer than `limit_s`;
-    nothing of it is left then.
+    the process is killed then.
     """
     try:
-        return _answer_to(question, arguments, limit_s)
+        return _run_process(function, arguments, limit_s)
     except OSError as error:
         raise NoAnswerError(
             f"no process can be started for it: {described(error)}", type(error).__name__
         ) from None
 
 
-def _answer_to(question: Callable[..., Any], arguments: tuple[object, ...], limit_s: float) -> Any:
-    command = (sys.executable, "-m", __name__, question.__module__, question.__name__)
+def _run_process(
+    function: Callable[..., Any], arguments: tuple[object, ...], limit_s: float
+) -> Any:
+    command = (sys.executable, "-m", __name__, function.__module__, function.__name__)
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             [*command, json.dumps(arguments), f"{limit_s:g}"],
@@ -53,21 +56,21 @@ def _answer_to(question: Callable[..., Any], arguments: tuple[object, ...], limi
             start_new_session=True,
         )
         try:
-            told, _ = process.communicate(timeout=limit_s)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             raise NoAnswerError(f"it did not answer within {limit_s:g} s") from None
         finally:
-            _end(process)
-        if process.returncode == _RAISED and told:
-            raised, reason = json.loads(told)
+            _kill_group(process)
+        if process.returncode == _RAISED and output:
+            raised, reason = json.loads(output)
             raise NoAnswerError(reason, raised)
         if process.returncode:
-            raise NoAnswerError(_why(process.returncode, stderr))
-        return json.loads(told)
+            raise NoAnswerError(_describe_failure(process.returncode, stderr))
+        return json.loads(output)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it has started, if it has not ended by itself."""
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its children, unless it has ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -77,7 +80,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
 
 
-def _why(exit_code: int, stderr: IO[bytes]) -> str:
+def _describe_failure(exit_code: int, stderr: IO[bytes]) -> str:
     if exit_code < 0:
         return f"it was killed: {signal.strsignal(-exit_code)}"
     stderr.seek(0)
@@ -85,24 +88,25 @@ def _why(exit_code: int, stderr: IO[bytes]) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
 
 
-def _answer(module: str, name: str, arguments: str, limit_s: str) -> None:
-    # Should the one who asked be gone, this still ends.
+def _main(module: str, name: str, arguments: str, limit_s: str) -> None:
+    """Call the function, and print its result or its exception as JSON."""
+    # This process ends even if its parent is gone.
     signal.setitimer(signal.ITIMER_REAL, float(limit_s) + _END_S)
-    # What libraries print must not come between.
+    # Output of libraries goes to stderr: stdout carries the result.
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)
         exit_code = 0
         try:
-            question = getattr(importlib.import_module(module), name)
-            told = json.dumps(question(*json.loads(arguments)))
+            function = getattr(importlib.import_module(module), name)
+            output = json.dumps(function(*json.loads(arguments)))
         except Exception as error:
             exit_code = _RAISED
-            told = json.dumps([type(error).__name__, described(error)])
-        stdout.write(told)
+            output = json.dumps([type(error).__name__, described(error)])
+        stdout.write(output)
         stdout.flush()
-        # Some libraries crash when they are torn down.
+        # Some libraries crash during a normal exit.
         os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+    _main(*sys.argv[1:])

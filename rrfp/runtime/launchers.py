@@ -1,7 +1,6 @@
-"""What srun tells each task of a job's step about itself.
+"""The environment variables of launchers: rrfp's own, torchrun's, and srun's.
 
-In the script of a job itself, which sbatch runs once, `SLURM_PROCID` is 0 as well; nobody has
-started several processes there.
+From them a process finds its place among the processes that were started together.
 """
 
 import os
@@ -12,47 +11,40 @@ from dataclasses import dataclass
 
 from rrfp.errors import UsageError
 
-# The environment variables by which a launcher tells ranks where to meet, and who it is.
-
-
 STORE = "RRFP_STORE"
-"""Where the run's store is: `file:PATH` on one host, `tcp:HOST:PORT` between hosts."""
+"""The run's store: `file:PATH` on one host, `tcp:HOST:PORT` between hosts."""
 ADDRESS = "RRFP_ADDRESS"
 """The only address of this host on which its ranks listen."""
 LOOPBACK = "127.0.0.1"
 SOURCES = "RRFP_SOURCES"
-"""The addresses from which ranks of other hosts connect, separated by commas: whoever comes from
-elsewhere is not let in. Anybody is, where it is not set."""
+"""The addresses from which ranks of other hosts connect, separated by commas; connections from
+other addresses are refused. Without it any address may connect."""
 NETWORK = "RRFP_NETWORK"
 """The network that ranks enter: `private:` and the paths of its namespaces, or `host:` and why."""
 LAUNCHER = "RRFP_LAUNCHER"
-"""The launcher's pid. A rank that asked for its parent would take another process for its launcher
-if that had died before it asked."""
+"""The launcher's pid. A rank cannot use its parent's pid: if the launcher died early, that is
+another process."""
 WARNINGS = "RRFP_WARNINGS"
-"""The pipe to the launcher for what its ranks warn of."""
+"""The pipe to the launcher for warnings of its ranks."""
 FAULTS = "RRFP_FAULTS"
-"""The directory through which `rrfp chaos` breaks links; nothing is broken without it."""
+"""The directory through which `rrfp chaos` breaks links; without it no link is broken."""
 DIRECTORY = "RRFP_DIRECTORY"
-"""A directory of the launcher's, for files of ranks: it is removed whatever becomes of them."""
+"""A directory for files of ranks, which the launcher removes however they end."""
 LIVENESS = "RRFP_LIVENESS"
 """The descriptors, `PAGE,STACKS`, of the files by which a rank shows its launcher that it lives."""
 
-
-# Reads numbers from a launcher's environment variables.
-
-
-_MOST_PORT = 2**16 - 1
+_MAX_PORT = 2**16 - 1
 
 
-def natural(environment: Mapping[str, str], name: str, by: str, least: int = 0) -> int:
-    """The number in a variable that must be there. Raises UsageError."""
+def _read_number(environment: Mapping[str, str], name: str, by: str, least: int = 0) -> int:
+    """Return the number in a variable that launcher `by` sets. Raises UsageError."""
     text = environment.get(name)
     if text is None:
         raise UsageError(
             f"{name} is not set, and {by} started this process; let {by} set it, or unset what "
             "it has left in the environment"
         )
-    # Not every digit of Unicode is one that int() reads, nor one that anybody means.
+    # int() refuses some of Unicode's digits.
     if not (text.isascii() and text.isdigit() and len(text) <= 18) or int(text) < least:
         raise UsageError(
             f"{name} is '{text[:40]}', and {by} sets it to a whole number of {least} or more; "
@@ -61,54 +53,53 @@ def natural(environment: Mapping[str, str], name: str, by: str, least: int = 0) 
     return int(text)
 
 
-def port(environment: Mapping[str, str], by: str) -> int:
-    """MASTER_PORT, which must be there. Raises UsageError."""
-    found = natural(environment, "MASTER_PORT", by, 1)
-    if found > _MOST_PORT:
+def _read_port(environment: Mapping[str, str], by: str) -> int:
+    """Return MASTER_PORT, which must be set. Raises UsageError."""
+    found = _read_number(environment, "MASTER_PORT", by, 1)
+    if found > _MAX_PORT:
         raise UsageError(
-            f"MASTER_PORT is {found} and a port is at most {_MOST_PORT}; see who has set it"
+            f"MASTER_PORT is {found} and a port is at most {_MAX_PORT}; see who has set it"
         )
     return found
 
 
-def below(environment: Mapping[str, str], name: str, bound: str, by: str) -> tuple[int, int]:
-    """A number, and the one of another variable that it must be below."""
-    value, most = natural(environment, name, by), natural(environment, bound, by, 1)
-    if value >= most:
+def _read_index_and_count(
+    environment: Mapping[str, str], index_name: str, count_name: str, by: str
+) -> tuple[int, int]:
+    """Return an index and the count that it must be below. Raises UsageError."""
+    index = _read_number(environment, index_name, by)
+    count = _read_number(environment, count_name, by, 1)
+    if index >= count:
         raise UsageError(
-            f"{name} is {value} and {bound} is {most}, and the first must be below the second; "
-            f"see which of them {by} has not set"
+            f"{index_name} is {index} and {count_name} is {count}, and the first must be below the "
+            f"second; see which of them {by} has not set"
         )
-    return value, most
-
-
-# The place of a process among those that a launcher has started together.
+    return index, count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """What a launcher tells a process about itself."""
+class LaunchPlace:
+    """The place of a process among those that a launcher has started together."""
 
     by: str
     """The launcher's name."""
     index: int
     count: int
     local_index: int
-    """Among those of this host."""
+    """Index among those of this host."""
     local_count: int | None
-    """How many there are on this host; None if the launcher does not say."""
+    """Number of them on this host; None if the launcher does not set it."""
     is_one_host: bool
-    """Whether all of them are on this host."""
+    """True if all of them are on this host."""
     host: str
-    """Where the first of them is."""
+    """Host of the first of them."""
     port: int
-    """Where they may meet on that host."""
+    """Port on that host for their rendezvous."""
     serves_store: bool = False
-    """Whether the launcher itself listens at that port, with a store of torch's."""
+    """True if the launcher itself listens at that port, with a store of torch's."""
 
-    @property
-    def as_of_torch(self) -> dict[str, str]:
-        """The same in the variables by which torch's process groups find each other."""
+    def torch_environment(self) -> dict[str, str]:
+        """Return the variables by which torch's process groups find each other."""
         local = {} if self.local_count is None else {"LOCAL_WORLD_SIZE": str(self.local_count)}
         return {
             "RANK": str(self.index),
@@ -122,24 +113,23 @@ class Started:
 
 # Slurm's lists of hosts: `node[01-03,7],gpu1` is node01, node02, node03, node7 and gpu1.
 
-
-MOST_HOSTS = 2**16
-"""More than any cluster has; a list of more is a mistake, and would fill the memory."""
+MAX_HOSTS = 2**16
+"""No cluster has more. A longer list is a mistake, and would fill the memory."""
 
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"([^\[\]]*)(?:\[([^\[\]]*)\])?")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
 
-def expanded(text: str) -> list[str]:
-    """The hosts of a list, in its order. Raises ValueError, with the fact, for anything else."""
+def expand_host_list(text: str) -> list[str]:
+    """Return the hosts of a list, in its order. Raises ValueError for anything else."""
     hosts: list[str] = []
     position = 0
     while True:
         item = _ITEM.match(text, position)
         if item is None:
             raise ValueError(f"it has no host at its character {position + 1}")
-        hosts += _of_item(item[0])
+        hosts += _expand_item(item[0])
         _check_number(len(hosts))
         if item.end() == len(text):
             return hosts
@@ -148,19 +138,19 @@ def expanded(text: str) -> list[str]:
         position = item.end() + 1
 
 
-def _of_item(item: str) -> list[str]:
-    """The hosts of `rack[1-2]n[01-02]`: the last brackets count fastest."""
+def _expand_item(item: str) -> list[str]:
+    """Return the hosts of `rack[1-2]n[01-02]`: the last brackets count fastest."""
     names = [""]
     for part in _PART.finditer(item):
         literal, brackets = part.groups()
-        numbers = [""] if brackets is None else [*_numbers(brackets)]
+        numbers = [""] if brackets is None else [*_expand_brackets(brackets)]
         _check_number(len(names) * len(numbers))
         names = [f"{name}{literal}{number}" for name in names for number in numbers]
     return names
 
 
-def _numbers(brackets: str) -> Iterator[str]:
-    """The numbers of `01-03,7`, as wide as the first of their range."""
+def _expand_brackets(brackets: str) -> Iterator[str]:
+    """Yield the numbers of `01-03,7`, as wide as the first of their range."""
     for item in brackets.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
@@ -175,37 +165,40 @@ def _numbers(brackets: str) -> Iterator[str]:
 
 
 def _check_number(num_hosts: int) -> None:
-    if num_hosts > MOST_HOSTS:
-        raise ValueError(f"it has more than {MOST_HOSTS} hosts")
+    if num_hosts > MAX_HOSTS:
+        raise ValueError(f"it has more than {MAX_HOSTS} hosts")
 
 
-_BY = "srun"
+# srun.
+
+_SRUN = "srun"
 _TASK = "SLURM_PROCID"
-_OF_STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+_STEP_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-"""Below the ports that systems give out by themselves. A step takes one by its number, so that two
-steps that share a node rarely meet."""
+"""Below the ports that systems assign by themselves. The port follows from the step's number, so
+that two steps on one node rarely use the same."""
 
 
-def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process."""
-    in_step = any(name in environment for name in _OF_STEP)
+def _is_srun_task(environment: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process. In the script of a job itself, which sbatch
+    runs once, `SLURM_PROCID` is 0 as well."""
+    in_step = any(name in environment for name in _STEP_VARIABLES)
     return _TASK in environment and (in_step or environment.get("ENVIRONMENT") != "BATCH")
 
 
-def started_by_srun(environment: Mapping[str, str]) -> Started:
-    """This task's place. Raises UsageError for variables that are missing or contradict each
+def _place_by_srun(environment: Mapping[str, str]) -> LaunchPlace:
+    """Return this task's place. Raises UsageError for variables that are missing or contradict each
     other."""
     count_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    index, count = below(environment, _TASK, count_name, _BY)
+    index, count = _read_index_and_count(environment, _TASK, count_name, _SRUN)
     list_name = next((name for name in _NODE_LISTS if name in environment), _NODE_LISTS[0])
-    nodes = _nodes(environment, list_name)
+    nodes = _read_nodes(environment, list_name)
     num_nodes = len(nodes)
-    tasks = _tasks_of_nodes(environment, num_nodes, list_name, count, count_name)
+    tasks = _read_tasks_per_node(environment, num_nodes, list_name, count, count_name)
     node = 0
     if num_nodes > 1 or "SLURM_NODEID" in environment:
-        node = natural(environment, "SLURM_NODEID", _BY)
+        node = _read_number(environment, "SLURM_NODEID", _SRUN)
     if node >= num_nodes:
         raise UsageError(
             f"SLURM_NODEID is {node} and {list_name} has {num_nodes} nodes; see which of them "
@@ -216,26 +209,26 @@ def started_by_srun(environment: Mapping[str, str]) -> Started:
             f"task 0 runs on node {node} of {list_name}, and ranks meet on its first one; start "
             "with --distribution=block, or set MASTER_ADDR to task 0's host"
         )
-    local_index = natural(environment, "SLURM_LOCALID", _BY)
+    local_index = _read_number(environment, "SLURM_LOCALID", _SRUN)
     local_count = count if num_nodes == 1 else None if tasks is None else tasks[node]
     if local_count is not None and local_index >= local_count:
         raise UsageError(
             f"SLURM_LOCALID is {local_index} on a node with {local_count} tasks; see which of the "
             "variables srun has not set"
         )
-    return Started(
-        by=_BY,
+    return LaunchPlace(
+        by=_SRUN,
         index=index,
         count=count,
         local_index=local_index,
         local_count=local_count,
         is_one_host=num_nodes == 1,
         host=environment.get("MASTER_ADDR") or nodes[0],
-        port=_port(environment),
+        port=_srun_port(environment),
     )
 
 
-def _nodes(environment: Mapping[str, str], name: str) -> list[str]:
+def _read_nodes(environment: Mapping[str, str], name: str) -> list[str]:
     text = environment.get(name)
     if text is None:
         raise UsageError(
@@ -243,17 +236,18 @@ def _nodes(environment: Mapping[str, str], name: str) -> list[str]:
             f"srun set them, or unset {_TASK}"
         )
     try:
-        return expanded(text)
+        return expand_host_list(text)
     except ValueError as error:
         raise UsageError(
             f"{name} is '{text[:60]}', which is no list of hosts ({error}); see who has set it"
         ) from None
 
 
-def _tasks_of_nodes(
+def _read_tasks_per_node(
     environment: Mapping[str, str], num_nodes: int, list_name: str, count: int, count_name: str
 ) -> list[int] | None:
-    """How many tasks each node has, where srun says so: `2(x3),1` is 2, 2, 2 and 1."""
+    """Return the number of tasks of each node; None if srun does not set it. `2(x3),1` is 2, 2, 2
+    and 1."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = environment.get(name)
     if text is None:
@@ -262,7 +256,7 @@ def _tasks_of_nodes(
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
         times = int(match[2] or 1) if match else 0
-        if match is None or times > MOST_HOSTS:
+        if match is None or times > MAX_HOSTS:
             raise UsageError(
                 f"{name} is '{text[:60]}', which is not a list such as 4(x2),3; see who has set it"
             )
@@ -275,30 +269,29 @@ def _tasks_of_nodes(
     return tasks
 
 
-def _port(environment: Mapping[str, str]) -> int:
+def _srun_port(environment: Mapping[str, str]) -> int:
     if "MASTER_PORT" in environment:
-        return port(environment, _BY)
-    # Neither is needed elsewhere: a launcher that stands in for srun may lack them.
+        return _read_port(environment, _SRUN)
+    # Other code does not need these two, so that replacements of srun may lack them.
     numbers = [environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in numbers)
     return _FIRST_PORT + (31 * job + step) % _NUM_PORTS
 
 
-# Which launcher has started this process as one of several: torchrun, or one that speaks like it,
-# before srun, which may have started that.
-
+# Any launcher: torchrun, or one that sets the same variables, has priority over srun, which may
+# have started it.
 
 _ELASTIC = "TORCHELASTIC_RUN_ID"
-_TORCHS = ("RANK", "WORLD_SIZE")
+_TORCH_INDEX_AND_COUNT = ("RANK", "WORLD_SIZE")
 
 
-def started(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """This process' place by its environment; None if nobody has started it as one of several.
+def find_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | None:
+    """Return this process' place by its environment; None if it was not started as one of several.
     Raises UsageError for variables that are missing or contradict each other."""
-    by_srun = started_by_srun(environment) if is_task(environment) else None
-    if not any(name in environment for name in _TORCHS):
+    by_srun = _place_by_srun(environment) if _is_srun_task(environment) else None
+    if not any(name in environment for name in _TORCH_INDEX_AND_COUNT):
         return by_srun
-    by_torch = _started_by_torch(environment)
+    by_torch = _place_by_torch(environment)
     # A launcher that srun has started itself, once a node, may count otherwise.
     if (
         by_srun is not None
@@ -312,41 +305,45 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
     return by_torch
 
 
-def told_as_torch_reads_it(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that torch's process groups need and that srun does not set. None where any of
-    them is set, or srun's own do not go together: a script may find its place in its own way."""
-    if any(name in environment for name in _TORCHS) or not is_task(environment):
+def missing_torch_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that torch's process groups need and that srun does not set. Empty if
+    RANK or WORLD_SIZE is set or srun's variables are invalid: a script may find its place in its
+    own way."""
+    if any(name in environment for name in _TORCH_INDEX_AND_COUNT):
         return {}
-    with suppress(UsageError):
-        return started_by_srun(environment).as_of_torch
+    if _is_srun_task(environment):
+        with suppress(UsageError):
+            return _place_by_srun(environment).torch_environment()
     return {}
 
 
-def _started_by_torch(environment: Mapping[str, str]) -> Started:
+def _place_by_torch(environment: Mapping[str, str]) -> LaunchPlace:
     by = "torchrun" if _ELASTIC in environment else "whoever has set RANK"
-    index, count = below(environment, *_TORCHS, by)
+    index, count = _read_index_and_count(environment, *_TORCH_INDEX_AND_COUNT, by)
     local_index, local_count = 0, None
     if "LOCAL_WORLD_SIZE" in environment:
-        local_index, local_count = below(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", by)
+        local_index, local_count = _read_index_and_count(
+            environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", by
+        )
         if local_count > count:
             raise UsageError(
                 f"LOCAL_WORLD_SIZE is {local_count} and WORLD_SIZE is {count}, and a host has no "
                 f"more processes than all hosts; see which of them {by} has not set"
             )
     elif "LOCAL_RANK" in environment:
-        local_index = natural(environment, "LOCAL_RANK", by)
+        local_index = _read_number(environment, "LOCAL_RANK", by)
     if not environment.get("MASTER_ADDR") and count > 1:
         raise UsageError(
             f"MASTER_ADDR is not set, and RANK is {index} of {count}; set it to the host of rank 0"
         )
-    return Started(
+    return LaunchPlace(
         by=by,
         index=index,
         count=count,
         local_index=local_index,
         local_count=local_count,
         is_one_host=local_count == count,
-        host=environment.get("MASTER_ADDR") or "127.0.0.1",
-        port=port(environment, by) if count > 1 else 0,
+        host=environment.get("MASTER_ADDR") or LOOPBACK,
+        port=_read_port(environment, by) if count > 1 else 0,
         serves_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

@@ -1,7 +1,7 @@
-"""Paces: real tasks and messages, held until the times of a model have passed.
+"""Paces make real tasks and messages as long as a model says.
 
-A pace lengthens and never shortens. Every kind of dispatch consults it at the same two points:
-around a task's work, and for each message before it leaves.
+A pace lengthens and never shortens. Every kind of dispatch calls it at the same two points: around
+a task's work, and for each message before it is sent.
 """
 
 import ctypes
@@ -17,34 +17,33 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S
 
-# Random delays injected into tasks and messages, to show that a result does not depend on them.
-
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Delays of one rank, uniform between 0 and `longest_s` and reproducible by seed."""
+    """Random delays of one rank's tasks and messages, to show that results do not depend on them:
+    uniform between 0 and `longest_s`, and reproducible by seed."""
 
     seed: int
     rank: int
     longest_s: float
 
-    def draws(self, name: str) -> Callable[[], float]:
-        """A function that draws the next delay of this stream, in seconds. Give each thread its own
-        stream, so that its sequence does not depend on other threads."""
+    def generator(self, name: str) -> Callable[[], float]:
+        """Return a function that draws the next delay, in seconds. Use one name per thread, so that
+        a thread's sequence does not depend on other threads."""
         source = random.Random(f"{self.seed}/{self.rank}/{name}")
         return lambda: source.uniform(0.0, self.longest_s)
 
-    def stream(self, name: str) -> Callable[[], None]:
-        """A function that sleeps for the next delay of this stream."""
-        draw = self.draws(name)
+    def sleeper(self, name: str) -> Callable[[], None]:
+        """Return a function that sleeps for the next delay of `generator(name)`."""
+        draw = self.generator(name)
         return lambda: time.sleep(draw())
 
 
 MOST_OVER_PACE = 0.02
-"""If a larger share of tasks takes longer than modelled, the run's times are not the model's."""
+"""If a larger share of tasks takes longer than modeled, the run's times are not the model's."""
 
 _WAKE_UP_NS = 100_000
-"""Roughly how long a sleeping thread takes to wake up."""
+"""Rough time that a sleeping thread needs to wake up."""
 
 _PR_SET_TIMERSLACK = 29
 """Linux's prctl option."""
@@ -58,25 +57,25 @@ class StepPace(Protocol):
 
     def task(self, task: Task) -> AbstractContextManager[None]:
         """Wrap a task's work, in the order in which the rank starts its tasks. Exits once the
-        modelled time since entry has passed, and counts tasks that took longer."""
+        modeled time since entry has passed, and counts tasks that took longer."""
         ...
 
     def left_ns(self, task: Task, work_ns: int) -> int:
-        """How much longer a task is to take whose work is expected to take so long, on a device
-        that cannot be asked while it works. Called once for each task, in the order in which the
-        rank launches them, which is taken for their start."""
+        """Return the time to add to a task whose work should take `work_ns`, on a device that runs
+        beside the host. Called once for each task, in launch order, which counts as the order in
+        which the tasks start."""
         ...
 
     def worked(self, task: Task, worked_ns: int) -> None:
-        """Such a device has done a task's work, and it took so long: counts tasks that took longer
-        than modelled."""
+        """Note the measured time of a task's work on such a device, and count tasks that took
+        longer than modeled."""
 
     def expected_ns(self, task: Task) -> int | None:
-        """What the task is known to take before it runs; None where nothing is."""
+        """Return the task's duration if it is known before the task runs; else None."""
         ...
 
     def message_ns(self, task: Task) -> int:
-        """How long the message for this task takes."""
+        """Return the modeled duration of the message for this task."""
         ...
 
 
@@ -84,24 +83,25 @@ class Pace(Hashable, Protocol):
     """Paces a rank's steps."""
 
     def sizes(self, step: int, shape: Shape) -> Sizes | None:
-        """What the step's microbatches keep on this rank's chunks by the model, in bytes; None if
-        it does not say it."""
+        """Return the modeled activation bytes of the step's microbatches on this rank's chunks;
+        None if the model has none."""
         ...
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
-        """The pace of a step that begins now; every rank calls this when it enters the step."""
+        """Return the pace of a step that begins now; every rank calls this as it enters the
+        step."""
         ...
 
 
 def sleep_until(due_ns: int) -> None:
-    """Sleep until a time of the monotonic clock. Spends the last moments awake, or every task would
-    overrun its modelled time by a wake-up."""
+    """Sleep until a time of the monotonic clock. The last 0.1 ms are a busy wait, because every
+    task would otherwise exceed its modeled time by a wake-up."""
     while (left_ns := due_ns - time.monotonic_ns()) > 0:
         if left_ns > _WAKE_UP_NS:
             time.sleep((left_ns - _WAKE_UP_NS) / NS_PER_S)
 
 
-def sharpen_sleep() -> None:
+def reduce_timer_slack() -> None:
     """Make this thread, and threads that it starts later, wake up on time. Linux otherwise adds up
     to 50 us, to batch wake-ups. Does nothing on other systems."""
     try:

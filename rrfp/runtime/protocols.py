@@ -1,8 +1,8 @@
-"""The seams of the runtime: what one rank's worker needs from the world, as small protocols.
+"""The types that join one rank's worker to its links, its group and its compute function.
 
-The compute thread owns the dispatcher, and on the leader of a group lends it to the ahead thread
-while a task runs. All other threads communicate with its holder only by putting an `Event` into the
-`Inbox`, whose one Condition also guards what has arrived.
+The compute thread owns the dispatcher. On the leader of a group it lends the dispatcher to the
+ahead thread while a task runs. All other threads communicate with the holder of the dispatcher only
+by putting an `Event` into the `Inbox`.
 """
 
 import time
@@ -15,12 +15,11 @@ from typing import Protocol
 import torch
 
 from rrfp.errors import RrfpError
-from rrfp.schedule.dispatcher import Group
-from rrfp.schedule.tasks import InputArrived, Task
+from rrfp.schedule.tasks import Task
 from rrfp.trace.outcome import Culprit
 
 Clock = Callable[[], int]
-"""Nanoseconds of a monotonic clock that all ranks of a host share."""
+"""Returns nanoseconds of a monotonic clock that all ranks of a host share."""
 
 monotonic: Clock = time.monotonic_ns
 
@@ -34,34 +33,34 @@ class Message:
     task: Task
     tensors: tuple[torch.Tensor | None, ...]
     latency_ns: int = 0
-    """How long a paced run keeps it on its link before it leaves; the peer does not learn this."""
+    """Time for which a paced run holds it back before it is sent; the peer does not see this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """A neighbour's message has arrived completely."""
+class MessageArrived:
+    """A neighbor's message has arrived completely."""
 
     peer: int
     message: Message
     arrived_ns: int = field(default=0, compare=False)
-    """When it was here, on this rank's clock."""
+    """Time of arrival on this rank's clock."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """A neighbour has begun the task whose output this task takes."""
+class InputForecast:
+    """A neighbor has begun the task whose output is the input of `task` on this rank."""
 
     peer: int
     step: int
     task: Task
-    heard_ns: int
-    """When it said so, on this rank's clock."""
-    left_ns: int
-    """How much later it expects the output to be here."""
+    received_ns: int
+    """Time at which the forecast arrived, on this rank's clock."""
+    remaining_ns: int
+    """Time from then until the neighbor expects the input to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class InputReported:
     """A member of the group that this rank leads has the input of a task."""
 
     peer: int
@@ -70,7 +69,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class TaskDecided:
     """The group's leader has put a task at this position of the step's agreed sequence."""
 
     peer: int
@@ -80,25 +79,27 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class PeerLeft:
     """A peer said farewell: all its messages have arrived, and no more will come."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """This rank's device has ended a task."""
+class TaskEnded:
+    """This rank's device has finished a task."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A link broke, or its peer fell silent; the run cannot go on."""
+class LinkFailed:
+    """A link broke, or its peer fell silent; the run cannot continue."""
 
     error: RrfpError
 
 
-Event = Arrived | Forecast | Reported | Decided | Ended | Left | Failed
+Event = (
+    MessageArrived | InputForecast | InputReported | TaskDecided | TaskEnded | PeerLeft | LinkFailed
+)
 
 
 class PeerLostError(RrfpError):
@@ -114,13 +115,13 @@ class PeerSilentError(PeerLostError):
 
 
 class StallError(RrfpError):
-    """Nothing arrived for longer than the configured time. One sentence, and below it a line per
-    rank that the stall may concern: why it waits, and for what."""
+    """Nothing arrived for longer than the configured time. The message is one sentence, and below
+    it one line for each rank that may be involved, with the task that it waits for."""
 
 
 class Inbox:
-    """What has arrived for this rank. Any thread puts; only the thread that holds the dispatcher
-    takes: the compute thread, or the ahead thread while it borrows it."""
+    """The events that have arrived for this rank. Any thread may put one in. Only the thread that
+    holds the dispatcher takes them: the compute thread, or the ahead thread while it borrows it."""
 
     def __init__(self) -> None:
         self._condition = Condition()
@@ -128,8 +129,8 @@ class Inbox:
         self._watcher: Callable[[Event], None] | None = None
 
     def watch(self, watcher: Callable[[Event], None]) -> None:
-        """Call `watcher` with every event, those already here included, on the thread that puts it:
-        for work that must not wait for the compute thread."""
+        """Call `watcher` with every event, including those already here, on the thread that puts
+        it: for work that must not wait for the compute thread."""
         with self._condition:
             self._watcher = watcher
             events = tuple(self._events)
@@ -146,7 +147,7 @@ class Inbox:
             watcher(event)
 
     def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
-        """Everything that has arrived; waits up to `timeout_s` for the first event."""
+        """Remove and return all events; wait up to `timeout_s` for the first one."""
         with self._condition:
             if not self._events and timeout_s > 0:
                 self._condition.wait(timeout_s)
@@ -156,27 +157,25 @@ class Inbox:
 
 
 class Links(Protocol):
-    """A rank's links, as the worker and the agreement use them: they never block the compute
-    thread.
+    """A rank's links, as the worker and the agreement use them. No call blocks.
 
-    Links are directed and first-in-first-out. `send` does not block; an unreachable peer is
-    reported through the inbox as `Failed`, never by an exception on another thread.
+    Links are directed and first-in-first-out. An unreachable peer is reported through the inbox as
+    `LinkFailed`, never by an exception on another thread.
     """
 
     def send(self, peer: int, message: Message) -> None: ...
 
     def consumed(self, peer: int, step: int) -> None:
-        """The compute thread took a message of the link peer -> here, freeing a place on it."""
+        """Return one credit to `peer`: the compute thread took one of its messages."""
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
-        """Tell `peer` when to expect a task's input, which is still to be sent (`Forecast`
-        there)."""
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
+        """Announce to `peer` when to expect a task's input (`InputForecast`)."""
 
     def report(self, peer: int, step: int, task: Task) -> None:
-        """Tell the group's leader `peer` that a task's input is here (`Reported` there)."""
+        """Report to the group's leader `peer` that a task's input is here (`InputReported`)."""
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
-        """Tell the member `peer` the next task of the agreed sequence (`Decided` there)."""
+        """Send the member `peer` the next task of the agreed sequence (`TaskDecided`)."""
 
 
 class Transport(Links, Protocol):
@@ -187,7 +186,7 @@ class Transport(Links, Protocol):
     """
 
     def open(self) -> None:
-        """Find the peers and connect every link; returns when all are connected. Raises
+        """Find the peers and connect every link; return when all are connected. Raises
         PeerLostError naming a rank that did not appear, and then leaves nothing open."""
 
     def grant(self, num_credits: int) -> None:
@@ -196,40 +195,8 @@ class Transport(Links, Protocol):
 
     def close(self, *, farewell: bool = True) -> None:
         """Send what is queued, say farewell on every link and release everything, within bounded
-        time; a second call does nothing. With `farewell=False`, for a rank that fails, waits for
-        nothing and lets the peers know at once that this rank is lost."""
-
-
-class Agreement(Protocol):
-    """One rank's side of its group's agreement on the sequence of tasks. Unless noted, called by
-    the thread that holds the dispatcher. `group` is None for a rank with nothing to agree on."""
-
-    group: Group | None
-
-    def start_step(self) -> None: ...
-
-    def report(self, step: int, task: Task) -> None:
-        """The input of a task has arrived, perhaps for a later step. Called on a link's thread, as
-        the leader may decide on the next task while one runs here."""
-
-    def reported(self, event: Reported) -> InputArrived:
-        """A member's report as a stimulus for the dispatcher."""
-        ...
-
-    def decided(self, event: Decided) -> None:
-        """A decision has arrived; decisions arrive in the order in which they run."""
-
-    def next(self) -> Task | None:
-        """The next agreed task that this rank has not run; None if it decides itself."""
-        ...
-
-    def dispatched(self, step: int, task: Task) -> None:
-        """This rank's dispatcher has put a task at the next position of the sequence."""
-
-    def owed(self, missing_members: int) -> dict[int, str]:
-        """By other member's rank: what it owes tasks whose input is missing at these members (bit
-        i: member i; bit 0: this rank)."""
-        ...
+        time; a second call does nothing. With `farewell=False`, for a rank that fails, wait for
+        nothing: the peers learn at once that this rank is lost."""
 
 
 class Compute(Protocol):
@@ -238,32 +205,32 @@ class Compute(Protocol):
     def run(
         self, task: Task, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run one task on the output of its `Shape.sender`, and return what its `Shape.receiver`
-        takes. Either is empty if there is no such task."""
+        """Run one task on the output of its `Shape.sender`, and return the input of its
+        `Shape.receiver`. Either is empty if there is no such task."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of activations that are kept now, as measured; 0 if they are not measured."""
+        """Activation bytes held now, as measured; 0 if they are not measured."""
         ...
 
     @property
     def waiting_gradient_bytes(self) -> int:
-        """Bytes of gradients that wait now for those of earlier microbatches."""
+        """Bytes of gradients that wait to be added after those of earlier microbatches."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What one rank's step amounted to; times on this rank's clock."""
+    """Times and peak memory of one rank's step; times on this rank's clock."""
 
     start_ns: int
-    """The rank's entry into the schedule."""
+    """Time at which the rank entered the schedule."""
     end_ns: int
-    """The rank's return from the schedule."""
+    """Time at which the rank returned from the schedule."""
     busy_ns: int
     """Time in F, B and W."""
     peak_held: float
-    """The most activations held, in microbatches of the whole rank."""
+    """Largest number of activations held, in microbatches of the whole rank."""
     peak_held_bytes: int | None = None
-    """Likewise in bytes, as measured or else as modelled; None where neither is known."""
+    """The same in bytes, as measured or else as modeled; None if neither is known."""

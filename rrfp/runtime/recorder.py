@@ -1,12 +1,12 @@
-"""Takes a rank's records while it trains, and spills them once per step.
+"""Collects a rank's records while it trains, and writes them to its spill file after each step.
 
-Recording never alters training. Taking a record is one append, by any thread; encoding and writing
-wait for the flush between steps. Records beyond the recorder's capacity are counted and dropped;
-the next step is recorded again. If the disk fails, recording switches itself off with one warning
-and training goes on.
+Recording never alters training. A record costs one append, on any thread; encoding and writing wait
+for the flush between steps. Records beyond the recorder's capacity are counted and dropped; the
+next step is recorded again. If the disk fails, recording switches itself off with one warning and
+training continues.
 
 Each record also goes at once into the rank's flight record (`rrfp.trace.flight_record`), so that
-those of the step that was running are there however the rank ends.
+the records of the current step survive any end of the rank.
 """
 
 import logging
@@ -35,10 +35,10 @@ from rrfp.trace.records import (
 from rrfp.trace.spill import Row, SpillWriter, row_of, step_of
 
 CAPACITY = 6_000_000
-"""Records of one step: a minute's worth at 100,000 per second, 1.2 GB at 0.2 kB each."""
+"""Maximum number of records in one step: a minute at 100,000 per second, 1.2 GB at 0.2 kB each."""
 
-_MOST_AT_FAILURE = 200_000
-"""Records that a rank which fails still writes, the last ones: two seconds' work."""
+_MAX_AT_FAILURE = 200_000
+"""Number of records, the latest, that a failing rank still writes: two seconds' work."""
 
 _NUM_BATCHES, _NUM_RECORDS_OF_A_BATCH = 25, 20
 
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records one rank into its spill file, or nothing at all if `path` is None. As a context it is
-    closed at the end, or abandoned if that is an exception."""
+    """Writes one rank's records to its spill file, or does nothing if `path` is None. A `with`
+    block closes it at the end, and abandons it on an exception."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Recorder:
         capacity: int = CAPACITY,
         most_bytes: int | None = None,
     ) -> None:
-        """`capacity` is the number of records that fit between two flushes. Of what is written, at
-        most about `most_bytes` are kept: the last steps."""
+        """`capacity` is the number of records that fit between two flushes. The file holds at most
+        about `most_bytes`: older steps are dropped from it."""
         self._clock = clock
         self._capacity = capacity
         self._rows: deque[Row] = deque()
@@ -67,10 +67,11 @@ class Recorder:
         self._step = 0
         self._num_records = 0
         self._num_lost = 0
-        self._has_told_of_loss = False
+        self._has_warned_of_loss = False
         self._loss_lock = threading.Lock()
         self._writing_ns = 0
-        self._taking_ns = 0.0
+        self._record_ns = 0.0
+        """Measured time that one record costs."""
         self._path = path
         if path is not None:
             try:
@@ -78,8 +79,8 @@ class Recorder:
             except OSError as error:
                 self._switch_off(error)
             else:
-                self._ring = _ring_at(ring_of(path))
-                self._taking_ns = self._measure_taking_ns()
+                self._ring = _open_ring(ring_of(path))
+                self._record_ns = self._measure_record_ns()
 
     def __enter__(self) -> Self:
         return self
@@ -97,16 +98,16 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether records reach the file."""
+        """True if records reach the file."""
         return self._writer is not None
 
     @property
     def cost_ns(self) -> int:
-        """The time that this rank has spent so far taking, encoding and writing records."""
-        return round(self._num_records * self._taking_ns) + self._writing_ns
+        """Time that this rank has spent so far on making, encoding and writing records."""
+        return round(self._num_records * self._record_ns) + self._writing_ns
 
     def record(self, record: Record) -> None:
-        """Take a record, to be written at the next flush. Any thread may call this."""
+        """Add a record, to be written at the next flush. Any thread may call this."""
         if self._ring is not None:
             self._ring.put(record)
         if self._writer is None or type(record) is BegunRecord:
@@ -118,15 +119,13 @@ class Recorder:
                 self._num_lost += 1
 
     def begin(self, step: int, doing: Doing) -> None:
-        """Tell the flight record what this rank does from now on."""
+        """Write the activity that begins now to the flight record only."""
         now_ns = self._clock()
         self.record(BegunRecord(now_ns, now_ns, step, doing))
 
     def flush(self, step: int) -> None:
-        """Write the records taken since the last flush, and what recording has cost so far.
-
-        Called by the compute thread at the end of a step.
-        """
+        """Write the records since the last flush, and the cost of recording so far. The compute
+        thread calls it at the end of a step."""
         self._step = step
         if self._writer is None:
             return
@@ -134,7 +133,7 @@ class Recorder:
         with self._loss_lock:
             num_lost, self._num_lost = self._num_lost, 0
         try:
-            self._writer.append(self._taken())
+            self._writer.append(self._pop_rows())
             if num_lost:
                 self._warn_of_loss(step, num_lost)
                 self._writer.append([row_of(LossRecord(self._clock(), step, num_lost))])
@@ -148,27 +147,26 @@ class Recorder:
         self._writing_ns += self._clock() - start_ns
 
     def close(self) -> None:
-        """Write the records taken since the last flush and close the file; a second call does
-        nothing."""
-        self._end()
+        """Write the records since the last flush and close the file; a second call does nothing."""
+        self._close_spill()
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
 
     def abandon(self) -> None:
-        """Close the file of a rank that fails, within bounded time. Its flight record stays, which
-        tells what the rank was in."""
-        num_over = max(0, len(self._rows) - _MOST_AT_FAILURE)
+        """Close the file of a rank that fails, within bounded time: write only the latest records.
+        The flight record, which has the rank's last activity, stays."""
+        num_over = max(0, len(self._rows) - _MAX_AT_FAILURE)
         for _ in range(num_over):
             self._rows.popleft()
         with self._loss_lock:
             self._num_lost += num_over
         if self._rows:
             self._step = step_of(self._rows[-1])
-        self._end()
+        self._close_spill()
         self._ring = None
 
-    def _end(self) -> None:
+    def _close_spill(self) -> None:
         if self._rows:
             self.flush(self._step)
         if self._writer is not None:
@@ -178,9 +176,9 @@ class Recorder:
             except OSError as error:
                 self._switch_off(error)
 
-    def _measure_taking_ns(self) -> float:
-        """The time to take one record: two clock readings, the record, and its append. The median
-        over batches, because other processes may interrupt some of them."""
+    def _measure_record_ns(self) -> float:
+        """Measure the time for two clock readings, one record, and its append: the median over
+        batches, because other processes may interrupt some of them."""
         clock = self._clock
         batches_ns = []
         for _ in range(_NUM_BATCHES):
@@ -195,15 +193,15 @@ class Recorder:
             self._ring.clear()
         return median(batches_ns) / _NUM_RECORDS_OF_A_BATCH
 
-    def _taken(self) -> Iterator[Row]:
-        """The records taken so far; one that another thread adds meanwhile stays for later."""
+    def _pop_rows(self) -> Iterator[Row]:
+        """Remove and yield the rows present now; another thread may add more meanwhile."""
         for _ in range(len(self._rows)):
             self._num_records += 1
             yield self._rows.popleft()
 
     def _warn_of_loss(self, step: int, num_lost: int) -> None:
-        if not self._has_told_of_loss:
-            self._has_told_of_loss = True
+        if not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
             _log.warning(
                 "%s recorded more than %d records on this rank; its last %d are lost, and the "
                 "trace counts what later steps lose",
@@ -230,7 +228,8 @@ class Recorder:
                 writer.close()
 
 
-def _ring_at(path: Path) -> FlightRing | None:
+def _open_ring(path: Path) -> FlightRing | None:
+    """Make the file of a flight record; warn and return None if the disk refuses."""
     try:
         return FlightRing(path)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""How ranks find each other: small values published in torch's store, and every wait bounded.
+"""The rendezvous of ranks: small values published in torch's store, and every wait bounded.
 
-Whoever can write to the store can publish in any rank's name. So values are text or JSON of one
-expected structure, never pickled objects, and anything else ends the run with a clear error.
+Any process that can write to the store can publish in any rank's name. So values are text or JSON
+of one expected structure, never pickled objects, and anything else ends the run with an error.
 """
 
 import json
@@ -36,9 +36,9 @@ _NUM_ROUND_TRIPS = 20
 _FAILED = "failed"
 _NOTICE_S = 30.0
 _ENDED = "rrfp/ended"
-"""Below it, in the job's store: the ranks whose processes have ended before their first step."""
-_has_met = False
-"""Whether this process has come to a rendezvous."""
+"""Prefix, in the job's store, of the ranks whose processes ended before their first step."""
+_has_published = False
+"""True once this process has published anything in a rendezvous."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 class Rendezvous:
     """One rank's view of the store, below a key prefix and with one deadline for all waits.
 
-    A prefix serves one meeting: a second meeting in the same job takes another prefix. A rank that
-    fails before the meeting is over calls `fail`, so that no other rank waits for it.
+    A second rendezvous in the same job needs another prefix. A rank that fails before the
+    rendezvous is over calls `fail`, so that no other rank waits for it.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, timeout_s: float) -> None:
@@ -59,7 +59,7 @@ class Rendezvous:
         self._deadline_s = self._began_s + timeout_s
         self._num_notices = 0
         self.awaited: Sequence[int] = ()
-        """The ranks that this one waits for together, for its notices."""
+        """All ranks that this one waits for, so that a log message can name all missing ones."""
 
     @property
     def remaining_s(self) -> float:
@@ -68,8 +68,8 @@ class Rendezvous:
 
     def publish(self, name: str, value: str | bytes) -> None:
         """Publish a value to every rank."""
-        global _has_met
-        _has_met = True
+        global _has_published
+        _has_published = True
         try:
             # torch declares str, but also takes bytes and returns them unchanged.
             self._store.set(self._key(name), value)  # type: ignore[arg-type]
@@ -77,16 +77,16 @@ class Rendezvous:
             raise _store_failed(error) from error
 
     def has(self, name: str) -> bool:
-        """Whether any rank has published a value under this name."""
+        """Return whether any rank has published a value under this name."""
         try:
             return bool(self._store.check([self._key(name)]))
         except RuntimeError as error:
             raise _store_failed(error) from error
 
     def wait(self, name: str, peer: int) -> bytes:
-        """The value that rank `peer` publishes under this name. Raises PeerLostError if it has not
-        done so by the deadline, or as soon as a rank reports that it has failed or ended. A long
-        wait is logged every 30 s, by one of the ranks that miss the same ones.
+        """Wait for the value that rank `peer` publishes under this name, and return it. Raises
+        PeerLostError at the deadline, or as soon as a rank reports that it has failed or ended. A
+        long wait is logged every 30 s, by one of the ranks that wait for the same peers.
 
         Polls, because Ctrl-C could not interrupt a call that blocks inside the store.
         """
@@ -97,12 +97,12 @@ class Rendezvous:
             while not self._store.check([key]):
                 self.raise_if_failed()
                 self._raise_if_ended(peer, key)
-                self._notice(name, peer)
+                self._log_wait(name, peer)
                 now_s = time.monotonic()
                 if now_s >= self._deadline_s:
                     raise PeerLostError(
-                        f"rank {self._rank} waited {_about(self._timeout_s)} for rank {peer}, which"
-                        f" has not published '{key}'; see whether rank {peer} has started",
+                        f"rank {self._rank} waited {_format_s(self._timeout_s)} for rank {peer},"
+                        f" which has not published '{key}'; see whether rank {peer} has started",
                         Culprit(FoundBy.LINK, rank=peer),
                     )
                 if now_s - began_s > _EAGER_S:
@@ -112,8 +112,8 @@ class Rendezvous:
         except RuntimeError as error:
             raise _store_failed(error) from error
 
-    def notice(self, missing: Sequence[int]) -> None:
-        """Log every 30 s of this meeting which ranks are missing, unless another one has."""
+    def log_missing(self, missing: Sequence[int]) -> None:
+        """Log the missing ranks once every 30 s, unless another rank has logged them."""
         waited_s = time.monotonic() - self._began_s
         if waited_s < _NOTICE_S * (self._num_notices + 1):
             return
@@ -126,17 +126,18 @@ class Rendezvous:
             "%s %s not come to the first step after %s; it is given up after %s (--connect-s)",
             numbered("rank", missing),
             "has" if len(missing) == 1 else "have",
-            _about(waited_s),
-            _about(self._timeout_s),
+            _format_s(waited_s),
+            _format_s(self._timeout_s),
         )
 
-    def _notice(self, name: str, peer: int) -> None:
+    def _log_wait(self, name: str, peer: int) -> None:
+        """Log `peer`, and the `awaited` ranks that have not published their `name` either."""
         stem = name.removesuffix(f"/{peer}")
         if stem == name:
-            self.notice([peer])
+            self.log_missing([peer])
         elif time.monotonic() >= self._began_s + _NOTICE_S * (self._num_notices + 1):
             others = {rank for rank in self.awaited if not self.has(f"{stem}/{rank}")}
-            self.notice(sorted(others | {peer}))
+            self.log_missing(sorted(others | {peer}))
 
     def _raise_if_ended(self, peer: int, key: str) -> None:
         ended = f"{_ENDED}/{peer}"
@@ -148,27 +149,27 @@ class Rendezvous:
             )
 
     def wait_text(self, name: str, peer: int) -> str:
-        """The same, for a value that is text."""
+        """Do the same as `wait`, and decode the value as text."""
         return self._read(name, peer, self.wait(name, peer), bytes.decode)
 
     def wait_json(self, name: str, peer: int, decode: Callable[[object], T]) -> T:
-        """The JSON that rank `peer` publishes under this name, decoded by `decode`.
+        """Wait for JSON that rank `peer` publishes under this name, and return `decode` of it.
 
-        `decode` raises ValueError for JSON of the wrong structure. Raises what `wait` raises, and
+        `decode` raises ValueError for JSON of the wrong structure. Raises the errors of `wait`, and
         RrfpError naming the rank if the value cannot be read.
         """
         return self._read(name, peer, self.wait(name, peer), lambda data: decode(parsed(data)))
 
     def fail(self, sentence: str) -> None:
-        """Tell every rank that waits below this prefix that this one has failed, and why. They
-        report only the first rank to fail. Never raises, so as not to mask this rank's own
+        """Publish that this rank has failed, and why, to every rank that waits below this prefix.
+        They report only the first rank to fail. Never raises, so as not to mask this rank's own
         error."""
         with suppress(RuntimeError):
-            told = json.dumps({"rank": self._rank, "sentence": sentence})
-            self._store.compare_set(self._key(_FAILED), "", told)
+            failure = json.dumps({"rank": self._rank, "sentence": sentence})
+            self._store.compare_set(self._key(_FAILED), "", failure)
 
     def raise_if_failed(self) -> None:
-        """Raise PeerLostError, with the rank and its reason, if a rank has reported a failure."""
+        """Raise PeerLostError, with the rank and its reason, if a rank has called `fail`."""
         try:
             if not self._store.check([self._key(_FAILED)]):
                 return
@@ -195,31 +196,31 @@ class Rendezvous:
 
 
 def _decode_failure(data: bytes) -> tuple[int, str]:
-    told = parsed(data)
-    return integer(member(told, "rank")), text(member(told, "sentence"))
+    value = parsed(data)
+    return integer(member(value, "rank")), text(member(value, "sentence"))
 
 
 def default_store() -> Store:
-    """The store that the ranks of this job have in common."""
+    """Return the store that the ranks of this job share."""
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
-    # torchrun keeps its store when it starts a job again, with all that the ranks of the last start
-    # have published. Its count may differ between nodes.
+    # torchrun keeps its store when it restarts a job, with the values of the last start. Its
+    # restart count may differ between nodes.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         return dist.PrefixStore(f"start-{start}", store)
     return store
 
 
-def tell_of_end() -> None:
-    """Tell the ranks of this job that wait for this one that its process ends, if it has come to no
-    rendezvous. Never raises."""
+def publish_early_end() -> None:
+    """Publish to the ranks that wait for this one that its process ends, if it has published
+    nothing in a rendezvous. Never raises."""
     with suppress(RuntimeError, ValueError):
-        if not _has_met and dist.is_initialized():
+        if not _has_published and dist.is_initialized():
             default_store().set(f"{_ENDED}/{dist.get_rank()}", "")
 
 
-def count_in(name: str) -> None:
-    """Count this rank, once, among those of this job that are counted under a name."""
+def count_rank(name: str) -> None:
+    """Add this rank, once, to the ranks of this job that are counted under a name."""
     store, own = default_store(), f"{name}/{dist.get_rank()}"
     try:
         if not store.check([own]):
@@ -229,16 +230,16 @@ def count_in(name: str) -> None:
         raise _store_failed(error) from error
 
 
-def num_counted_in(name: str) -> int:
-    """How many ranks have been counted under a name by now."""
+def num_ranks_counted(name: str) -> int:
+    """Return the number of ranks that `count_rank` has counted under a name so far."""
     try:
         return default_store().add(name, 0)
     except RuntimeError as error:
         raise _store_failed(error) from error
 
 
-def _about(seconds: float) -> str:
-    """A time-out in words: what is left of a longer one is rarely a round number."""
+def _format_s(seconds: float) -> str:
+    """Format a timeout, rounded: the rest of a longer timeout is rarely a round number."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
@@ -251,26 +252,18 @@ def _store_failed(error: RuntimeError) -> RrfpError:
 
 
 def host_identity() -> str:
-    """Identifies this host by its name and its boot, in case two hosts share a name.
-
-    Processes with the same identity share one monotonic clock.
-    """
-    return f"{socket.gethostname()}/{_boot_identity()}"
-
-
-def _boot_identity() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    """Return an identity of this host: its name and its boot, in case two hosts share a name.
+    Processes with the same identity share one monotonic clock."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}"
 
 
 def files_identity() -> str:
-    """Identifies this process' view of the file system: only processes with equal views can meet at
-    a Unix socket.
-
-    Containers may share a host's name and network without seeing each other's files.
-    """
+    """Return an identity of this process' view of the file system: only processes with equal views
+    can connect by a Unix socket. Containers may share a host's name and network, but not its
+    files."""
     mounts = ""
     with suppress(OSError):
         mounts = str(Path("/proc/self/ns/mnt").readlink())
@@ -280,7 +273,7 @@ def files_identity() -> str:
 def exchange_hosts(
     store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float = 60.0
 ) -> tuple[str, ...]:
-    """The host identity of every rank, by rank; all ranks call it."""
+    """Return the host identity of every rank, by rank; all ranks call it."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     rendezvous.publish(f"host/{rank}", host_identity())
     rendezvous.awaited = range(num_ranks)
@@ -288,20 +281,20 @@ def exchange_hosts(
 
 
 def reachable_address() -> str:
-    """The address of this host that other hosts of the run can connect to.
+    """Return the address of this host that other hosts of the run can connect to.
 
-    RRFP_ADDRESS if it is set. Otherwise the first of these that is not a loopback address: the one
-    used to reach MASTER_ADDR, the one of the host's name, the one on the default route. If there is
-    no other, a loopback address.
+    It is RRFP_ADDRESS if that is set. Otherwise it is the first of these that is not a loopback
+    address: the one used to reach MASTER_ADDR, the one of the host's name, the one on the default
+    route. Without any, it is a loopback address.
     """
     named = os.environ.get(variables.ADDRESS)
     if named:
         return named
     found = [
-        own_address_towards(os.environ.get("MASTER_ADDR", "")),
+        own_address_for_reaching(os.environ.get("MASTER_ADDR", "")),
         _resolve(socket.gethostname()),
         # TEST-NET-1, never assigned: only the route is looked up, no packet is sent.
-        own_address_towards("192.0.2.1"),
+        own_address_for_reaching("192.0.2.1"),
     ]
     addresses = [address for address in found if address]
     for address in addresses:
@@ -317,8 +310,8 @@ def _resolve(name: str) -> str:
         return ""
 
 
-def own_address_towards(name: str) -> str:
-    """The address that this host would use to reach `name`; empty if there is no route."""
+def own_address_for_reaching(name: str) -> str:
+    """Return the address that this host would use to reach `name`; empty if there is no route."""
     if not name:
         return ""
     try:
@@ -331,14 +324,15 @@ def own_address_towards(name: str) -> str:
 
 
 class ClockOffset(NamedTuple):
-    """Add `offset_ns` to this host's monotonic time to get that of rank 0's host."""
+    """Difference between two hosts' clocks: this host's monotonic time plus `offset_ns` is that of
+    rank 0's host."""
 
     offset_ns: int
     error_ns: int
     """The largest possible error: half the shortest round trip; 0 on rank 0's host."""
 
 
-def clock_offset(
+def measure_clock_offset(
     store: Store,
     prefix: str,
     rank: int,
@@ -354,30 +348,31 @@ def clock_offset(
     naming the rank it waited for, if the time-out passes.
     """
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
-    speakers = {host: hosts.index(host) for host in hosts if host != hosts[0]}
+    first_ranks = {host: hosts.index(host) for host in hosts if host != hosts[0]}
     if rank == 0:
-        for speaker in sorted(speakers.values()):
+        for peer in sorted(first_ranks.values()):
             for index in range(_NUM_ROUND_TRIPS):
-                rendezvous.wait(f"ping/{speaker}/{index}", speaker)
-                rendezvous.publish(f"pong/{speaker}/{index}", str(clock()))
+                rendezvous.wait(f"ping/{peer}/{index}", peer)
+                rendezvous.publish(f"pong/{peer}/{index}", str(clock()))
     if hosts[rank] == hosts[0]:
         return ClockOffset(0, 0)
-    speaker = speakers[hosts[rank]]
-    if rank == speaker:
-        measured = _play_ping_pong(rendezvous, speaker, clock)
-        rendezvous.publish(f"offset/{speaker}", json.dumps(measured))
+    first_rank = first_ranks[hosts[rank]]
+    if rank == first_rank:
+        measured = _measure_round_trips(rendezvous, rank, clock)
+        rendezvous.publish(f"offset/{rank}", json.dumps(measured))
         return measured
     return rendezvous.wait_json(
-        f"offset/{speaker}", speaker, lambda told: ClockOffset(*integers(items(told, 2)))
+        f"offset/{first_rank}", first_rank, lambda value: ClockOffset(*integers(items(value, 2)))
     )
 
 
-def _play_ping_pong(rendezvous: Rendezvous, speaker: int, clock: Clock) -> ClockOffset:
+def _measure_round_trips(rendezvous: Rendezvous, rank: int, clock: Clock) -> ClockOffset:
+    """Exchange 20 pings with rank 0, and return the offset by the shortest round trip."""
     best: ClockOffset | None = None
     for index in range(_NUM_ROUND_TRIPS):
         sent_ns = clock()
-        rendezvous.publish(f"ping/{speaker}/{index}", "")
-        reference_ns = rendezvous.wait_json(f"pong/{speaker}/{index}", 0, integer)
+        rendezvous.publish(f"ping/{rank}/{index}", "")
+        reference_ns = rendezvous.wait_json(f"pong/{rank}/{index}", 0, integer)
         received_ns = clock()
         # Rounded up, so that an odd round trip does not understate the error.
         error_ns = (received_ns - sent_ns + 1) // 2
@@ -387,42 +382,41 @@ def _play_ping_pong(rendezvous: Rendezvous, speaker: int, clock: Clock) -> Clock
     return best
 
 
-# How ranks introduce themselves to each other, with their clocks compared, through the store.
+# Ranks publish who they are, with their clocks compared.
 
 
-def introduce(
+def publish_rank_info(
     store: Store, prefix: str, own: RankInfo, num_ranks: int, device: Device, *, timeout_s: float
 ) -> RankInfo:
-    """Publish who this rank is; all ranks call it. Returns `own` with its clock's offset to rank
-    0's host, and with how far times may be off that its device tells. Raises PeerLostError naming a
-    rank that does not appear by the one deadline, and as soon as a rank reports below the prefix
-    that it has failed."""
+    """Publish `own` with its clock's offset to rank 0's host and the largest error of its times,
+    and return it; all ranks call it. Raises PeerLostError naming a rank that does not appear by the
+    deadline, or that reports below the prefix that it has failed."""
     rank = own.rank
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     hosts = exchange_hosts(store, prefix, rank, num_ranks, timeout_s=timeout_s)
-    offset = clock_offset(store, prefix, rank, hosts, timeout_s=rendezvous.remaining_s)
-    device.relate_clocks()
+    offset = measure_clock_offset(store, prefix, rank, hosts, timeout_s=rendezvous.remaining_s)
+    device.synchronize_clocks()
     error_ns = offset.error_ns + device.clock_error_ns
     own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=error_ns)
     rendezvous.publish(f"info/{rank}", json.dumps(asdict(own)))
     return own
 
 
-def introduced(
+def wait_for_rank_infos(
     store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float
 ) -> list[RankInfo]:
-    """Who all ranks are, by rank. Raises PeerLostError naming a rank that has not introduced itself
-    in time, and RrfpError naming one whose introduction cannot be read."""
+    """Return the published information of all ranks, by rank. Raises PeerLostError naming a rank
+    that has published none in time, and RrfpError naming one whose information cannot be read."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     rendezvous.awaited = range(num_ranks)
     return [
-        rendezvous.wait_json(f"info/{peer}", peer, partial(_info, peer))
+        rendezvous.wait_json(f"info/{peer}", peer, partial(_decode_info, peer))
         for peer in range(num_ranks)
     ]
 
 
-def _info(rank: int, told: object) -> RankInfo:
-    info = instance(RankInfo, told)
+def _decode_info(rank: int, value: object) -> RankInfo:
+    info = instance(RankInfo, value)
     if info.rank != rank:
         raise ValueError(f"it belongs to rank {info.rank}")
     return info

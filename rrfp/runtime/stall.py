@@ -1,9 +1,9 @@
-"""What stalled ranks report to each other: why each one waits, for what, and who owes it.
+"""The table of waiting ranks in the error that a stalled rank raises.
 
-A rank that has waited almost too long calls for rows. Every waiting rank checks now and then for
-calls and publishes its row; a rank that runs a task, or is gone, does not. Calls are numbered and a
-row says which one it answers, because rows from before a rank's own call are stale. It all goes
-through torch's store, and only after a rank has waited for a while.
+A rank that has waited almost too long calls for rows. Every waiting rank checks regularly for calls
+and publishes its row; a rank that runs a task, or has ended, does not. Calls are numbered, and a
+row names the call that it answers, because a row from before a rank's own call is stale. All this
+goes through torch's store, and only after a rank has waited for some time.
 """
 
 import json
@@ -14,22 +14,23 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import or_
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch.distributed import Store
 
-from rrfp.runtime.protocols import Agreement
+from rrfp.runtime.agreement import GroupAgreement
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.tasks import Cause
 from rrfp.strict_json import instance, integer, items, parsed
 
 LOOK_S = 0.5
-"""How often a waiting rank checks whether another one calls for rows."""
+"""Interval at which a waiting rank checks whether another one calls for rows."""
 GATHER_S = 1.5
-"""How long before giving up a rank calls for rows; the others check at least twice by then."""
+"""Time before the end of its wait at which a rank calls for rows; the others check at least twice
+in that time."""
 
 _ANSWER_S = 0.5
-"""How long the store may take to answer. Nothing that arrives is taken in meanwhile."""
+"""Timeout of a call to the store. The rank handles no events meanwhile."""
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ _TITLES = ("rank", "pp_rank", "waits", "cause", "ready", "best waiting", "lacks"
 
 @dataclass(frozen=True, slots=True)
 class StallRow:
-    """A waiting rank's own account of its wait, as text."""
+    """A waiting rank's own description of its wait, as text."""
 
     rank: int
     """The global rank."""
@@ -49,71 +50,55 @@ class StallRow:
     """The time since anything last arrived."""
     cause: str
     ready: str
-    """The tasks with all inputs here."""
+    """The tasks whose inputs are all here."""
     best_waiting: str
     """The hint's best task that lacks an input."""
     lacks: str
-    """What that task lacks, and from whom; and what the ready tasks lack from the group."""
+    """The inputs that this task lacks, and the messages that the ready tasks lack from the group,
+    each with its sender."""
 
 
-class StallBoard(Protocol):
-    """Where the ranks that a stall may concern publish their rows. Never raises and never takes
-    long, because a stalled rank must be able to report it, and to hear that a peer is lost."""
+class StallBoard:
+    """The rows of ranks that may be involved in a stall, in torch's store below a key prefix.
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that may publish here."""
-        ...
-
-    def call(self, step: int) -> int:
-        """Ask every rank that waits in this step for its row; returns the number of this call."""
-        ...
-
-    def num_calls(self, step: int) -> int: ...
-
-    def publish(self, step: int, call: int, row: StallRow) -> None:
-        """Answer the latest call, and with it those before."""
-
-    def rows(self, step: int, call: int) -> list[StallRow]:
-        """The answers to this call."""
-        ...
-
-
-class StoreStallBoard:
-    """A `StallBoard` in torch's store, below a key prefix used by one opening only.
-
-    The host of the store may have gone, with nothing to say so. A call to it then never returns, so
-    each is made in a thread of its own, and none while one has not returned.
+    No call raises or takes long: a stalled rank must be able to report the stall, and to notice
+    that a peer is lost. If the host of the store is gone, a call to the store may never return. So
+    each call runs in a thread of its own, and there is no further call until it has returned.
     """
 
     def __init__(self, store: Store, prefix: str, ranks: Iterable[int]) -> None:
+        """`prefix` must not be used for another run; `ranks` are those that may publish rows."""
         self.ranks = sorted(ranks)
         self._store = store
         self._prefix = prefix
         self._asking: Thread | None = None
 
     def call(self, step: int) -> int:
+        """Ask every rank that waits in this step for its row; return the number of this call."""
         return self._count(step, 1)
 
     def num_calls(self, step: int) -> int:
+        """Return the number of calls in this step so far."""
         return self._count(step, 0)
 
     def publish(self, step: int, call: int, row: StallRow) -> None:
-        self._answer(
+        """Publish a row that answers this call and all earlier ones."""
+        self._ask_store(
             lambda: self._store.set(self._row_key(step, row.rank), json.dumps([call, asdict(row)])),
             None,
         )
 
     def rows(self, step: int, call: int) -> list[StallRow]:
-        return self._answer(lambda: self._rows(step, call), [])
+        """Return the rows that answer this call."""
+        return self._ask_store(lambda: self._read_rows(step, call), [])
 
-    def _rows(self, step: int, call: int) -> list[StallRow]:
+    def _read_rows(self, step: int, call: int) -> list[StallRow]:
         rows = []
         for rank in self.ranks:
             key = self._row_key(step, rank)
             if not self._store.check([key]):
                 continue
-            # Skip a row that cannot be read: a stalled rank reports what it knows.
+            # Skip a row that cannot be read: a stalled rank reports the others.
             with suppress(ValueError):
                 answered, cells = items(parsed(self._store.get(key)), 2)
                 if integer(answered) >= call:
@@ -121,41 +106,42 @@ class StoreStallBoard:
         return rows
 
     def _count(self, step: int, num_new: int) -> int:
-        return self._answer(
+        """Add to the number of calls, and return the sum."""
+        return self._ask_store(
             lambda: self._store.add(f"{self._prefix}/stall/{step}/calls", num_new), 0
         )
 
-    def _answer(self, ask: Callable[[], T], without: T) -> T:
-        """What the store answers; `without` if it fails, or does not answer in time."""
+    def _ask_store(self, ask: Callable[[], T], default: T) -> T:
+        """Call `ask` in a thread, and return its result; `default` on failure or timeout."""
         if self._asking is not None and self._asking.is_alive():
-            return without
+            return default
         answers: list[T] = []
 
-        def note() -> None:
+        def run() -> None:
             # Without the store a rank still reports its own row. ValueError: the value of a count
             # is not a number.
             with suppress(RuntimeError, ValueError):
                 answers.append(ask())
 
-        self._asking = Thread(target=note, name="rrfp-stall", daemon=True)
+        self._asking = Thread(target=run, name="rrfp-stall", daemon=True)
         self._asking.start()
         self._asking.join(_ANSWER_S)
-        return answers[0] if answers else without
+        return answers[0] if answers else default
 
     def _row_key(self, step: int, rank: int) -> str:
         return f"{self._prefix}/stall/{step}/row/{rank}"
 
 
-def listed(things: Sequence[object]) -> str:
-    """The first few things, and how many more there are."""
+def format_first(things: Sequence[object]) -> str:
+    """Format the first 3 things, and the number of others."""
     text = ", ".join(map(str, things[:_NUM_LISTED])) or "-"
     num_more = len(things) - _NUM_LISTED
     return f"{text} and {num_more} more" if num_more > 0 else text
 
 
-def grid(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
-    """One line per rank, below a line of titles, within 80 columns: cells that do not fit go on
-    lines of their own. Ranks without a row are listed as silent."""
+def format_rows(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
+    """Format one line per rank, below a line of titles, within 80 columns: cells that do not fit go
+    on lines of their own. Ranks without a row are listed as silent."""
     row_of = {row.rank: row for row in rows}
     lines, silent = [_TITLES], []
     for rank in sorted({*ranks, *row_of}):
@@ -166,18 +152,18 @@ def grid(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
         numbers = (str(rank), str(row.pp_rank), f"{row.waited_s:.1f} s")
         lines.append((*numbers, row.cause, row.ready, row.best_waiting, row.lacks))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    titles, num_titles = _beside(_TITLES, widths)
+    titles, num_titles = _join_fitting(_TITLES, widths)
     texts = [titles]
     for cells in lines[1:]:
-        text, num_beside = _beside(cells[:num_titles], widths)
+        text, num_fitting = _join_fitting(cells[:num_titles], widths)
         texts.append(text)
         texts += [
-            _wrapped(f"{title}: {cell}", indent=6)
-            for title, cell in zip(_TITLES[num_beside:], cells[num_beside:], strict=True)
+            _wrap(f"{title}: {cell}", indent=6)
+            for title, cell in zip(_TITLES[num_fitting:], cells[num_fitting:], strict=True)
         ]
     if silent:
         texts.append(
-            _wrapped(
+            _wrap(
                 f"no word of rank {', '.join(map(str, silent))}: not waiting for a message in this "
                 "step, but running a task, past the step, or gone"
             )
@@ -185,46 +171,45 @@ def grid(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
     return "\n".join(texts)
 
 
-def _beside(cells: Sequence[str], widths: Sequence[int]) -> tuple[str, int]:
-    """The leading cells that fit on one line, and how many they are."""
+def _join_fitting(cells: Sequence[str], widths: Sequence[int]) -> tuple[str, int]:
+    """Join the leading cells that fit on one line; also return their number."""
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-    num_beside = len(padded)
-    while len(line := "  ".join(padded[:num_beside]).rstrip()) > _WIDTH:
-        num_beside -= 1
-    return line, num_beside
+    num_fitting = len(padded)
+    while len(line := "  ".join(padded[:num_fitting]).rstrip()) > _WIDTH:
+        num_fitting -= 1
+    return line, num_fitting
 
 
-def _wrapped(text: str, indent: int = 0) -> str:
+def _wrap(text: str, indent: int = 0) -> str:
     margin = " " * indent
     return textwrap.fill(
         text, _WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
     )
 
 
-# What a waiting rank lacks, and who owes it.
-
-
-def owed(dispatcher: Dispatcher, agreement: Agreement, pp_ranks: Sequence[int]) -> dict[int, str]:
-    """By global rank: what it still owes this rank in this step."""
+def pending_messages(
+    dispatcher: Dispatcher, agreement: GroupAgreement, pp_ranks: Sequence[int]
+) -> dict[int, str]:
+    """Describe, by the sending global rank, what this rank still waits for in this step."""
     unfinished = dispatcher.unfinished()
-    debts = agreement.owed(reduce(or_, (missing for _, missing in unfinished), 0))
+    pending = agreement.pending_messages(reduce(or_, (missing for _, missing in unfinished), 0))
     shape = dispatcher.shape
     for task, missing in unfinished:
         sender = shape.sender(task)
         if missing & 1 and sender is not None:
             peer = pp_ranks[shape.rank_of(sender.stage)]
-            debts.setdefault(peer, f"the output of {sender}, which {task} needs")
-    return debts
+            pending.setdefault(peer, f"the output of {sender}, which {task} needs")
+    return pending
 
 
-def stall_row(
+def make_stall_row(
     dispatcher: Dispatcher,
-    agreement: Agreement,
+    agreement: GroupAgreement,
     pp_ranks: Sequence[int],
     cause: Cause,
     waited_s: float,
 ) -> StallRow:
-    """This rank's account of a wait."""
+    """Describe this rank's current wait."""
     pp_rank = dispatcher.rank
     story = dispatcher.story()
     best = story.best_waiting
@@ -233,16 +218,16 @@ def stall_row(
         needed_rank = dispatcher.shape.rank_of(needed.stage)
         is_own = needed_rank == pp_rank
         lacks.append(f"{needed} here" if is_own else f"{needed} from rank {pp_ranks[needed_rank]}")
-    debts: dict[int, str] = {}
+    pending: dict[int, str] = {}
     for here in story.ready:
-        for peer, what in agreement.owed(here.missing_members).items():
-            debts.setdefault(peer, f"for {here.task} {what} from rank {peer}")
+        for peer, what in agreement.pending_messages(here.missing_members).items():
+            pending.setdefault(peer, f"for {here.task} {what} from rank {peer}")
     return StallRow(
         rank=pp_ranks[pp_rank],
         pp_rank=pp_rank,
         waited_s=waited_s,
         cause=cause,
-        ready=listed([each.task for each in story.ready]),
+        ready=format_first([each.task for each in story.ready]),
         best_waiting="-" if best is None else str(best.task),
-        lacks="; ".join(listed(part) for part in (lacks, [*debts.values()]) if part) or "-",
+        lacks="; ".join(format_first(part) for part in (lacks, [*pending.values()]) if part) or "-",
     )

@@ -1,55 +1,70 @@
-"""One rank's loop: take in what has arrived, ask the dispatcher, run what it says.
+"""One rank's loop: handle the events that have arrived, ask the dispatcher, run its task.
 
 Only the compute thread runs this code. Sending never blocks it, and messages arrive through the
 inbox, which is emptied before each decision. A step ends only once it has consumed all its own
-messages, so a message of any other step belongs to a later one (a neighbour may be ahead) and is
-kept until that step begins. Step numbers do not show which is later: those of training rise and
-those of evaluations fall (`rrfp.trace.records`).
+messages. So a message of any other step belongs to a later one (a neighbor may be ahead), and waits
+until that step begins. Step numbers do not show the order: those of training rise and those of
+evaluations fall (`rrfp.trace.records`).
 
-The compute thread owns the state: the dispatcher, the agreement, what has arrived. On the leader of
-a group it lends them, while a task runs, to the thread that decides on the next one
-(`AheadThread`).
+The compute thread owns the state: the dispatcher, the agreement and the inputs. On the leader of a
+group it lends them, while a task runs, to the thread that decides on the next one (`AheadThread`).
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from statistics import median_low
+from threading import Thread
+from typing import Any
 
 import torch
 
-from rrfp.runtime.agreement import AheadThread
+from rrfp.errors import RrfpError, first_line
+from rrfp.runtime.agreement import AheadThread, GroupAgreement
+from rrfp.runtime.device import interface
 from rrfp.runtime.device.interface import CPU, Device
-from rrfp.runtime.out_of_memory import told_when_out_of_memory
 from rrfp.runtime.pace import Delays, StepPace
 from rrfp.runtime.protocols import (
-    Agreement,
-    Arrived,
     Clock,
     Compute,
-    Decided,
-    Ended,
     Event,
-    Failed,
-    Forecast,
     Inbox,
-    Left,
+    InputForecast,
+    InputReported,
+    LinkFailed,
     Links,
     Message,
+    MessageArrived,
+    PeerLeft,
     PeerLostError,
-    Reported,
     StallError,
     StepSummary,
+    TaskDecided,
+    TaskEnded,
     monotonic,
 )
-from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, owed, stall_row
+from rrfp.runtime.stall import (
+    GATHER_S,
+    LOOK_S,
+    StallBoard,
+    StallRow,
+    format_rows,
+    make_stall_row,
+    pending_messages,
+)
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.punctuality import Durations, Punctuality, punctuality_of
+from rrfp.schedule.knobs import Bytes, told_bytes
+from rrfp.schedule.punctuality import Durations, JustInTime, Punctuality, punctuality_of
 from rrfp.schedule.tasks import (
     Cause,
     ComputeIdle,
     DecideAhead,
     InputArrived,
     Instruction,
+    Kind,
     RunTask,
     StepDone,
     Stimulus,
@@ -63,6 +78,8 @@ from rrfp.trace.records import (
     NS_PER_S,
     BegunRecord,
     Doing,
+    Phase,
+    PhaseRecord,
     Record,
     TaskRecord,
     WaitRecord,
@@ -70,23 +87,23 @@ from rrfp.trace.records import (
     step_name,
 )
 
-# What a rank begins, told to its flight record: a task, or a wait and what that is for.
+Tensors = tuple[torch.Tensor | None, ...]
+
+_BRIEF_S = 0.05
+"""The flight record of a longer wait also names the awaited task and rank."""
 
 
-def begun_task(now_ns: int, step: int, task: Task) -> BegunRecord:
+def task_begun(now_ns: int, step: int, task: Task) -> BegunRecord:
+    """Make the flight record of a task that begins."""
     stage, kind, microbatch = task
     return BegunRecord(now_ns, now_ns, step, Doing.TASK, kind, stage, microbatch)
 
 
-def begun_wait(now_ns: int, step: int, cause: Cause) -> BegunRecord:
-    return BegunRecord(now_ns, now_ns, step, cause)
-
-
-def explained(
-    wait: BegunRecord, dispatcher: Dispatcher, agreement: Agreement, pp_ranks: Sequence[int]
+def explain_wait(
+    wait: BegunRecord, dispatcher: Dispatcher, agreement: GroupAgreement, pp_ranks: Sequence[int]
 ) -> BegunRecord:
-    """The wait with the task whose output it is for, and the rank that owes it. Takes time linear
-    in the tasks of the step."""
+    """Add the task whose output a wait is for, and the rank that will send it. Takes time linear in
+    the tasks of the step."""
     story = dispatcher.story()
     best = () if story.best_waiting is None else (story.best_waiting,)
     for waiting in (*best, *story.tasks):
@@ -96,22 +113,69 @@ def explained(
                 return wait._replace(
                     kind=kind, stage=stage, microbatch=microbatch, peer=pp_ranks[pp_rank]
                 )
-    return wait._replace(peer=next(iter(owed(dispatcher, agreement, pp_ranks)), -1))
+    return wait._replace(peer=next(iter(pending_messages(dispatcher, agreement, pp_ranks)), -1))
 
 
-_BRIEF_S = 0.05
-"""A wait that lasts longer is told in full."""
+# Running out of memory.
+
+_FITTING_SHARE = 0.9
+"""Share of the activation bytes at the failure that is advised as `--hold`; the rest is for the
+task's own temporary tensors."""
+_MIB = 2**20
+_ALLOCATOR_ERRORS = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""Texts in allocation errors without a class of their own: torch's on the CPU, and CUDA's own, as
+for kernels that are loaded late."""
+
+
+class OutOfMemoryError(RrfpError):
+    """The device's memory was too small for a task."""
+
+
+@contextmanager
+def explain_out_of_memory(
+    rank: int, task: Task, held_bytes: int, held_microbatches: float
+) -> Iterator[None]:
+    """Wrap a task that begins with these activations held; `held_bytes` is 0 if not known. Raises
+    OutOfMemoryError, which names a smaller `--hold`, in place of an allocator's error."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_allocation = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+            text in str(error) for text in _ALLOCATOR_ERRORS
+        )
+        if not is_allocation:
+            raise
+        size = "" if held_bytes == 0 else f"{told_bytes(held_bytes)} of "
+        raise OutOfMemoryError(
+            f"rank {rank} ran out of memory in {task}, with {size}activations of "
+            f"{held_microbatches:g} microbatches held; "
+            f"{_advise_hold(held_bytes, held_microbatches)} ({first_line(str(error))})"
+        ) from error
+
+
+def _advise_hold(held_bytes: int, held_microbatches: float) -> str:
+    """Name the `--hold` that would have fitted."""
+    fitting = int(_FITTING_SHARE * held_bytes) // _MIB * _MIB
+    if held_microbatches > 1 and fitting > 0:
+        return f"--hold {Bytes(fitting)} would have fitted"
+    if held_microbatches > 1:
+        return f"--hold {max(1, int(held_microbatches) - 1)} would have fitted"
+    return "no hold is smaller: use --recompute, smaller microbatches, or more ranks"
 
 
 class Worker:
-    """Drives one rank's stages through steps, one task at a time."""
+    """Runs one rank's stages through steps, one task at a time."""
 
     def __init__(
         self,
         pp_ranks: Sequence[int],
         inbox: Inbox,
         links: Links,
-        agreement: Agreement,
+        agreement: GroupAgreement,
         record: Callable[[Record], None],
         board: StallBoard,
         *,
@@ -132,22 +196,23 @@ class Worker:
         self._record = record
         self._board = board
         self._stall_s = stall_s
-        self._delay = None if delays is None else delays.stream("tasks")
+        self._sleep = None if delays is None else delays.sleeper("tasks")
         self._clock = clock
         self._device = device
         self._early: defaultdict[int, list[Event]] = defaultdict(list)
+        """Events of later steps, by step."""
         self._left: set[int] = set()
         self._step: int
         self._dispatcher: Dispatcher
         self._pace: StepPace | None = None
-        self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
+        self._inputs: dict[Task, Tensors] = {}
         self._decided_ahead: RunTask | None = None
         self._peak_held_bytes = 0
         self._ahead: AheadThread | None = None
         self._decides_ahead = decides_ahead
         self._durations = Durations()
         self._punctuality: Punctuality | None = None
-        """Of what neighbours announce; None where this rank never waits for it."""
+        """Accuracy of the neighbors' forecasts; None if this rank never waits for a forecast."""
 
     def open(self) -> None:
         """Join this rank's group, before the first step. On the leader this starts the thread that
@@ -156,7 +221,7 @@ class Worker:
         if group is None:
             return
         if not group.leads:
-            self._inbox.watch(self._report)
+            self._inbox.watch(self._report_input)
         elif self._decides_ahead:
             self._ahead = AheadThread(self._decide_ahead, self._clock)
             self._ahead.start()
@@ -167,9 +232,9 @@ class Worker:
             self._ahead.close()
             self._ahead = None
 
-    def _report(self, event: Event) -> None:
+    def _report_input(self, event: Event) -> None:
         """Report an arrived input to the group's leader at once; runs on the link's thread."""
-        if isinstance(event, Arrived):
+        if isinstance(event, MessageArrived):
             self._agreement.report(event.message.step, event.message.task)
 
     def run_step(
@@ -179,13 +244,13 @@ class Worker:
         compute: Compute,
         pace: StepPace | None = None,
     ) -> StepSummary:
-        """Run every task of one step, paced if `pace` is given. Raises what a task raises,
+        """Run every task of one step, paced if `pace` is given. Raises an exception of a task,
         PeerLostError or StallError."""
         step_start_ns = self._clock()
         self._begin_step(step, dispatcher, pace)
         busy_ns = 0
         while True:
-            self._take_in(self._inbox.take())
+            self._handle_events(self._inbox.take())
             if self._decided_ahead is not None:
                 run, self._decided_ahead = self._decided_ahead, None
                 busy_ns += self._run(compute, run)
@@ -197,10 +262,10 @@ class Worker:
                     case Waited(cause, start_ns, end_ns):
                         self._record(WaitRecord(start_ns, end_ns, step, cause))
                     case RunTask():
-                        self._agreement.dispatched(step, instruction.task)
+                        self._agreement.note_dispatch(step, instruction.task)
                         busy_ns += self._run(compute, instruction)
                     case Wait(cause, int() as deadline_ns):
-                        self._tell_wait(cause)
+                        self._record_wait(cause)
                         self._wait_until(deadline_ns)
                     case Wait(cause):
                         self._wait(cause)
@@ -213,7 +278,7 @@ class Worker:
         self._pace = pace
         self._start_punctuality()
         self._agreement.start_step()
-        self._take_in(self._early.pop(step, ()))
+        self._handle_events(self._early.pop(step, ()))
         self._peak_held_bytes = 0
 
     def _summary(self, step_start_ns: int, busy_ns: int) -> StepSummary:
@@ -223,8 +288,8 @@ class Worker:
         return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None)
 
     def _start_punctuality(self) -> None:
-        """Begin to announce tasks, and to take in what is announced, if the policy asks for it; in
-        a group the leaders do, as they decide. What was learnt holds for later steps."""
+        """Send and use forecasts in this step if the policy asks for it; in a group only the
+        leaders do, because they decide. Measurements stay valid for later steps."""
         dispatcher, group = self._dispatcher, self._agreement.group
         fresh = punctuality_of(dispatcher.policy, dispatcher.shape.num_chunks)
         if fresh is None or (group is not None and not group.leads):
@@ -233,72 +298,75 @@ class Worker:
             self._punctuality = fresh
 
     def _decide_ahead(self) -> None:
-        """Decide on the next task; runs on the ahead thread, which holds the state now."""
-        self._take_in(self._inbox.take())
+        """Decide on the next task; runs on the ahead thread, which borrows the state."""
+        self._handle_events(self._inbox.take())
         for instruction in self._handle(DecideAhead()):
             assert isinstance(instruction, RunTask)
-            self._agreement.dispatched(self._step, instruction.task)
+            self._agreement.note_dispatch(self._step, instruction.task)
             self._decided_ahead = instruction
 
     def _handle(self, stimulus: Stimulus) -> tuple[Instruction, ...]:
+        """Record a stimulus, and return the dispatcher's instructions."""
         now_ns = self._clock()
         self._record(record_of(now_ns, self._step, stimulus))
         return self._dispatcher.handle(now_ns, stimulus)
 
-    def _take_in(self, events: Iterable[Event]) -> None:
+    def _handle_events(self, events: Iterable[Event]) -> None:
+        """Apply the events of this step, and keep those of later ones. Raises the error of a
+        `LinkFailed`."""
         for event in events:
-            if isinstance(event, Failed):
+            if isinstance(event, LinkFailed):
                 raise event.error
-            if isinstance(event, Left):
+            if isinstance(event, PeerLeft):
                 self._left.add(event.peer)
                 continue
-            if isinstance(event, Ended):
+            if isinstance(event, TaskEnded):
                 continue
-            step = event.message.step if isinstance(event, Arrived) else event.step
+            step = event.message.step if isinstance(event, MessageArrived) else event.step
             if step != self._step:
                 self._early[step].append(event)
                 continue
             match event:
-                case Arrived(_, message, arrived_ns):
+                case MessageArrived(_, message, arrived_ns):
                     if self._punctuality is not None:
                         self._punctuality.arrived(message.task, arrived_ns)
                     self._inputs[message.task] = message.tensors
                     self._handle(InputArrived(message.task))
-                case Forecast(_, _, task, heard_ns, left_ns):
+                case InputForecast(_, _, task, received_ns, remaining_ns):
                     if self._punctuality is not None:
-                        self._handle(self._punctuality.announced(task, heard_ns, left_ns))
-                case Reported():
-                    self._handle(self._agreement.reported(event))
-                case Decided():
-                    self._agreement.decided(event)
+                        self._handle(self._punctuality.announced(task, received_ns, remaining_ns))
+                case InputReported():
+                    self._handle(self._agreement.stimulus_of(event))
+                case TaskDecided():
+                    self._agreement.add_decision(event)
 
     def _run(self, compute: Compute, run: RunTask) -> int:
-        """Run one task and pass on its output; returns how long the task itself took, in ns."""
+        """Run one task and deliver its output; return the time of the task itself, in ns."""
         task = run.task
-        inputs = self._take_inputs(task)
+        inputs = self._pop_inputs(task)
         waiting_bytes = compute.waiting_gradient_bytes
         if self._punctuality is not None:
-            self._announce(task, run.chunk)
+            self._send_forecast(task, run.chunk)
         start_ns = self._clock()
-        self._record(begun_task(start_ns, self._step, task))
+        self._record(task_begun(start_ns, self._step, task))
         ahead, pace = self._ahead, self._pace
         with (
             nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
             nullcontext() if pace is None else pace.task(task),
-            self._told_when_out_of_memory(compute, run),
+            self._explain_out_of_memory(compute, run),
         ):
-            if self._delay is not None:
-                self._delay()
+            if self._sleep is not None:
+                self._sleep()
             outputs = compute.run(task, inputs)
         end_ns = self._clock()
         self._durations.took(task.kind, run.chunk, end_ns - start_ns)
-        held_bytes = self._measured_bytes(compute, run)
-        self._pass_on(task, outputs)
+        held_bytes = self._measure_held_bytes(compute, run)
+        self._deliver(task, outputs)
         self._record_task(run, start_ns, end_ns, held_bytes, waiting_bytes)
         return end_ns - start_ns
 
-    def _take_inputs(self, task: Task) -> tuple[torch.Tensor | None, ...]:
-        """What a task takes of other tasks."""
+    def _pop_inputs(self, task: Task) -> Tensors:
+        """Remove and return a task's inputs. Those of another rank free a credit of its link."""
         shape = self._dispatcher.shape
         sender = shape.sender(task)
         if sender is None:
@@ -307,26 +375,26 @@ class Worker:
         sending_rank = shape.rank_of(sender.stage)
         if sending_rank != self._dispatcher.rank:
             self._links.consumed(self._pp_ranks[sending_rank], self._step)
-            self._device.take_over(inputs)
+            self._device.use_on_compute_stream(inputs)
         return inputs
 
-    def _told_when_out_of_memory(
+    def _explain_out_of_memory(
         self, compute: Compute, run: RunTask
     ) -> AbstractContextManager[None]:
         dispatcher = self._dispatcher
         num_held = run.held / dispatcher.shape.num_chunks
         rank = self._pp_ranks[dispatcher.rank]
-        return told_when_out_of_memory(rank, run.task, compute.held_bytes, num_held)
+        return explain_out_of_memory(rank, run.task, compute.held_bytes, num_held)
 
-    def _measured_bytes(self, compute: Compute, run: RunTask) -> int:
-        """What is held with this task, in bytes: what the decision was made by, where that was
-        bytes, or else as measured."""
+    def _measure_held_bytes(self, compute: Compute, run: RunTask) -> int:
+        """Return the activation bytes held with this task: those of the decision if it used bytes,
+        or else as measured. Updates the peak."""
         measured_bytes = compute.held_bytes
         self._peak_held_bytes = max(self._peak_held_bytes, measured_bytes)
         return run.held_bytes or measured_bytes
 
-    def _pass_on(self, task: Task, outputs: tuple[torch.Tensor | None, ...]) -> None:
-        """Give a task's outputs to the task that takes them."""
+    def _deliver(self, task: Task, outputs: Tensors) -> None:
+        """Pass a task's outputs to the task that takes them: here, or in a message."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None:
@@ -345,15 +413,27 @@ class Worker:
         stage, kind, microbatch = run.task
         self._record(
             TaskRecord(
-                *(start_ns, end_ns, self._step, kind, stage, run.chunk, microbatch),
-                *run[2:-1],
-                held_bytes=held_bytes,
-                waiting_bytes=waiting_bytes,
+                start_ns,
+                end_ns,
+                self._step,
+                kind,
+                stage,
+                run.chunk,
+                microbatch,
+                run.hint_position,
+                run.ready,
+                run.skipped,
+                run.depth,
+                run.held,
+                run.ready_forwards,
+                run.ready_backwards,
+                held_bytes,
+                waiting_bytes,
             )
         )
 
-    def _announce(self, task: Task, chunk: int) -> None:
-        """Tell the rank that takes this task's output when to expect it."""
+    def _send_forecast(self, task: Task, chunk: int) -> None:
+        """Announce to the rank that takes this task's output when to expect it, if known."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None or (to_rank := shape.rank_of(receiver.stage)) == self._dispatcher.rank:
@@ -368,66 +448,76 @@ class Worker:
             expected_ns += pace.message_ns(receiver)
         self._links.forecast(self._pp_ranks[to_rank], self._step, receiver, expected_ns)
 
+    # Waiting.
+
     def _wait_until(self, deadline_ns: int) -> None:
-        """Wait until something arrives, or until the wait ends."""
+        """Wait until something arrives, or until the deadline."""
         while (left_ns := deadline_ns - self._clock()) > 0:
             if events := self._inbox.take(left_ns / NS_PER_S):
-                self._take_in(events)
+                self._handle_events(events)
                 return
 
     def _wait(self, cause: Cause) -> None:
-        """Wait until something arrives. Adds up its time-outs instead of reading the clock, because
-        a process that was itself stopped did not see a stall."""
-        self._tell_wait(cause)
+        """Wait until something arrives, and handle it. Raises StallError after `stall_s`.
+
+        It adds up its timeouts instead of reading the clock: time in which this process itself was
+        stopped is no stall.
+        """
+        self._record_wait(cause)
         if self._left:
-            self._check_that_nobody_left_owing()
+            self._raise_if_awaited_peer_left()
         board, step = self._board, self._step
         waited_s = 0.0
         call_s = max(0.0, self._stall_s - GATHER_S)
         call: int | None = None
         timeout_s = min(LOOK_S, call_s or self._stall_s)
-        events = self._first_events(cause, timeout_s)
+        events = self._take_first_events(cause, timeout_s)
         while not events:
             waited_s += timeout_s
             if call is None and waited_s >= call_s:
                 call = board.call(step)
             if num_calls := board.num_calls(step):
-                board.publish(step, num_calls, self._row(cause, waited_s))
+                board.publish(step, num_calls, self._stall_row(cause, waited_s))
             if call is not None and waited_s >= self._stall_s:
-                raise self._stall(self._row(cause, waited_s), call)
+                raise self._make_stall_error(self._stall_row(cause, waited_s), call)
             timeout_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
             events = self._inbox.take(timeout_s)
-        self._take_in(events)
+        self._handle_events(events)
 
-    def _first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:
-        """What arrives first in a wait. One that is not brief is told in full meanwhile."""
+    def _take_first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:
+        """Wait for the first events; explain the wait in the flight record after `_BRIEF_S`, or if
+        a link failed."""
         events = self._inbox.take(min(timeout_s, _BRIEF_S))
-        if not events or any(isinstance(event, Failed) for event in events):
-            self._tell_wait(cause, in_full=True)
+        if not events or any(isinstance(event, LinkFailed) for event in events):
+            self._record_wait(cause, explain=True)
         return events or self._inbox.take(max(0.0, timeout_s - _BRIEF_S))
 
-    def _tell_wait(self, cause: Cause, *, in_full: bool = False) -> None:
-        """Tell the flight record that a wait of this cause begins, or goes on; in full, with what
-        it is for."""
-        wait = begun_wait(self._clock(), self._step, cause)
-        if in_full:
-            wait = explained(wait, self._dispatcher, self._agreement, self._pp_ranks)
+    def _record_wait(self, cause: Cause, *, explain: bool = False) -> None:
+        """Write to the flight record that a wait begins, or continues; with `explain`, also the
+        awaited task and rank."""
+        now_ns = self._clock()
+        wait = BegunRecord(now_ns, now_ns, self._step, cause)
+        if explain:
+            wait = explain_wait(wait, self._dispatcher, self._agreement, self._pp_ranks)
         self._record(wait)
 
-    def _stall(self, own: StallRow, call: int) -> StallError:
-        owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())
+    def _make_stall_error(self, own: StallRow, call: int) -> StallError:
+        pending = "; ".join(
+            f"rank {peer} owes {what}" for peer, what in self._pending_messages().items()
+        )
         others = [row for row in self._board.rows(self._step, call) if row.rank != own.rank]
         return StallError(
             f"pipeline rank {own.pp_rank} waited {self._stall_s:g} s in {step_name(self._step)} "
-            f"and nothing arrived: {owed}; see what these ranks do\n"
-            f"{grid([own, *others], self._board.ranks)}"
+            f"and nothing arrived: {pending}; see what these ranks do\n"
+            f"{format_rows([own, *others], self._board.ranks)}"
         )
 
-    def _row(self, cause: Cause, waited_s: float) -> StallRow:
-        return stall_row(self._dispatcher, self._agreement, self._pp_ranks, cause, waited_s)
+    def _stall_row(self, cause: Cause, waited_s: float) -> StallRow:
+        return make_stall_row(self._dispatcher, self._agreement, self._pp_ranks, cause, waited_s)
 
-    def _check_that_nobody_left_owing(self) -> None:
-        for peer, what in self._owed().items():
+    def _raise_if_awaited_peer_left(self) -> None:
+        """Raise PeerLostError if a peer has left that this rank still waits for."""
+        for peer, what in self._pending_messages().items():
             if peer in self._left:
                 raise PeerLostError(
                     f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in "
@@ -436,5 +526,234 @@ class Worker:
                     Culprit(FoundBy.LINK, rank=peer),
                 )
 
-    def _owed(self) -> dict[int, str]:
-        return owed(self._dispatcher, self._agreement, self._pp_ranks)
+    def _pending_messages(self) -> dict[int, str]:
+        return pending_messages(self._dispatcher, self._agreement, self._pp_ranks)
+
+
+# A worker for a device that runs beside its host.
+#
+# A launched task is not a finished one. The host launches the next task while one runs, so that the
+# device need not wait for it. At most one task is queued behind the running one, decided as late as
+# its launch allows (`rrfp.schedule.punctuality`). If nothing is ready then, the decision follows
+# with the next arrival, or when the device has nothing left to do.
+#
+# Tasks are recorded by the device's own times, and launches by the host's. A rank is idle while its
+# device is.
+
+_MAX_LAUNCHED = 2
+"""The running task, and one behind it."""
+_CLOSE_S = 1.0
+_NUM_WORK_TIMES = 9
+"""A pace uses the median of this many task times: one very long task does not change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A task that was launched on the device."""
+
+    run: RunTask
+    began: interface.Event
+    worked: interface.Event
+    """Complete when its work is done; a pace may make the task longer."""
+    ended: interface.Event
+    launch_start_ns: int
+    expected_ns: int | None
+    """Duration that the pace knew before the task ran."""
+    held_bytes: int
+    waiting_bytes: int
+
+
+class DeviceWorker(Worker):
+    """Runs one rank's stages through steps on a device that is not synchronous."""
+
+    def __init__(
+        self, *arguments: Any, device: Device, in_time: JustInTime | None = None, **others: Any
+    ) -> None:
+        """`in_time` computes when to decide; the other arguments are those of `Worker`."""
+        super().__init__(*arguments, device=device, **others)
+        # This worker decides ahead by itself, and needs no thread for it.
+        self._decides_ahead = False
+        self._launched: deque[_Launched] = deque()
+        self._in_time = in_time or JustInTime()
+        self._work_times_ns: defaultdict[tuple[Kind, int], deque[int]]
+        self._work_times_ns = defaultdict(partial(deque, maxlen=_NUM_WORK_TIMES))
+        """Latest work times by kind and chunk, before a pace made the tasks longer, without the
+        very first: that one may compile its kernels."""
+        self._due_ns: int | None = None
+        """Time to decide on the task after the running one; None: when that has ended."""
+        self._ended_ns = 0
+        """Time at which the device last ran out of work."""
+        self._asked_ns = 0
+        """Time since which the next decision could be made."""
+        self._busy_ns = 0
+        self._waited_s = 0.0
+        """Time since anything arrived or a task ended."""
+        self._to_watch: SimpleQueue[interface.Event | None] = SimpleQueue()
+        self._watcher = Thread(target=self._watch, name="rrfp-device", daemon=True)
+
+    def open(self) -> None:
+        super().open()
+        self._watcher.start()
+
+    def close(self) -> None:
+        if self._watcher.is_alive():
+            self._to_watch.put(None)
+            # A daemon: a collective of a peer that is lost may never end.
+            self._watcher.join(_CLOSE_S)
+        super().close()
+
+    def _watch(self) -> None:
+        """Wake the compute thread whenever a task has ended; runs on a thread of its own."""
+        with self._device.selected():
+            while (event := self._to_watch.get()) is not None:
+                self._device.synchronize(event)
+                self._inbox.put(TaskEnded())
+
+    def run_step(
+        self,
+        step: int,
+        dispatcher: Dispatcher,
+        compute: Compute,
+        pace: StepPace | None = None,
+    ) -> StepSummary:
+        """As `Worker.run_step`; returns when the device has run the last task."""
+        self._device.synchronize_clocks()
+        step_start_ns = self._clock()
+        self._begin_step(step, dispatcher, pace)
+        self._launched.clear()
+        self._asked_ns = step_start_ns
+        self._busy_ns = 0
+        self._waited_s = 0.0
+        group = self._agreement.group
+        follows = group is not None and not group.leads
+        while True:
+            self._handle_events(self._inbox.take())
+            self._retire_ended()
+            if len(self._launched) == _MAX_LAUNCHED:
+                self._wait_for_events(LOOK_S)
+                continue
+            agreed = self._agreement.next()
+            stimulus: Stimulus = ComputeIdle() if agreed is None else TaskAgreed(agreed)
+            if agreed is None and self._launched:
+                early_s = self._time_until_due_s()
+                if follows or early_s > 0:
+                    self._wait_for_events(early_s if early_s > 0 else LOOK_S)
+                    continue
+                if self._due_ns is not None:
+                    self._asked_ns = max(self._asked_ns, self._due_ns)
+                stimulus = DecideAhead()
+            instructions = self._handle(stimulus)
+            if not instructions:
+                self._wait_for_events(LOOK_S)
+            for instruction in instructions:
+                match instruction:
+                    case Waited(cause, start_ns, end_ns):
+                        # The device was idle from its last task's end on, before the host saw it.
+                        start_ns = min(start_ns, max(self._ended_ns, step_start_ns))
+                        self._record(WaitRecord(start_ns, end_ns, step, cause))
+                        self._ended_ns = end_ns
+                    case RunTask():
+                        self._agreement.note_dispatch(step, instruction.task)
+                        self._launch(compute, instruction)
+                    case Wait(cause, int() as deadline_ns):
+                        self._record_wait(cause)
+                        self._wait_until(deadline_ns)
+                        self._asked_ns = self._clock()
+                    case Wait(cause):
+                        self._wait(cause)
+                        self._asked_ns = self._clock()
+                    case StepDone():
+                        return self._summary(step_start_ns, self._busy_ns)
+
+    def _wait_for_events(self, timeout_s: float) -> None:
+        """Wait until something arrives or a task ends, or until the timeout. Raises StallError if a
+        task runs and nothing has happened for `stall_s`, added up as in `_wait`."""
+        events = self._inbox.take(timeout_s)
+        self._asked_ns = self._clock()
+        self._waited_s = 0.0 if events else self._waited_s + timeout_s
+        if self._launched and self._waited_s >= self._stall_s:
+            raise StallError(
+                f"pipeline rank {self._dispatcher.rank} waited {self._stall_s:g} s in "
+                f"{step_name(self._step)} for its device to end {self._launched[0].run.task}; see "
+                "whether that exchanges something with a rank that is lost"
+            )
+        self._handle_events(events)
+
+    def _time_until_due_s(self) -> float:
+        """Return the time until the next decision, at most `LOOK_S`."""
+        if self._due_ns is None:
+            return LOOK_S
+        return min(LOOK_S, (self._due_ns - self._clock()) / NS_PER_S)
+
+    def _launch(self, compute: Compute, run: RunTask) -> None:
+        """Launch a task, and deliver its output, which the device has yet to compute."""
+        device, task, pace = self._device, run.task, self._pace
+        inputs = self._pop_inputs(task)
+        waiting_bytes = compute.waiting_gradient_bytes
+        if self._punctuality is not None:
+            self._send_forecast(task, run.chunk)
+        expected_ns = None if pace is None else pace.expected_ns(task)
+        stream = device.compute_stream()
+        start_ns = self._clock()
+        with ExitStack() as stack:
+            stack.enter_context(self._explain_out_of_memory(compute, run))
+            if self._sleep is not None:
+                self._sleep()
+            began = device.record_timed(stream)
+            outputs = compute.run(task, inputs)
+            ended = worked = device.record_timed(stream)
+            if pace is not None:
+                # Without a measurement the work counts as 0 ns.
+                times_ns = self._work_times_ns[task.kind, run.chunk] or (0,)
+                device.keep_busy(stream, pace.left_ns(task, median_low(times_ns)))
+                ended = device.record_timed(stream)
+        end_ns = self._clock()
+        self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.LAUNCH))
+        # A thread that wakes up late launches late.
+        self._in_time.launched(task.kind, run.chunk, end_ns - min(start_ns, self._asked_ns))
+        held_bytes = self._measure_held_bytes(compute, run)
+        launched = _Launched(
+            run, began, worked, ended, start_ns, expected_ns, held_bytes, waiting_bytes
+        )
+        self._launched.append(launched)
+        self._to_watch.put(ended)
+        self._deliver(task, outputs)
+        if len(self._launched) == 1:
+            self._note_running(launched, end_ns)
+
+    def _note_running(self, launched: _Launched, start_ns: int) -> None:
+        """Record the task that the device runs since `start_ns`, and set the time of the next
+        decision."""
+        kind, chunk = launched.run.task.kind, launched.run.chunk
+        self._record(task_begun(start_ns, self._step, launched.run.task))
+        self._due_ns = self._in_time.due_ns(kind, chunk, start_ns, launched.expected_ns)
+
+    def _retire_ended(self) -> None:
+        """Remove and record the tasks that the device has finished."""
+        device = self._device
+        while self._launched and device.query(self._launched[0].ended):
+            launched = self._launched.popleft()
+            run = launched.run
+            # On an idle device a task begins with its launch; behind another, with that one's end.
+            start_ns = max(device.time_ns(launched.began), launched.launch_start_ns)
+            worked_ns = max(device.time_ns(launched.worked) - start_ns, 0)
+            end_ns = max(device.time_ns(launched.ended), start_ns)
+            duration_ns = end_ns - start_ns
+            self._busy_ns += duration_ns
+            self._ended_ns = self._asked_ns = end_ns
+            kind = run.task.kind
+            if self._durations.expected_ns(kind, run.chunk) is not None:
+                self._work_times_ns[kind, run.chunk].append(worked_ns)
+            if self._pace is not None:
+                self._pace.worked(run.task, worked_ns)
+            self._in_time.ran(kind, run.chunk, duration_ns, launched.expected_ns)
+            self._durations.took(kind, run.chunk, duration_ns)
+            self._record_task(run, start_ns, end_ns, launched.held_bytes, launched.waiting_bytes)
+            if self._launched:
+                self._note_running(self._launched[0], end_ns)
+
+
+def make_worker(*arguments: Any, device: Device, **others: Any) -> Worker:
+    """Make the worker for tasks on this device; the arguments are those of `Worker`."""
+    worker_class = Worker if device.is_synchronous else DeviceWorker
+    return worker_class(*arguments, device=device, **others)

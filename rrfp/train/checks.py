@@ -7,7 +7,7 @@ from rrfp.errors import UsageError
 from rrfp.megatron.settings import FLAGS, GradOrder, check_step
 from rrfp.planning.item_costs import CostName
 from rrfp.requirements import install_hint
-from rrfp.runtime.device.cuda_runtime import Gpu, cuda_presence, has_bindings
+from rrfp.runtime.device.cuda_runtime import Gpu, check_cuda, has_bindings
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import TransportName, is_installed
 from rrfp.schedule.admission import Admit
@@ -50,7 +50,7 @@ def too_few_gpus(num_ranks: int, num_gpus: int, where: str) -> UsageError:
 @cache
 def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process and its ranks see. Raises UsageError where CUDA cannot be used."""
-    presence = cuda_presence()
+    presence = check_cuda()
     if presence.problem is not None:
         raise UsageError(presence.problem)
     return presence.gpus

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
+from rrfp.megatron.adapters.groups import data_parallel_group
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.job.transport_log import TransportLog
 from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
+from rrfp.megatron.pipeline import discard
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_report import StepReport
-from rrfp.planning.candidates import in_words
-from rrfp.planning.step_policy import StepPolicy
+from rrfp.planning.candidates import describe_choice
 from rrfp.runtime import rendezvous as introduction
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.runtime.recorder import Recorder
@@ -34,26 +35,17 @@ from rrfp.trace.safe_files import ReportFile
 from rrfp.trace.spill import records_bytes
 from rrfp.train.checkpoints.run_start import write_description
 from rrfp.train.checkpoints.saving import Session, session_of
-from rrfp.train.data.batches import Batch, Batches, open_data
+from rrfp.train.data.batches import Batch, open_data
 from rrfp.train.launch.process_groups import Layout
 from rrfp.train.launch.rank_status import enter
 from rrfp.train.launch.watchdog import C_CALL
 from rrfp.train.models.model import ModelChunks, build_model
-from rrfp.train.pacing import PaceTally, pace_of
-from rrfp.train.planning import (
-    AdmissionFile,
-    RunAdmission,
-    RunDealing,
-    RunPlanner,
-    dealing_file,
-    run_dealing,
-    run_planner,
-)
+from rrfp.train.ordered_batches import OrderedBatches
+from rrfp.train.pacing import PaceTally, StepPacer, pace_of
 from rrfp.train.settings import DeviceKind, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.train.checkpoints.saving import RunCheckpoints
-    from rrfp.train.pacing import StepPacer
 
 
 # One rank's training step, under any schedule function with Megatron's signature.
@@ -61,7 +53,7 @@ if TYPE_CHECKING:
 
 _NUM_WARMUP_STEPS = 10
 """The learning rate rises to its full value over these steps. Without that, Adam's first updates,
-all of one size, destabilise a fresh model."""
+all of one size, destabilize a fresh model."""
 
 
 class Schedule(Protocol):
@@ -88,9 +80,9 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Let a schedule run a step on these microbatches, in their order. Returns the losses on the
+    """Run a step of a schedule on these microbatches, in their order. Returns the losses on the
     last stage's rank, and an empty list on others."""
-    on_device = [_moved(batch, model.device) for batch in batches]
+    on_device = [_on_device(batch, model.device) for batch in batches]
     return schedule(
         forward_step_func=model.forward_step,
         data_iterator=[iter(on_device) for _ in model.chunks],
@@ -102,7 +94,7 @@ def run_schedule(
     )
 
 
-def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+def _on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -127,21 +119,18 @@ class Trainer:
         settings: TrainSettings,
         layout: Layout,
         model: ModelChunks,
-        batches: Batches,
+        batches: OrderedBatches,
         schedule: Schedule,
         record: Callable[[Record], None],
         clock: Clock = monotonic,
-        pace: "StepPacer | None" = None,
-        planner: RunPlanner | None = None,
-        dealing: RunDealing | None = None,
+        pace: StepPacer | None = None,
     ) -> None:
         """`record` receives the step's data and optimizer phases; the schedule records its own.
-        `pace` is the schedule's: it is prepared before each step, and decides on admission if it
-        has costs, unless a `planner` does. A `dealing` takes the place of the `batches`."""
+        `pace` is the schedule's; it is prepared before each step."""
         self._settings = settings
         self._layout = layout
         self._model = model
-        self._admission = dealing or RunAdmission(settings, layout, batches, pace, planner)
+        self._batches = batches
         self._schedule = schedule
         self._record = record
         self._clock = clock
@@ -152,7 +141,7 @@ class Trainer:
         finite."""
         settings, model = self._settings, self._model
         start_ns = self._begin_phase(Phase.DATA, step)
-        batches = self._admission.batches(step)
+        batches = self._batches.batches(step)
         if self._pace is not None:
             self._pace.prepare(step)
         self._finish_phase(Phase.DATA, start_ns, step)
@@ -191,8 +180,6 @@ class Trainer:
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_group
-
             loss = sum(item["loss"].item() for item in losses) / len(losses)
             own = torch.tensor([loss, tokens], dtype=torch.float64)
             replicas = [torch.empty_like(own) for _ in range(layout.dp)]
@@ -212,7 +199,7 @@ class Metrics:
     def __init__(
         self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool, is_needed: bool
     ) -> None:
-        """`is_needed` where a run without its directory is of no use."""
+        """Open the file on rank 0. With `is_needed`, the run ends if its directory is removed."""
         self._layout = layout
         self._offset_ns = info.clock_offset_ns
         self._is_traced = is_traced
@@ -230,8 +217,8 @@ class Metrics:
         choice: dict[str, object] | None = None,
     ) -> None:
         """Write a finished step that took `seconds` in all; every rank calls this. `tally` is this
-        rank's, if tasks have modelled times. `plan` says how its order of entry was chosen, `hint`
-        what steered it, and `choice` how that was chosen, if it was in this step."""
+        rank's, if tasks have modelled times. `plan` says how the order of entry was chosen, `hint`
+        names the policy, and `choice` says how it was chosen, if it was in this step."""
         layout = self._layout
         own_tally = tally or PaceTally()
         # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
@@ -297,19 +284,19 @@ class Metrics:
 
 
 def _bytes_on_gpu(device: torch.device) -> tuple[int, int]:
-    """What this rank's tensors take now, and the most they took since the last call; 0 on a CPU."""
+    """The bytes of this rank's tensors now, and their peak since the last call; 0 on a CPU."""
     if device.type == "cpu":
         return 0, 0
-    told = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    found = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return told
+    return found
 
 
 # The loss on held-out data, computed by forwards alone through the same schedule.
 
 
 _MIN_MICROBATCHES = 32
-"""How many microbatches an evaluation runs, rounded up to whole steps on every replica."""
+"""The microbatches of an evaluation, rounded up to whole steps on every replica."""
 
 
 class OwnSchedule(Schedule, Protocol):
@@ -329,8 +316,8 @@ class Evaluation:
         heldout: Callable[[int], Batch],
         schedule: OwnSchedule,
     ) -> None:
-        """`schedule` must not be the training's: its steps are numbered separately. Raises what
-        `heldout` raises."""
+        """Load the held-out microbatches. `schedule` must not be the training's: its steps are
+        numbered separately. Raises as `heldout` does."""
         self._settings = settings
         self._layout = layout
         self._model = model
@@ -343,15 +330,15 @@ class Evaluation:
         ]
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after this step."""
+        """True if the held-out data are evaluated after this step."""
         settings = self._settings
         is_last = step + 1 == settings.num_steps
         every = settings.run.heldout_every
         return is_last or (every is not None and (step + 1) % every == 0)
 
     def loss(self) -> float:
-        """The mean over all labels that count, the same on every rank. Raises RrfpError if it is
-        not finite."""
+        """Return the mean over all labels that count, the same on every rank. Raises RrfpError if
+        it is not finite."""
         layout = self._layout
         for chunk in self._model.chunks:
             chunk.eval()
@@ -360,8 +347,6 @@ class Evaluation:
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
-            from rrfp.megatron.adapters.groups import data_parallel_group
-
             dist.all_reduce(sums, group=data_parallel_group(None))
         dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
         loss = (sums[0] / sums[1]).item()
@@ -376,7 +361,8 @@ class Evaluation:
         self._schedule.close()
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Sum and number of the losses of some microbatches; only the last stage knows them."""
+        """Return the sum and the number of the losses of some microbatches; zeros except on the
+        last stage."""
         losses = run_schedule(
             self._schedule, self._settings, self._model, batches, forward_only=True
         )
@@ -388,10 +374,11 @@ class Evaluation:
         return sums
 
 
-_MEETING_S = 60.0
+_INTRODUCTION_S = 60.0
 _INTRODUCTIONS = "rrfp/ranks"
 _LATER_S = 5.0
-"""How much later than the launcher a rank gives up a silent neighbour: that one can say more."""
+"""The time in seconds that a rank waits longer than the launcher for a silent neighbor, because the
+launcher knows more of the cause."""
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
@@ -414,44 +401,23 @@ def _train(
     info: RankInfo,
     recorder: Recorder,
 ) -> None:
-    run, step = session.run, session.first_step
-    recorder.begin(step, Doing.SETTING_UP)
+    """Set up this rank's training, run its steps, and close all of its files and links."""
+    recorder.begin(session.first_step, Doing.SETTING_UP)
     metrics = Metrics(
-        run.metrics,
+        session.run.metrics,
         layout,
         info,
         is_traced=not settings.run.no_trace,
         is_needed=settings.run.save is None,
     )
     pace = pace_of(settings, layout)
-    planner = run_planner(settings, recorder.record, pace)
-    record = recorder.record if planner is None else planner.record
-    schedule = schedule_of(settings, layout.pp_rank, record, pace=pace)
-    schedule.start_at(session.first_step)
     data = open_data(settings)
+    batches = OrderedBatches(settings, layout, data, recorder.record, pace)
+    schedule = schedule_of(settings, layout.pp_rank, batches.record, pace=pace)
+    schedule.start_at(session.first_step)
     model = build_model(settings, layout, data)
-    dealing = run_dealing(settings, layout, data, pace)
-    trainer = Trainer(
-        settings,
-        layout,
-        model,
-        data.batches(layout.dp_rank),
-        schedule,
-        recorder.record,
-        pace=pace,
-        planner=planner,
-        dealing=dealing,
-    )
-    dealt = None
-    if dealing is not None:
-        dealt = dealing_file(run, settings, layout, session.first_step)
-    orders = None
-    if planner is not None:
-        num_microbatches = settings.data.microbatches
-        orders = AdmissionFile(run.admission, layout, num_microbatches, session.first_step)
-    every = range(layout.world_size) if layout.rank == 0 else ()
-    transport = TransportLog(default_store(), "train", run, layout.rank, every)
-    policies = PolicyLog(run.run_json) if layout.rank == 0 else None
+    trainer = Trainer(settings, layout, model, batches, schedule, recorder.record, pace=pace)
+    reports = _StepReports(session, settings, layout, batches, metrics, pace)
     evaluation = evaluation_of(settings, layout, model, data.heldout)
     checkpoints = checkpoints_of(session, settings, layout, model, metrics)
     for step in range(session.first_step, settings.num_steps):
@@ -460,7 +426,7 @@ def _train(
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
         if isinstance(schedule, NativeSchedule):
-            # A GPU tells the times of its work once that is done.
+            # The times of a GPU's tasks are known once they are done.
             schedule.settle(wait=True)
         report = schedule.report
         assert report is not None
@@ -468,23 +434,11 @@ def _train(
             enter(f"in the evaluation after step {step}")
             recorder.begin(step, Doing.EVALUATION)
             result = result._replace(heldout_loss=evaluation.loss())
-        _tell_transport(transport, report)
+        reports.log_transport(report)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
         recorder.begin(step, Doing.METRICS)
-        tally = pace.tally if pace is not None and pace.has_costs else None
-        plan = None if planner is None else planner.described()
-        policy = report.policy
-        if policy is not None and planner is not None:
-            planner.follow(policy)
-        if policy is not None and policies is not None:
-            policies.steered(step, policy.policy.described())
-        hint, choice = _told(settings, policy)
-        metrics.write(step, result, report.summary, seconds, tally, plan, hint, choice)
-        if planner is not None and orders is not None:
-            orders.write(planner.order_of_step)
-        if dealing is not None and dealt is not None:
-            dealt.write(dealing.hands)
+        reports.write(step, result, report, seconds)
         if checkpoints is not None:
             enter(f"in the checkpoint after step {step}")
             recorder.begin(step, Doing.CHECKPOINT)
@@ -492,35 +446,61 @@ def _train(
                 break
     enter("after the last step")
     recorder.begin(step, Doing.CLOSING)
-    # Every rank has told by now.
-    _tell_transport(transport, report)
+    # All ranks have published their transport by now.
+    if schedule.report is not None:
+        reports.log_transport(schedule.report)
     if checkpoints is not None:
         checkpoints.close()
     if evaluation is not None:
         evaluation.close()
     schedule.close()
-    if planner is not None and orders is not None:
-        planner.close()
-        orders.close()
-    if dealt is not None:
-        dealt.close()
+    batches.close()
     metrics.close()
 
 
-def _tell_transport(transport: TransportLog, report: StepReport | None) -> None:
-    """Log what carries the tensors; Megatron's own schedule has none of our links."""
-    if report is not None and report.planes is not None:
-        transport.publish(report.planes)
+class _StepReports:
+    """Writes the steps that have ended to the files of the run."""
 
+    def __init__(
+        self,
+        session: Session,
+        settings: TrainSettings,
+        layout: Layout,
+        batches: OrderedBatches,
+        metrics: Metrics,
+        pace: StepPacer | None,
+    ) -> None:
+        self._settings = settings
+        self._batches = batches
+        self._metrics = metrics
+        self._pace = pace
+        run = session.run
+        batches.open_file(run, session.first_step)
+        ranks = range(layout.world_size) if layout.rank == 0 else ()
+        self._transport = TransportLog(default_store(), "train", run, layout.rank, ranks)
+        self._policies = PolicyLog(run.run_json) if layout.rank == 0 else None
 
-def _told(
-    settings: TrainSettings, policy: StepPolicy | None
-) -> tuple[str, dict[str, object] | None]:
-    """The policy of a step in words, and how it was chosen, if it was in this step."""
-    if policy is None:
-        return f"{settings.hint.name} {settings.policy.dispatch}", None
-    choice = policy.choice
-    return in_words(policy.policy), None if choice is None else choice.described()
+    def log_transport(self, report: StepReport) -> None:
+        """Log the planes that carry the tensors; Megatron's own schedule has none."""
+        if report.planes is not None:
+            self._transport.publish(report.planes)
+
+    def write(self, step: int, result: StepResult, report: StepReport, seconds: float) -> None:
+        """Write a finished step that took `seconds` in all; every rank calls this. The next steps
+        are planned under its policy."""
+        settings, policy = self._settings, report.policy
+        hint, choice = f"{settings.hint.name} {settings.policy.dispatch}", None
+        if policy is not None:
+            self._batches.follow(policy)
+            if self._policies is not None:
+                self._policies.steered(step, policy.policy.described())
+            hint = describe_choice(policy.policy)
+            choice = None if policy.choice is None else policy.choice.described()
+        pace = self._pace
+        tally = None if pace is None or pace.modelled is None else pace.tally
+        plan = self._batches.plan_figures()
+        self._metrics.write(step, result, report.summary, seconds, tally, plan, hint, choice)
+        self._batches.write_step()
 
 
 def checkpoints_of(
@@ -530,7 +510,7 @@ def checkpoints_of(
     model: ModelChunks,
     metrics: Metrics,
 ) -> "RunCheckpoints | None":
-    """The checkpoints of a run, or None if it saves none. A model that a session goes on with is
+    """Open the checkpoints of a run, or return None if it saves none. The model of a resumed run is
     loaded."""
     if settings.run.save is None:
         return None
@@ -546,21 +526,17 @@ def evaluation_of(
     model: ModelChunks,
     heldout: Callable[[int], Batch] | None,
 ) -> Evaluation | None:
-    """The evaluation of held-out data, or None without such data. It has its own links, so that its
-    steps are numbered separately; it is neither paced nor recorded."""
+    """Make the evaluation of held-out data, or return None without such data. It has its own links,
+    so that its steps are numbered separately; it is neither paced nor recorded."""
     if heldout is None:
         return None
-    schedule = schedule_of(settings, layout.pp_rank, _forget)
+    schedule = schedule_of(settings, layout.pp_rank, discard)
     return Evaluation(settings, layout, model, heldout, schedule)
 
 
-def _forget(_: Record) -> None:
-    pass
-
-
 def introduce(layout: Layout) -> RankInfo:
-    """Publish who this rank is; all ranks call it. Returns that, with the offset of this rank's
-    clock to rank 0's host."""
+    """Publish this rank's place and host; all ranks call it. Returns them, with the offset of this
+    rank's clock to rank 0's host."""
     own = RankInfo(
         rank=layout.rank,
         pp_rank=layout.pp_rank,
@@ -570,16 +546,20 @@ def introduce(layout: Layout) -> RankInfo:
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    return introduction.introduce(
-        *(default_store(), _INTRODUCTIONS, own, layout.world_size, device_at(layout.device)),
-        timeout_s=_MEETING_S,
+    return introduction.publish_rank_info(
+        default_store(),
+        _INTRODUCTIONS,
+        own,
+        layout.world_size,
+        make_device(layout.device),
+        timeout_s=_INTRODUCTION_S,
     )
 
 
 def _introduced(layout: Layout) -> list[RankInfo]:
-    """Who all ranks are, by rank."""
-    return introduction.introduced(
-        default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
+    """The published places and hosts of all ranks, by rank."""
+    return introduction.wait_for_rank_infos(
+        default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_INTRODUCTION_S
     )
 
 
@@ -590,16 +570,17 @@ def schedule_of(
     delays: Delays | None = None,
     pace: Pace | None = None,
 ) -> NativeSchedule | ForwardBackward:
-    """The function that runs this run's steps, paced if `pace` is given: Megatron's own, or ours,
-    which `delays` can slow down."""
+    """Make the function that runs this run's steps, paced if `pace` is given: Megatron's own, or
+    the drop-in, which `delays` can slow down."""
     if settings.policy.dispatch == Dispatch.MEGATRON:
         on_gpu = settings.run.device is DeviceKind.CUDA
         return NativeSchedule(pp_rank, record, CudaTimer() if on_gpu else None, pace=pace)
-    # On one host the launcher finds whoever stops, and gives one that holds the interpreter longer.
+    # On one host the launcher finds a stopped rank, and waits longer for one that holds the
+    # interpreter.
     times = C_CALL if settings.run.nnodes == 1 else 1
     dispatch = DispatchSettings(
         policy=settings.policy,
-        # The loop itself admits and balances microbatches.
+        # `OrderedBatches` admits and balances microbatches.
         hold_features=settings.step.hold_features,
         measure_memory=settings.step.measure_memory,
         grad_order=settings.step.grad_order,

@@ -1,13 +1,13 @@
-"""Paced runs: every task takes as long as the simulator says, while the training is real.
+"""Paced runs: every task takes as long as in the simulator, while the training is real.
 
 Step k of a run with seed S has the costs, jitter factors, delays and stops of `rrfp simulate` under
 seed S + k, drawn by the simulator's own code. Without costs, jitter applies to the real times of
-tasks, which it can only lengthen. Evaluations, a group's rounds and the reduction of gradients keep
-their real times.
+tasks, which it can only lengthen. Evaluations, the agreement of a group and the reduction of
+gradients keep their real times.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_dealing
-from rrfp.planning.balanced_costs import DealtCosts
-from rrfp.planning.order_search import Known, known_of
+from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps
 from rrfp.replay.cost_sources import resolve_costs
-from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
-from rrfp.schedule.admission import Admission, ListedOrders
-from rrfp.schedule.balance import AdmitAcross, Hands, ListedDealings
+from rrfp.runtime.pace import Sleep, reduce_timer_slack, sleep_until
+from rrfp.schedule.admission import Admission
+from rrfp.schedule.balance import AdmitAcross, ListedDealings
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.knobs import Auto
-from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
-from rrfp.simulate.conditions import Conditions, conditions, order_by_costs
+from rrfp.simulate.conditions import Conditions, conditions
 from rrfp.simulate.costs.language_models import check_divided
 from rrfp.simulate.costs.model import Costs, Links
 from rrfp.simulate.jitter import Jitter, parse_jitter
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PaceTally:
-    """How many tasks had modelled times, and how many of them took longer."""
+    """The number of tasks with modelled times, and the number of them that took longer."""
 
     num_tasks: int = 0
     num_over: int = 0
@@ -72,104 +70,58 @@ class StepPacer:
         sleep: Sleep = sleep_until,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`seed` is that of step 0. `shape` has the kinds of the hint. `dp_rank` is the simulator's
-        replica that this one follows."""
-        self._costs = costs
+        """`seed` is that of step 0. `shape` has the kinds of the hint. `dp_rank` is the number of
+        the simulated replica."""
+        self.modelled: ModelledSteps | None = None
+        """The modelled costs of the steps. None: tasks have real times, which jitter lengthens."""
+        if costs is not None:
+            self.modelled = ModelledSteps(costs, jitter, admit, seed, shape, dp_rank)
         self._jitter = jitter
-        self._admit = admit
         self._seed = seed
-        self._shape = shape
         self._pp_rank = pp_rank
         self._replica = dp_rank
         self._sleep = sleep
         self._clock = clock
         self._prepared: tuple[int, Conditions] | None = None
-        self._planned: tuple[int, tuple[int, ...]] | None = None
-        """A step, and its planned order."""
         self.tally = PaceTally()
         """The tally of the step that began last."""
 
-    @property
-    def shape(self) -> Shape:
-        """A step's, with the kinds of its hint."""
-        return self._shape
-
-    @property
-    def has_costs(self) -> bool:
-        """Whether tasks have modelled times; otherwise jitter only lengthens them."""
-        return self._costs is not None
-
-    def order(self, step: int) -> Sequence[int]:
-        """The admission order of a step's microbatches, by their modelled costs."""
-        assert self._costs is not None
-        costs = self._costs.step(self._shape, self._seed + step, self._replica)
-        return order_by_costs(costs, self._admit, step, self._replica)
-
-    def admit_as(self, step: int, order: Sequence[int]) -> None:
-        """The microbatches of a step enter in this order, which was planned."""
-        self._planned = step, tuple(order)
-
-    def known(self, step: int, policy: Policy, num_members: int) -> Known:
-        """What is known of a step before it begins, for a planner of this policy."""
-        assert self._costs is not None
-        return known_of(
-            *(self._costs, self._jitter, policy, self._shape),
-            *(self._seed + step, self._replica, num_members),
-        )
-
-    def hands(self, step: int) -> Hands:
-        """What each replica is dealt of a step's global batch, in the order in which it enters."""
-        costs, shape, seed = self._costs, self._shape, self._seed + step
-        assert isinstance(costs, DealtCosts)
-        return [
-            [
-                hand[index]
-                for index in order_by_costs(
-                    costs.step(shape, seed, replica), self._admit, step, replica
-                )
-            ]
-            for replica, hand in enumerate(costs.hands(shape, seed))
-        ]
-
     def prepare(self, step: int) -> None:
         """Draw the step's conditions before it begins, which takes some ms."""
-        if self._costs is not None:
-            self._prepared = step, self._conditions(self._costs, step, self._shape)
+        if self.modelled is not None:
+            self._prepared = step, self.modelled.conditions(step, self.modelled.shape)
 
     def sizes(self, step: int, shape: Shape) -> Sizes | None:
-        """What the step's microbatches keep on this rank's chunks, by the costs; None if they do
-        not say it."""
-        if self._costs is None:
+        """Return the bytes that the step's microbatches keep on this rank's chunks; None if the
+        costs do not give them."""
+        if self.modelled is None:
             return None
-        prepared = self._prepared
-        if prepared is None or prepared[0] != step or prepared[1].shape != shape:
-            prepared = self._prepared = step, self._conditions(self._costs, step, shape)
-        sizes = prepared[1].costs.sizes
+        drawn = self._conditions(self.modelled, step, shape)
+        self._prepared = step, drawn
+        sizes = drawn.costs.sizes
         return None if sizes is None else sizes.of(shape.stages_of(self._pp_rank))
 
-    def _conditions(self, costs: Costs, step: int, shape: Shape) -> Conditions:
-        seed, admit = self._seed + step, self._admit
-        if self._planned is not None and self._planned[0] == step:
-            admit = ListedOrders("plan", (self._planned[1],))
-        return conditions(costs, self._jitter, admit, shape, seed, self._replica, step)
+    def _conditions(self, modelled: ModelledSteps, step: int, shape: Shape) -> Conditions:
+        """The conditions of a step of this shape: prepared ones, or drawn now."""
+        if self._prepared is not None and self._prepared[0] == step:
+            drawn = self._prepared[1]
+            if drawn.shape == shape:
+                return drawn
+        return modelled.conditions(step, shape)
 
     def start_step(self, step: int, shape: Shape) -> "PacedStep":
-        """The pace of a step that begins now."""
+        """Return the pace of a step that begins now."""
         self.tally = PaceTally()
         seed, replica, count = self._seed + step, self._replica, None
         known: TaskTimes | None = None
-        if self._costs is None:
-            model, links = _measured(self._jitter, shape, seed, replica), Links()
+        if self.modelled is None:
+            model, links = _measured_model(self._jitter, shape, seed, replica), Links()
             stretch = self._jitter.stretch(shape, seed, replica)
         else:
-            prepared, self._prepared = self._prepared, None
-            if prepared is not None and prepared[0] == step and prepared[1].shape == shape:
-                met = prepared[1]
-            else:
-                met = self._conditions(self._costs, step, shape)
-            model, links, stretch = _modelled(met), met.links, met.stretch()
+            drawn, self._prepared = self._conditions(self.modelled, step, shape), None
+            model, links, stretch = _modelled(drawn), drawn.links, drawn.stretch()
             count = self._count
-            known = met.costs.times if met.costs.is_known else None
+            known = drawn.costs.times if drawn.costs.is_known else None
         return PacedStep(
             shape, self._pp_rank, model, known, links, stretch, count, self._sleep, self._clock
         )
@@ -184,16 +136,16 @@ _Model = Callable[[Task, int], int]
 """Gives a task's time before delays and stops, from the time of its work; both in ns."""
 
 
-def _modelled(met: Conditions) -> _Model:
-    times_ns = met.times.by_kind(split=met.shape.splits_backward)
+def _modelled(drawn: Conditions) -> _Model:
+    times_ns = drawn.times.by_kind(split=drawn.shape.splits_backward)
     return lambda task, _: times_ns[task.kind][task.stage][task.microbatch]
 
 
-def _measured(jitter: Jitter, shape: Shape, seed: int, replica: int) -> _Model:
+def _measured_model(jitter: Jitter, shape: Shape, seed: int, replica: int) -> _Model:
     seconds_ns = [[NS_PER_S] * shape.num_microbatches] * shape.num_stages
     times = jitter.times(TaskTimes(seconds_ns, seconds_ns, seconds_ns), shape, seed, replica)
     # Factors that only lengthen are constant per rank.
-    a_second_ns = [of_stage[0] for of_stage in times.forward]
+    a_second_ns = [row[0] for row in times.forward]
     return lambda task, worked_ns: worked_ns * a_second_ns[task.stage] // NS_PER_S
 
 
@@ -212,8 +164,8 @@ class PacedStep:
         sleep: Sleep,
         clock: Callable[[], int],
     ) -> None:
-        """`known` are the times that the costs tell before jitter. `count` is called with how much
-        a task's work exceeded its modelled time, in ns."""
+        """`known` are the modelled times before jitter. `count` is called with the time in ns by
+        which a task's work exceeded its modelled time."""
         self._shape = shape
         self._known_ns = None if known is None else known.by_kind(split=shape.splits_backward)
         self._model = model
@@ -224,7 +176,7 @@ class PacedStep:
         self._clock = clock
         self._start_ns = clock()
         self._due_ns: dict[Task, int] = {}
-        """How long tasks take on a device that have not ended there."""
+        """The times of tasks that a device has not finished yet."""
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
@@ -270,33 +222,32 @@ def make_pace(
     pp_rank: int,
     dp_rank: int,
 ) -> StepPacer | None:
-    """The pace of one rank of a run, with `StepPacer`'s arguments; None if nothing is paced.
+    """Make the pace of one rank of a run, with `StepPacer`'s arguments; None if nothing is paced.
 
-    If something is, the calling thread, and threads that it starts later, sleep precisely from now
-    on.
+    With a pace, the calling thread, and threads that it starts later, sleep precisely from now on.
     """
     if costs is None and not jitter.factors and not jitter.delays_tasks:
         return None
-    sharpen_sleep()
+    reduce_timer_slack()
     return StepPacer(costs, jitter, admit, seed, shape, pp_rank, dp_rank)
 
 
 def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
-    """This rank's pace by the run's settings; None if they do not ask for one."""
+    """Make this rank's pace by the run's settings; None if they do not ask for one."""
     costs, jitter = read_pace(settings)
-    costs = _dealt(costs, settings)
+    costs = _balanced(costs, settings)
     admit = resolve_admission(settings.step.admit, settings.data.microbatches)
     shape = _shape_of(settings)
     return make_pace(costs, jitter, admit, settings.run.seed, shape, layout.pp_rank, layout.dp_rank)
 
 
-def _dealt(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
-    """The costs of what the replicas are dealt, where they are."""
-    dealing = resolve_dealing(settings.step.admit_across)
-    if costs is None or dealing is AdmitAcross.NONE:
+def _balanced(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
+    """The costs with the global batch balanced over the replicas, if the settings ask for it."""
+    across = resolve_dealing(settings.step.admit_across)
+    if costs is None or across is AdmitAcross.NONE:
         return costs
-    listed = dealing if isinstance(dealing, ListedDealings) else None
-    return DealtCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
+    listed = across if isinstance(across, ListedDealings) else None
+    return BalancedCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:
@@ -306,7 +257,7 @@ def _shape_of(settings: "TrainSettings") -> Shape:
 
 
 def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
-    """The costs and the jitter that `pace` and `jitter` name.
+    """Return the costs and the jitter that `pace` and `jitter` name.
 
     Raises UsageError for unknown ones and for combinations that do not work, and RrfpError for a
     run without a complete trace.
@@ -327,13 +278,13 @@ def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
 def check_pace(settings: "TrainSettings") -> None:
     """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline."""
     costs, jitter = read_pace(settings)
-    costs = _dealt(costs, settings)
+    costs = _balanced(costs, settings)
     admit = resolve_admission(settings.step.admit, settings.data.microbatches)
     if costs is None:
-        _measured(jitter, settings.shape, settings.run.seed, 0)
+        _measured_model(jitter, settings.shape, settings.run.seed, 0)
     else:
-        met = conditions(costs, jitter, admit, _shape_of(settings), settings.run.seed, 0, 0)
-        if settings.policy.hold is Auto.AUTO and met.costs.sizes is not None:
+        drawn = conditions(costs, jitter, admit, _shape_of(settings), settings.run.seed, 0, 0)
+        if settings.policy.hold is Auto.AUTO and drawn.costs.sizes is not None:
             raise UsageError(
                 f"--hold auto fills this machine's memory, and the sizes of --pace "
                 f"{settings.run.pace} are those of another; give the hold as a size, such as 40GiB"

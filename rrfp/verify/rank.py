@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from rrfp.megatron.pipeline import discard
 from rrfp.runtime.pace import Delays
-from rrfp.trace.records import Record
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new
 from rrfp.train.data.batches import open_data
@@ -18,6 +18,7 @@ from rrfp.train.launch.process_groups import Layout, seed_random_states
 from rrfp.train.loop import Trainer, schedule_of
 from rrfp.train.models.gpt import whole_name
 from rrfp.train.models.model import build_model
+from rrfp.train.ordered_batches import OrderedBatches
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.sameness import RankResult, learned_file, variants_file
 
@@ -38,15 +39,11 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResult:
     """Train one variant with random delays."""
-
-    def forget(_: Record) -> None:
-        pass
-
     seed_random_states(settings, layout)
     data = open_data(settings)
     model = build_model(settings, layout, data)
-    schedule = schedule_of(settings, layout.pp_rank, forget, delays)
-    batches = data.batches(layout.dp_rank)
+    schedule = schedule_of(settings, layout.pp_rank, discard, delays)
+    batches = OrderedBatches(settings, layout, data)
     gradients: dict[str, str] = {}
 
     def schedule_with_digests(**arguments: Any) -> list[Any]:
@@ -55,7 +52,7 @@ def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResul
             gradients.update(gradients_sha256(model.chunks, settings, layout))
         return losses
 
-    trainer = Trainer(settings, layout, model, batches, schedule_with_digests, forget)
+    trainer = Trainer(settings, layout, model, batches, schedule_with_digests, discard)
     results = [trainer.train_step(step) for step in range(settings.num_steps)]
     schedule.close()
     return RankResult(

@@ -16,7 +16,7 @@ import pytest
 from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cuda_runtime import cuda_problem
+from rrfp.runtime.device.cuda_runtime import check_cuda
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.train.data.text_files import text_files
 from tests.analyze.recordings import make_recording
@@ -147,7 +147,7 @@ def test_a_run_on_a_gpu_where_there_is_none(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert refused("--device", "cuda") == f"rrfp: {cuda_problem()}\n"
+    assert refused("--device", "cuda") == f"rrfp: {check_cuda().problem}\n"
 
 
 def test_more_ranks_than_the_cores_can_start(

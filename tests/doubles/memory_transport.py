@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.runtime.link.channel import Channel, LinkOptions, Output
+from rrfp.runtime.link.channel import Channel, LinkId, LinkOptions, Output
 from rrfp.runtime.link.endpoint import Endpoint
-from rrfp.runtime.link.link_id import LinkId
 from rrfp.runtime.link.receiver import Receiver
 from rrfp.runtime.link.sender import Envelope, Sender
 from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose
@@ -181,7 +180,7 @@ class MemoryNetwork:
             if data:
                 self._put(pipe, data)
             _tell(end, link.wrote(len(data), self.now_ns))
-            if link.channel.has_said_all:
+            if link.channel.has_written_all:
                 pipe.is_shut = True
             if not data:
                 return
@@ -206,7 +205,7 @@ class MemoryNetwork:
         else:
             _tell(end, link.channel.waited(now_ns))
         if link.channel.is_broken:
-            _tell(end, link.channel.lose_gone())
+            _tell(end, link.channel.fail_by_gone_peer())
         self.write(end)
         if link.is_over:
             self._close(end)
@@ -222,7 +221,7 @@ class MemoryNetwork:
                 each.wake_ns = self.now_ns
 
     def _close(self, end: _End) -> None:
-        for words in end.link.channel.last_words():
+        for words in end.link.channel.final_bytes():
             if not end.outgoing.is_unread:
                 self._put(end.outgoing, bytes(words))
         end.outgoing.is_shut = True
@@ -306,10 +305,10 @@ class MemoryTransport:
         )
         self._go_on(end, link.send(envelope))
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
         """Tell `peer` when to expect the input of a task that is still to be sent."""
         link, end = self._destination(peer)
-        number = min(left_ns, MAX_FORECAST_NS)
+        number = min(remaining_ns, MAX_FORECAST_NS)
         self._go_on(end, link.announce(Purpose.FORECAST, step, task, number))
 
     def report(self, peer: int, step: int, task: Task) -> None:

@@ -20,8 +20,7 @@ from typing import cast
 
 import torch
 
-from rrfp.runtime.device.host_memory import memory_at
-from rrfp.runtime.device.interface import Event, Stream
+from rrfp.runtime.device.interface import CPU, Event, Stream
 from rrfp.runtime.pace import sleep_until
 
 POISON = 0xA5
@@ -149,7 +148,7 @@ class SimulatedDevice:
     def time_ns(self, event: Event) -> int:
         return cast(_TimedEvent, event).time_ns
 
-    def relate_clocks(self) -> None:
+    def synchronize_clocks(self) -> None:
         self.synchronize(self.record(self.compute_stream()))
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
@@ -215,7 +214,7 @@ class SimulatedDevice:
         self._poisoner.put(poison)
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        return memory_at(address, num_bytes)
+        return CPU.memory_at(address, num_bytes)
 
     def selected(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -228,7 +227,7 @@ class SimulatedDevice:
         if memory is not None:
             memory.streams.add(_stream(stream))
 
-    def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
+    def use_on_compute_stream(self, tensors: Iterable[torch.Tensor | None]) -> None:
         for tensor in tensors:
             if tensor is not None:
                 self.record_stream(tensor, self.compute_stream())

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from torch.distributed import TCPStore
 
-from rrfp.runtime.device.host_memory import HELPER
+from rrfp.runtime.device.interface import HELPER
 
 T = TypeVar("T")
 

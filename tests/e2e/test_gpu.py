@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.lines import LINES, Line
-from rrfp.runtime.device.cuda_runtime import cuda_problem
+from rrfp.runtime.device.cuda_runtime import check_cuda
 from tests.train.trained import rrfp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="session", autouse=True)
 def _gpu() -> None:
-    problem = cuda_problem()
+    problem = check_cuda().problem
     if problem is not None:
         pytest.skip(problem)
 

@@ -447,6 +447,7 @@ def profile_megatron(settings: dict[str, Any], with_stack: bool) -> PlainRun:
     from rrfp.train.launch.process_groups import parallel_groups, seed_random_states
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
     from rrfp.train.settings import TrainSettings
     from tests.megatron.training import SMALL
 
@@ -472,7 +473,7 @@ def profile_megatron(settings: dict[str, Any], with_stack: bool) -> PlainRun:
         data = open_data(chosen)
         gpt = build_model(chosen, layout, data)
         schedule = schedules.get_forward_backward_func()
-        batches = data.batches(layout.dp_rank)
+        batches = OrderedBatches(chosen, layout, data)
         trainer = Trainer(chosen, layout, gpt, batches, schedule, lambda _: None)
         trainer.train_step(0)
         run.truth.clear()

@@ -66,13 +66,15 @@ def run_steps(
     from rrfp.train.launch.process_groups import seed_random_states
     from rrfp.train.loop import Trainer, run_schedule
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
 
     seed_random_states(settings, layout)
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
     batches = data.batches(layout.dp_rank)
     schedule = schedules.get_forward_backward_func()
-    trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
+    ordered = OrderedBatches(settings, layout, data)
+    trainer = Trainer(settings, layout, gpt, ordered, schedule, lambda _: None)
     looked_at = [batches.batch(0, index) for index in range(settings.data.microbatches)]
     run = NativeRun()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])

@@ -77,10 +77,11 @@ def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
     from rrfp.train.data.batches import open_data
     from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
 
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
-    batches = data.batches(layout.dp_rank)
+    batches = OrderedBatches(settings, layout, data)
     trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
     return [trainer.train_step(step).loss for step in range(settings.num_steps)]
 
@@ -357,7 +358,7 @@ def test_a_function_of_another_module_is_not_megatrons(
 @pytest.mark.parametrize("first", [install, trace_native])
 def test_it_is_called_once(first: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     # Or this process would say in the end that no step has passed by.
-    monkeypatch.setattr(at_end, "call", lambda _: None)
+    monkeypatch.setattr(at_end, "register", lambda _: None)
     first()
     sentence = rf"^{first.__name__}\(\) has replaced Megatron's schedule .* once"
     for asker in (install, trace_native):
@@ -437,7 +438,7 @@ def test_a_schedule_that_a_loop_imports_by_name_is_replaced(
     places: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(at_end, "call", lambda _: None)
+    monkeypatch.setattr(at_end, "register", lambda _: None)
     own = getattr(places[HOME], by_name)
     loop = places["megatron.bridge.training.train"]
     setattr(loop, by_name, own)

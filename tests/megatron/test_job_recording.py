@@ -22,8 +22,8 @@ from rrfp.errors import RrfpError
 from rrfp.megatron.job.recording import RecordingRendezvous
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.transport_log import TransportLog
-from rrfp.runtime.planes.negotiation import AcceptedPlanes
 from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import read_contents

@@ -19,14 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from rrfp.errors import UsageError
 from rrfp.megatron.memory.activation_bytes import ActivationBytes, ActivationCounter
 from rrfp.megatron.step.gradients import CanonicalGradients
-from rrfp.planning.memory_model import (
-    Bound,
-    Features,
-    SizeModel,
-    features_of,
-    nonnegative_least_squares,
-    with_group,
-)
+from rrfp.planning.forecast import Bound, SizeModel, nonnegative_least_squares
+from rrfp.planning.item_costs import Features, features_of, with_group
 from rrfp.schedule.knobs import Bytes
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings

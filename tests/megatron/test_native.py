@@ -224,6 +224,7 @@ def chunks_and_microbatches() -> list[tuple[int, int]]:
     from rrfp.train.loop import Trainer
     from rrfp.train.models.gpt import forward_step
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
 
     settings = TrainSettings(
         **{**SMALL, "pp": 3, "chunks": 2, "layers": 6, "microbatches": 6, "dispatch": "megatron"}
@@ -247,7 +248,8 @@ def chunks_and_microbatches() -> list[tuple[int, int]]:
                     **{**arguments, "forward_step_func": spy}
                 )
 
-        trainer = Trainer(settings, layout, gpt, batches, Spied(), lambda _: None)
+        ordered = OrderedBatches(settings, layout, data)
+        trainer = Trainer(settings, layout, gpt, ordered, Spied(), lambda _: None)
         trainer.train_step(0)
     return found
 

@@ -18,22 +18,19 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.megatron.batch_balancer import Dealer
 from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData
-from rrfp.planning.collectives import packed, unpacked
-from rrfp.planning.step_files import AssignmentFile
+from rrfp.planning.collectives import decode_items, encode_items
+from rrfp.planning.step_admission import StepAdmission, StepFile
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.admission import Admit, format_admission, parse_admission, pyramid
-from rrfp.schedule.balance import AdmitAcross, parse_dealings
+from rrfp.schedule.admission import format_admission, parse_admission, pyramid
+from rrfp.schedule.balance import parse_dealings
 from rrfp.schedule.named_hints import AUTO, AutoHint
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.checkpoints.reading import differences
 from rrfp.train.checks import check_settings
 from rrfp.train.data.batches import Batch
-from rrfp.train.launch.process_groups import Layout
-from rrfp.train.planning import AdmissionFile
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 from tests.megatron.native_runs import run_script
@@ -104,14 +101,14 @@ def test_draws_that_move_random_states_are_not_looked_at() -> None:
 def test_another_iterator_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     both = AheadIterators()
     first, second = iter(range(4)), iter(range(4))
-    (looked,) = both.put_in([first])
+    (looked,) = both.wrap([first])
     assert looked.look(2) == [0, 1]
     with caplog.at_level(logging.WARNING):
-        assert list(both.put_in([second])[0]) == [0, 1, 2, 3]
+        assert list(both.wrap([second])[0]) == [0, 1, 2, 3]
     assert "2 items that were drawn ahead wait for the one before" in caplog.text
-    assert list(both.put_in([first])[0]) == [0, 1, 2, 3]
-    assert both.put_in([[1, 2], None]) == [[1, 2], None]
-    assert both.put_in([second, second]) == [second, second]
+    assert list(both.wrap([first])[0]) == [0, 1, 2, 3]
+    assert both.wrap([[1, 2], None]) == [[1, 2], None]
+    assert both.wrap([second, second]) == [second, second]
 
 
 def test_a_planned_run_trains_as_in_that_order() -> None:
@@ -131,7 +128,7 @@ def train_planned(layout: Any, settings: dict[str, Any]) -> bool:
         in_order = iter([items[number] for number in order])
         assert rig.run(native(), num_microbatches=NUM, data=in_order) == outcome
         (links,) = [each for each in schedule._links.values() if each.planner is not None]
-        planned += links.planner.last is not None
+        planned += links.planner.figures is not None
         if planned == 2:
             break
         if layout.rank == 0:
@@ -147,7 +144,7 @@ def train_planned(layout: Any, settings: dict[str, Any]) -> bool:
 
 
 # The drop-in admits a step's items in another order than they come in: it learns what Megatron's
-# own schedule learns from items that come in that order, whoever has data.
+# own schedule learns from items that come in that order, no matter which ranks have data.
 
 
 class Unhashable:
@@ -190,7 +187,7 @@ def follow_and_fail(layout: Any, settings: dict[str, Any]) -> bool:
 
 
 def follow_a_file(rig: Rig, items: list[Batch], order: list[int], expected: Outcome) -> None:
-    """Its lines are those of the steps that train."""
+    """Lines of an admission file count for training steps only."""
     lines = [" ".join(map(str, each)) for each in (order, range(NUM))]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(lines))
@@ -270,7 +267,7 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
             raise ArithmeticError("too heavy")
         return float(item["tokens"].numel())
 
-    def owes(item: Batch) -> float:
+    def weighs_less(item: Batch) -> float:
         return -1.0
 
     cases: list[tuple[Any, list[Any], int, str, str]] = [
@@ -293,10 +290,10 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
             [{**item, "of": Rig} if layout.dp_rank == 1 else item for item in items],
             1,
             "a type in an item of the data iterator cannot be sent to another replica",
-            "rank 1 could not send the microbatches that it deals away; its own error says why",
+            "rank 1 could not send the microbatches that are assigned to other replicas; its own",
         ),
         (
-            ours(admit_across="replicas", admit_cost=owes),
+            ours(admit_across="replicas", admit_cost=weighs_less),
             items,
             layout.dp_rank,
             "the cost of a microbatch is -1, and --admit-across adds costs up",
@@ -311,8 +308,8 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
         else:
             # A file that only the first replica reads may be another one elsewhere.
             Path(file.name).write_text("0; 1")
-            told = "the first rank of the first replica could not deal"
-            cases.append((ours(admit_across=file.name), items, 0, "", told))
+            complaint = "the first rank of the first replica could not balance"
+            cases.append((ours(admit_across=file.name), items, 0, "", complaint))
         for schedule, given, failing, own, others in cases:
             fails_here = failing == layout.dp_rank
             with pytest.raises(
@@ -326,11 +323,11 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
     return True
 
 
-def test_one_replica_has_nobody_to_deal_to() -> None:
-    groups = SimpleNamespace(dp=SimpleNamespace(size=lambda: 1))
-    dealer = Dealer(AdmitAcross.REPLICAS, Admit.GIVEN)
-    with pytest.raises(UsageError, match="deals to data-parallel replicas and there is 1"):
-        dealer.order(0, None, list, 4, groups, torch.device("cpu"))  # type: ignore[arg-type]
+def test_one_replica_has_nothing_to_balance() -> None:
+    replicas = SimpleNamespace(size=lambda: 1)
+    admission = StepAdmission(DispatchSettings(admit_across="replicas"))
+    with pytest.raises(UsageError, match="over data-parallel replicas and there is 1; leave it"):
+        admission.assign(0, list, 4, None, replicas, torch.device("cpu"))
 
 
 def test_items_travel_as_they_are_and_take_nothing_along() -> None:
@@ -344,9 +341,9 @@ def test_items_travel_as_they_are_and_take_nothing_along() -> None:
         7: torch.tensor(5),
         "more": [1, 2.5, float("inf"), True, None, "text", (b"bytes", {"deep": [()]})],
     }
-    parcel = packed([(0, 3, item)])
-    assert len(parcel) < 3000
-    ((chunk, place, found),) = unpacked(parcel, torch.device("cpu"))
+    payload = encode_items([(0, 3, item)])
+    assert len(payload) < 3000
+    ((chunk, place, found),) = decode_items(payload, torch.device("cpu"))
     assert (chunk, place) == (0, 3)
     assert found.keys() == item.keys()
     assert found["more"] == item["more"]
@@ -357,27 +354,27 @@ def test_items_travel_as_they_are_and_take_nothing_along() -> None:
 
 
 @pytest.mark.parametrize(
-    "parcel",
+    "payload",
     [
         b"",
         b"\xff" * 100,
-        packed([1, 2])[:-1],
-        packed({"a": torch.ones(3)})[:-1],
-        packed("text").replace(b"text", b'te"t'),
-        packed(torch.ones(1)).replace(b"float32", b"manual_"),
-        packed(torch.ones(1)).replace(b'["tensor"]', b'["import"]'),
+        encode_items([1, 2])[:-1],
+        encode_items({"a": torch.ones(3)})[:-1],
+        encode_items("text").replace(b"text", b'te"t'),
+        encode_items(torch.ones(1)).replace(b"float32", b"manual_"),
+        encode_items(torch.ones(1)).replace(b'["tensor"]', b'["import"]'),
     ],
     ids=range(7),
 )
-def test_what_is_garbled_is_not_read(parcel: bytes) -> None:
+def test_what_is_garbled_is_not_read(payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"is not|cut short|Expecting|delimiter|decode"):
-        unpacked(parcel, torch.device("cpu"))
+        decode_items(payload, torch.device("cpu"))
 
 
 def test_what_cannot_be_sent_is_named() -> None:
     for value in (object(), {1, 2}, torch.eye(2).to_sparse(), NoStreams):
         with pytest.raises(UsageError, match="in an item of the data iterator cannot be sent to"):
-            packed([value])
+            encode_items([value])
 
 
 class NoStreams:
@@ -407,36 +404,37 @@ def test_a_chunk_that_draws_nothing_is_left_out_from_then_on() -> None:
 
 def test_the_file_keeps_the_steps_that_a_run_goes_on_from(tmp_path: Path) -> None:
     path = tmp_path / "dealing.csv"
-    file = AssignmentFile(path, 2, 2)
-    for hands in ([[3, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]):
-        file.write(hands)
+    given = [range(2), range(2, 4)]
+    file = StepFile(path, given)
+    for assignment in ([[3, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        file.write(assignment)
     file.close()
     with path.open("a") as torn:
         torn.write("0 1; 2")
-    file = AssignmentFile(path, 2, 2, first_step=1)
+    file = StepFile(path, given, first_step=1)
     file.write([[2, 3], [0, 1]])
     file.close()
     assert path.read_text() == "3 0; 1 2\n2 3; 0 1\n"
     # Elsewhere nothing is known of what came before.
     elsewhere = tmp_path / "other.csv"
-    AssignmentFile(elsewhere, 2, 2, first_step=2).close()
+    StepFile(elsewhere, given, first_step=2).close()
     assert elsewhere.read_text() == "0 1; 2 3\n" * 2
     assert len(parse_dealings(path.read_text(), "file").steps) == 2
 
 
 @pytest.mark.slow
-def test_a_dealt_run_goes_on_and_is_repeated_from_its_file(tmp_path: Path) -> None:
+def test_a_balanced_run_goes_on_and_is_repeated_from_its_file(tmp_path: Path) -> None:
     """Under other hints, too."""
     lengths: dict[str, Any] = {"variable_lengths": True, "seq_length": 48, "pp": 4, "dp": 2}
-    dealt = {**lengths, "admit": "pyramid", "admit_across": "replicas"}
-    run = checkpointed.train(tmp_path / "whole", 4, **dealt)
+    balanced = {**lengths, "admit": "pyramid", "admit_across": "replicas"}
+    run = checkpointed.train(tmp_path / "whole", 4, **balanced)
     lines = run.dealing.read_text()
     assert len(lines.splitlines()) == 4
     expected = checkpointed.tensors_of(checkpointed.newest(tmp_path / "whole"))
 
     parted = tmp_path / "parted"
-    checkpointed.train(parted, 2, **dealt, hint="f-first")
-    resumed = checkpointed.train(parted, 4, **dealt, hint="bfw", resume=True)
+    checkpointed.train(parted, 2, **balanced, hint="f-first")
+    resumed = checkpointed.train(parted, 4, **balanced, hint="bfw", resume=True)
     assert resumed.dealing.read_text() == lines
     assert_same(parted, expected)
 
@@ -456,16 +454,16 @@ def assert_same(directory: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_recorded_job_writes_down_what_it_deals_and_repeats_it(tmp_path: Path) -> None:
-    first = job(tmp_path / "dealt", "--admit-across", "replicas", "--hint", "bfw")
-    lines = (tmp_path / "dealt" / "run" / "dealing.csv").read_text()
+    first = job(tmp_path / "balanced", "--admit-across", "replicas", "--hint", "bfw")
+    lines = (tmp_path / "balanced" / "run" / "dealing.csv").read_text()
     assert len(parse_dealings(lines, "file").steps) == SMALL["steps"]
-    listed = str(tmp_path / "dealt" / "run" / "dealing.csv")
+    listed = str(tmp_path / "balanced" / "run" / "dealing.csv")
     assert job(tmp_path / "listed", "--admit-across", listed) == first
     assert (tmp_path / "listed" / "run" / "dealing.csv").read_text() == lines
 
 
 def job(out: Path, *options: str) -> list[dict[str, Any]]:
-    """What the ranks of a job of two replicas saw under `rrfp run`."""
+    """Run a job of two replicas under `rrfp run`, and return the results of its ranks."""
     out.mkdir()
     settings = json.dumps(REPLICAS)
     options = (*options, "--out", str(out / "run"))
@@ -522,9 +520,9 @@ def test_hints_change_and_the_training_does_not(layout: dict[str, Any]) -> None:
         assert chosen.losses == plain.losses
         assert chosen.grad_norms == plain.grad_norms
         assert chosen.parameters_sha256 == plain.parameters_sha256
-    steered = [[replace(each, choice=None) for each in chosen.policies] for _, chosen in ranks]
-    assert all(each == steered[0] for each in steered)
-    names = [each.hint_name for each in steered[0]]
+    policies = [[replace(each, choice=None) for each in chosen.policies] for _, chosen in ranks]
+    assert all(each == policies[0] for each in policies)
+    names = [each.hint_name for each in policies[0]]
     # One step warms up, three are measured, and their tables come two steps later.
     assert names[:6] == ["gpipe"] * 6
     assert "gpipe" not in names[6:]
@@ -598,15 +596,11 @@ def plan_then_repeat() -> tuple[RankRun, RankRun]:
 
 def test_a_run_that_goes_on_goes_on_in_its_file(tmp_path: Path) -> None:
     path = tmp_path / "admission.csv"
-    layout = Layout(
-        pp=1, tp=1, dp=1, ep=1, chunks=1, placement=TrainSettings().layout.placement,
-        pp_rank=0, tp_rank=0, dp_rank=0, ep_rank=0,
-    )  # fmt: skip
 
     def write(first_step: int, *orders: list[int]) -> tuple[tuple[int, ...], ...]:
-        file = AdmissionFile(path, layout, 3, first_step)
+        file = StepFile(path, [range(3)], first_step)
         for order in orders:
-            file.write(order)
+            file.write([order])
         file.close()
         return parse_admission(path.read_text(), "file").orders
 

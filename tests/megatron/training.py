@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.protocols import StepSummary
+from rrfp.schedule.admission import Admit
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Record, TaskRecord
 from rrfp.train.checks import check_settings
@@ -80,33 +81,27 @@ def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
     from rrfp.train.launch.process_groups import seed_random_states
     from rrfp.train.loop import Trainer, evaluation_of, schedule_of
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
     from rrfp.train.pacing import pace_of
-    from rrfp.train.planning import run_dealing, run_planner
 
     check_settings(settings)
     run = RankRun()
     seed_random_states(settings, layout)
     data = open_data(settings)
-    batches = data.batches(layout.dp_rank)
     gpt = build_model(settings, layout, data)
     pace = pace_of(settings, layout)
     # By a number of simulations, so that steps of some milliseconds are planned as well.
-    planner = run_planner(settings, run.records.append, pace, num_simulations=24)
-    record = run.records.append if planner is None else planner.record
-    schedule = schedule_of(settings, layout.pp_rank, record, pace=pace)
-    trainer = Trainer(
-        *(settings, layout, gpt, batches, schedule, run.records.append),
-        planner=planner,
-        dealing=run_dealing(settings, layout, data, pace),
-    )
+    batches = OrderedBatches(settings, layout, data, run.records.append, pace, 24)
+    schedule = schedule_of(settings, layout.pp_rank, batches.record, pace=pace)
+    trainer = Trainer(settings, layout, gpt, batches, schedule, run.records.append)
     evaluation = evaluation_of(settings, layout, gpt, data.heldout)
     for step in range(settings.num_steps):
         result = trainer.train_step(step)
         if evaluation is not None and evaluation.is_due(step):
             run.heldout_losses.append(evaluation.loss())
-        if planner is not None:
-            run.orders.append(list(planner.order_of_step))
-            run.plans.append(planner.described())
+        if settings.step.admit == Admit.PLAN:
+            run.orders.append(list(batches.order))
+            run.plans.append(batches.plan_figures())
         assert schedule.report is not None
         if schedule.report.policy is not None:
             run.policies.append(schedule.report.policy)
@@ -115,8 +110,7 @@ def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
         run.tokens.append(result.tokens)
         run.summaries.append(schedule.report.summary)
     schedule.close()
-    if planner is not None:
-        planner.close()
+    batches.close()
     if evaluation is not None:
         evaluation.close()
     digest = hashlib.sha256()

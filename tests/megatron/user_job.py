@@ -53,11 +53,13 @@ def train(settings: Any, layout: Any, schedule: Any, *, evaluates: bool) -> dict
     from rrfp.train.data.batches import open_data
     from rrfp.train.loop import Trainer, run_schedule
     from rrfp.train.models.model import build_model
+    from rrfp.train.ordered_batches import OrderedBatches
 
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
     batches = data.batches(layout.dp_rank)
-    trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
+    ordered = OrderedBatches(settings, layout, data)
+    trainer = Trainer(settings, layout, gpt, ordered, schedule, lambda _: None)
     looked_at = [batches.batch(0, index) for index in range(settings.data.microbatches)]
     seen: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": []}
     for step in range(settings.num_steps):

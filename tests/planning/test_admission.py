@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp import inputs as text_files
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission
+from rrfp.planning.modelled_costs import ModelledSteps
+from rrfp.planning.step_admission import StepAdmission
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit, ListedOrders, admission_order, parse_admission, pyramid
@@ -25,7 +28,6 @@ from rrfp.simulate.jitter import NO_JITTER, parse_jitter
 from rrfp.simulate.world import TaskTimes
 from rrfp.train.checks import check_settings
 from rrfp.train.pacing import make_pace
-from rrfp.train.planning import run_order
 from rrfp.train.settings import TrainSettings
 from tests.properties.cases import examples
 
@@ -72,7 +74,7 @@ FIGURES = re.findall(
     (ROOT / "docs" / "reference" / "costs.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
-"""Of docs/reference/costs.md: the hint, what is held, and a figure for each of `COLUMNS`."""
+"""The rows of docs/reference/costs.md: the hint, the hold, and a figure for each of `COLUMNS`."""
 
 
 def test_the_table_of_the_presets_is_found() -> None:
@@ -240,16 +242,24 @@ def test_other_bytes_than_text_are_refused(tmp_path: Path, monkeypatch: pytest.M
 SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
 
 
-def test_what_is_known_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def order_of(
+    settings: TrainSettings, step: int, modelled: ModelledSteps | None = None, groups: Any = None
+) -> list[int]:
+    """The order of a step of four items."""
+    num = settings.data.microbatches
+    items: Any = SimpleNamespace(items=lambda: "abcd")
+    admission = StepAdmission(settings.step, num, modelled)
+    return list(admission.order(step, items, num, groups, dict, torch.device("cpu")))
+
+
+def test_what_is_known_without_the_data(tmp_path: Path) -> None:
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     groups = SimpleNamespace(tp=alone, cp=alone, pp=alone)
-    monkeypatch.setattr("rrfp.train.planning.step_groups", lambda *_: groups)
-    order = run_order(TrainSettings(**SIZES))
-    assert list(order(7, "abcd")) == [0, 1, 2, 3]
+    assert order_of(TrainSettings(**SIZES), 7) == [0, 1, 2, 3]
     path = tmp_path / "order.csv"
     path.write_text("3,2,1,0\n1,0,3,2\n")
-    order = run_order(TrainSettings(**SIZES, admit=str(path)))
-    assert [list(order(step, "abcd")) for step in range(3)] == [
+    listed = TrainSettings(**SIZES, admit=str(path))
+    assert [order_of(listed, step, groups=groups) for step in range(3)] == [
         [3, 2, 1, 0],
         [1, 0, 3, 2],
         [3, 2, 1, 0],
@@ -263,16 +273,17 @@ def test_modelled_costs_say_what_is_heavy() -> None:
         pace = make_pace(
             costs, NO_JITTER, Admit.PYRAMID, settings.run.seed, settings.shape, 1, replica
         )
-        order = run_order(settings, pace)
+        assert pace is not None
         for step in range(3):
             times = costs.step(settings.shape, settings.run.seed + step, replica).times
-            assert list(order(step, "abcd")) == pyramid(weights_ns(times))
+            assert order_of(settings, step, pace.modelled) == pyramid(weights_ns(times))
 
 
 def test_a_pace_that_models_nothing_says_nothing() -> None:
     settings = TrainSettings(**SIZES, jitter="J1")
     pace = make_pace(None, parse_jitter("J1"), Admit.GIVEN, settings.run.seed, settings.shape, 1, 0)
-    assert list(run_order(settings, pace)(0, "abcd")) == [0, 1, 2, 3]
+    assert pace is not None
+    assert order_of(settings, 0, pace.modelled) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

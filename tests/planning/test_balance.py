@@ -13,7 +13,7 @@ from rrfp.cli.simulate.rows import settings_of
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_dealing
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.planning.balanced_costs import DealtCosts, times_by_rank
+from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps, times_by_rank
 from rrfp.planning.trials import Setting, run_settings, with_budget
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.balance import (
@@ -152,8 +152,8 @@ V = Shape(4, 8, 2, Placement.V)
 
 def test_dealt_costs_are_those_of_all_replicas() -> None:
     given = preset("multimodal")
-    dealt = DealtCosts(given, 3)
-    hands = dealt.hands(V, 7)
+    dealt = BalancedCosts(given, 3)
+    hands = dealt.assignment(V, 7)
     steps = [given.step(V, 7, replica) for replica in range(3)]
     assert {number // 8 for number in hands[0]} == {0, 1, 2}
     for replica, hand in enumerate(hands):
@@ -176,31 +176,29 @@ def test_what_is_not_known_cannot_be_dealt() -> None:
         def step(self, *place: object) -> object:
             return replace(preset("uniform").step(V, 0, 0), is_known=False)
 
-    costs: Costs = DealtCosts(Unknown(), 2)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="deals by what is known before the step, and these"):
+    costs: Costs = BalancedCosts(Unknown(), 2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="balances by what is known before the step, and these"):
         costs.step(V, 0, 0)
 
 
 def test_a_paced_run_takes_what_the_simulator_deals(tmp_path: Path) -> None:
     shape = TrainSettings(pp=4, microbatches=8, chunks=2, placement="v").shape
-    costs = DealtCosts(preset("multimodal"), 2, None, 100)
-    paces = [
-        make_pace(costs, NO_JITTER, Admit.PYRAMID, 100, shape, 1, replica) for replica in range(2)
-    ]
-    first, second = paces
-    assert first is not None
-    assert second is not None
-    hands = [first.hands(step) for step in range(3)]
-    assert hands == [second.hands(step) for step in range(3)]
+    costs = BalancedCosts(preset("multimodal"), 2, None, 100)
+    first, second = (
+        ModelledSteps(costs, NO_JITTER, Admit.PYRAMID, 100, shape, replica) for replica in range(2)
+    )
+    hands = [first.assignment(step) for step in range(3)]
+    assert hands == [second.assignment(step) for step in range(3)]
     for step, of_step in enumerate(hands):
-        for own, asked in zip(of_step, costs.hands(shape, 100 + step), strict=True):
+        for own, asked in zip(of_step, costs.assignment(shape, 100 + step), strict=True):
             assert sorted(own) == list(asked)
             assert own != sorted(own)
     listed = parse_dealings("".join(map(format_dealing, hands)), "file")
-    again = DealtCosts(preset("multimodal"), 2, listed, 100)
+    again = BalancedCosts(preset("multimodal"), 2, listed, 100)
     repeated = make_pace(again, NO_JITTER, Admit.GIVEN, 100, shape, 1, 1)
     assert repeated is not None
-    assert [repeated.hands(step) for step in range(3)] == hands
+    assert repeated.modelled is not None
+    assert [repeated.modelled.assignment(step) for step in range(3)] == hands
 
 
 def rows_of(num_replicas: int, seeds: range) -> list[float]:
@@ -217,7 +215,7 @@ def rows_of(num_replicas: int, seeds: range) -> list[float]:
             admit=Admit.PYRAMID,
             num_replicas=num_replicas,
         )
-        for costs in (given, DealtCosts(given, num_replicas))
+        for costs in (given, BalancedCosts(given, num_replicas))
     ]
     return [row.mean_s for row in run_settings(settings, seeds)]
 

@@ -16,11 +16,11 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.planning.candidates import (
     LEAST_GAIN,
     Candidate,
-    KnownSteps,
+    MeasuredSteps,
     candidates_of,
     choose,
+    describe_choice,
     fits,
-    in_words,
 )
 from rrfp.planning.step_policy import StepPolicies
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
@@ -49,7 +49,7 @@ ONE = Shape(4, 8)
 
 
 def names(asked: Policy, shape: Shape, **more: Any) -> set[str]:
-    return {in_words(each.policy) for each in candidates_of(asked, shape, **more)}
+    return {describe_choice(each.policy) for each in candidates_of(asked, shape, **more)}
 
 
 def test_auto_begins_with_what_is_good_in_most_cases() -> None:
@@ -89,8 +89,8 @@ def test_candidates_fit_the_shape_and_the_bounds() -> None:
 
 
 def playing(times: Mapping[str, Sequence[int | None]]) -> Callable[[Candidate, int], int | None]:
-    """What steps take, by candidate; 1000 ns under others."""
-    return lambda candidate, step: times.get(in_words(candidate.policy), [1000] * 8)[step]
+    """Play steps with these times in ns by candidate, and 1000 ns under others."""
+    return lambda candidate, step: times.get(describe_choice(candidate.policy), [1000] * 8)[step]
 
 
 def test_the_best_one_on_all_steps_is_chosen() -> None:
@@ -98,7 +98,7 @@ def test_the_best_one_on_all_steps_is_chosen() -> None:
     lucky = [850] + [1200] * 7
     choice = choose(candidates, playing({"bf ready": lucky, "v-half ready": [900] * 8}), 8)
     assert choice is not None
-    assert in_words(choice.chosen.candidate.policy) == "v-half ready"
+    assert describe_choice(choice.chosen.candidate.policy) == "v-half ready"
     assert choice.chosen.mean_ns == 900
     assert choice.num_candidates > len(candidates)
     assert choice.num_simulations < 8 * choice.num_candidates
@@ -112,7 +112,7 @@ def test_it_changes_only_for_a_gain_above_the_noise() -> None:
         choice = choose(candidates, playing({"bf ready": times}), 8, current)
         assert choice is not None
         assert choice.kept is not None
-        return in_words(choice.chosen.candidate.policy)
+        return describe_choice(choice.chosen.candidate.policy)
 
     assert chosen([990] * 8) == "bf ready"
     assert chosen([round(1000 * (1 - LEAST_GAIN)) + 1] * 8) == "zb-v ready"
@@ -127,11 +127,11 @@ def test_what_does_not_fit_is_never_chosen() -> None:
         candidates,
         playing(fails),
         8,
-        next(each for each in candidates if in_words(each.policy) == "bf ready"),
+        next(each for each in candidates if describe_choice(each.policy) == "bf ready"),
     )
     assert choice is not None
     assert choice.kept is None
-    assert in_words(choice.chosen.candidate.policy) != "bf ready"
+    assert describe_choice(choice.chosen.candidate.policy) != "bf ready"
     assert choose(candidates, lambda *_: None, 8) is None
 
 
@@ -144,7 +144,7 @@ def test_an_order_that_keeps_too_much_in_bytes_is_left_out() -> None:
     assert not fits(policy, shape, sizes, [10 * slots - 1] * 4)
     assert fits(replace(policy, dispatch=Dispatch.READY), shape, sizes, [1] * 4)
     ones = TaskTimes(*([[[1] * 8] * 8] * 3))
-    known = KnownSteps([[lambda _: World(ones, sizes=sizes)]], [10 * slots - 1] * 4)
+    known = MeasuredSteps([[lambda _: World(ones, sizes=sizes)]], [10 * slots - 1] * 4)
     assert known.play(Candidate(policy, shape), 0) is None
     ready = replace(policy, dispatch=Dispatch.READY, hold=Bytes(10 * slots - 1))
     assert known.play(Candidate(ready, shape), 0)
@@ -195,7 +195,7 @@ def test_a_choice_does_not_look_at_the_steps_that_are_played() -> None:
     assert chosen.policy.hint.name != "auto"
 
 
-def test_steps_are_described_by_what_steered_them() -> None:
+def test_steps_are_described_by_their_policies() -> None:
     one, two = {"hint": "bf"}, {"hint": "zb-v"}
     assert policies_by_step([one, one]) == {}
     assert policies_by_step([one, two, two, one]) == {
@@ -253,7 +253,7 @@ def usual_ns(name: str, shape: Shape, latency_ns: int) -> int:
 
 
 def megatrons_ns(shape: Shape, latency_ns: int) -> int:
-    """Its order binds, and messages travel beside the work."""
+    """A setting whose order binds, and whose messages travel beside the work."""
     order = HINTS["1f1b" if shape.num_chunks == 1 else "interleaved"].on(shape)
     policy = Policy(order, dispatch=Dispatch.FIXED)
     return time_ns(policy, replace(shape, kinds=kinds_of(order)), latency_ns)
@@ -325,7 +325,7 @@ def test_auto_begins_and_chooses_among_policies_that_do_not_lose(shape: Shape) -
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "warning"),
     [
         ("--pp 48 --limit 32", "limit 32 cannot fill a pipeline of 48 stages"),
         ("--pp 48 --hold 20 --hint bfw", "use 96 or more, or leave --hold out"),
@@ -333,13 +333,13 @@ def test_auto_begins_and_chooses_among_policies_that_do_not_lose(shape: Shape) -
         ("--pp 8 --chunks 2 --limit 20 --hint interleaved", "use 46 or more"),
     ],
 )
-def test_a_bound_that_cannot_fill_the_pipeline_tells_its_price(
-    run: Run, given: str, told: str
+def test_a_bound_that_cannot_fill_the_pipeline_warns_of_the_cost(
+    run: Run, given: str, warning: str
 ) -> None:
     code, _, err = run("simulate", "--microbatches", "192", *given.split())
     assert code == 0
     assert err.count("Warning: ") == 1
-    assert told in " ".join(err.split())
+    assert warning in " ".join(err.split())
 
 
 def test_the_price_is_what_a_step_takes(run: Run) -> None:
@@ -371,12 +371,12 @@ def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         policies.warn_once(Shape(8, 32))
     StepPolicies(DispatchSettings().policy).warn_once(Shape(64, 512))
-    (told,) = caplog.messages
-    assert "limit 4 cannot fill a pipeline of 8 stages" in told
-    assert "use 16 or more, or leave --limit out" in told
+    (warning,) = caplog.messages
+    assert "limit 4 cannot fill a pipeline of 8 stages" in warning
+    assert "use 16 or more, or leave --limit out" in warning
 
 
-def test_a_job_is_told_once_that_it_may_keep_nearly_all_microbatches(
+def test_a_job_is_warned_once_that_it_may_keep_nearly_all_microbatches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policies = StepPolicies(DispatchSettings().policy)
@@ -391,9 +391,9 @@ def test_a_job_is_told_once_that_it_may_keep_nearly_all_microbatches(
         (DispatchSettings(hold=64), Shape(8, 64, 2)),
     ]:
         StepPolicies(quiet.policy).warn_once(shape)
-    (told,) = caplog.messages
-    assert "bf over 2 chunks fills the pipeline only without a limit" in told
-    assert "nearly all 64 microbatches, where interleaved 1F1B keeps those of about 12" in told
+    (warning,) = caplog.messages
+    assert "bf over 2 chunks fills the pipeline only without a limit" in warning
+    assert "nearly all 64 microbatches, where interleaved 1F1B keeps those of about 12" in warning
 
 
 def test_runs_state_the_limit_that_they_had() -> None:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.planning import process_pool as many
-from rrfp.planning.forecast import CostModel, MeasuredTasks
-from rrfp.planning.order_search import Known, NoisySteps, known_of, noise_of, plan_entry
-from rrfp.planning.process_pool import PlannerProcess
+from rrfp.planning import order_search as many
+from rrfp.planning.forecast import MeasuredTasks, StepModel
+from rrfp.planning.modelled_costs import forecast_step, noise_of
+from rrfp.planning.order_search import NoisySteps, StepForecast, plan_order
+from rrfp.planning.planner_process import PlannerProcess
 from rrfp.planning.trials import Row, Setting, Trial, num_plans, run_settings
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import Hint, kinds_of
@@ -47,8 +48,8 @@ POLICY, SHAPE = fitted(
 )
 
 
-def known(seed: int, **changes: object) -> Known:
-    found = known_of(COSTS, JITTER, POLICY, SHAPE, seed, 0)
+def known(seed: int, **changes: object) -> StepForecast:
+    found = forecast_step(COSTS, JITTER, POLICY, SHAPE, seed, 0)
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
@@ -64,16 +65,16 @@ def setting(admit: Admit = Admit.PLAN, num: int = 60) -> Setting:
 
 
 def test_a_plan_depends_on_nothing_else() -> None:
-    plan = plan_entry(known(1), 60)
-    assert plan == plan_entry(known(1), 60)
+    plan = plan_order(known(1), 60)
+    assert plan == plan_order(known(1), 60)
     assert sorted(plan.order) == list(range(12))
-    assert plan != plan_entry(known(1, key=(2, 0)), 60)
-    assert plan_entry(known(1), 1).order == known(1).pyramid
+    assert plan != plan_order(known(1, key=(2, 0)), 60)
+    assert plan_order(known(1), 1).order == known(1).pyramid
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_plan_is_never_worse_by_its_own_estimate(seed: int) -> None:
-    plan = plan_entry(known(seed), 40)
+    plan = plan_order(known(seed), 40)
     assert plan.predicted_ns <= plan.pyramid_ns
     if plan.order == known(seed).pyramid:
         assert plan.predicted_ns == plan.pyramid_ns
@@ -89,14 +90,14 @@ def test_plans_gain_on_noise_that_they_never_saw() -> None:
 def test_without_noise_a_plan_predicts_what_is_played() -> None:
     quiet = replace(setting(), jitter=NO_JITTER)
     (row,) = run_settings([quiet], [7])
-    plan = plan_entry(known_of(COSTS, NO_JITTER, POLICY, SHAPE, 7, 0), 60)
+    plan = plan_order(forecast_step(COSTS, NO_JITTER, POLICY, SHAPE, 7, 0), 60)
     assert row.trials[0].makespan_ns == plan.predicted_ns < plan.pyramid_ns
 
 
 def test_one_microbatch_has_one_order() -> None:
     asked = Policy(HINTS["zb-v"], hold=4)
     policy, shape = fitted(asked, Shape(4, 1, 2, Placement.V), counts_places=False)
-    plan = plan_entry(known_of(COSTS, JITTER, policy, shape, 1, 0), 60)
+    plan = plan_order(forecast_step(COSTS, JITTER, policy, shape, 1, 0), 60)
     assert (plan.order, plan.num_candidates) == ((0,), 1)
 
 
@@ -138,7 +139,7 @@ def test_costs_that_are_not_known_are_not_planned() -> None:
 
 
 def test_a_process_that_is_stopped_is_named() -> None:
-    process = PlannerProcess("rrfp.planning.order_search_main")
+    process = PlannerProcess("plan_simulated_steps")
     try:
         os.kill(process.pid, signal.SIGSTOP)
         assert process.send((known(1), 10))
@@ -154,8 +155,8 @@ def test_a_process_that_is_stopped_is_named() -> None:
 def test_a_process_ends_with_its_parent() -> None:
     program = (
         "import os, time\n"
-        "from rrfp.planning.process_pool import PlannerProcess\n"
-        "process = PlannerProcess('rrfp.planning.order_search_main', niceness=5)\n"
+        "from rrfp.planning.planner_process import PlannerProcess\n"
+        "process = PlannerProcess('plan_simulated_steps', niceness=5)\n"
         # Another process that holds the pipe open.
         "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
         "print(process.pid, flush=True)\n"
@@ -210,7 +211,7 @@ def measured_of(features: np.ndarray, random: np.random.Generator, noise: float)
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_costs_are_found_in_the_features(noise: float) -> None:
-    random, model = np.random.default_rng(7), CostModel()
+    random, model = np.random.default_rng(7), StepModel()
     assert not model.is_fitted
     for _ in range(6):
         features = features_of(random)
@@ -228,7 +229,7 @@ def test_costs_are_found_in_the_features(noise: float) -> None:
 
 
 def test_a_run_that_becomes_slower_is_followed() -> None:
-    random, model = np.random.default_rng(3), CostModel()
+    random, model = np.random.default_rng(3), StepModel()
     for step in range(60):
         features = features_of(random)
         model.learn(features, measured_of(features, random, 0.05) * (1 if step < 30 else 2))
@@ -238,7 +239,7 @@ def test_a_run_that_becomes_slower_is_followed() -> None:
 
 
 def test_other_features_begin_anew() -> None:
-    random, model = np.random.default_rng(3), CostModel()
+    random, model = np.random.default_rng(3), StepModel()
     features = features_of(random)
     model.learn(features, measured_of(features, random, 0.0))
     measured = measured_of(features, random, 0.0)
@@ -442,11 +443,11 @@ def test_a_recording_is_given_a_step_a_seed() -> None:
         ]
 
 
-def test_finished_is_told_of_every_trial() -> None:
-    told: list[None] = []
+def test_finished_is_called_after_every_trial() -> None:
+    calls: list[None] = []
     settings: Sequence[Setting] = [setting_of(DrawnCosts()) for _ in range(3)]
-    run_settings(settings, range(4), finished=lambda: told.append(None))
-    assert len(told) == 12
+    run_settings(settings, range(4), finished=lambda: calls.append(None))
+    assert len(calls) == 12
 
 
 def test_what_a_row_says() -> None:

@@ -48,10 +48,10 @@ from rrfp.runtime.device.cuda_runtime import (
     CudaPresence,
     CudaRuntimeError,
     Gpu,
-    cuda_problem,
+    check_cuda,
     has_bindings,
 )
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.runtime.launchers import NETWORK
 from rrfp.runtime.planes.registry import is_installed
 from rrfp.train.settings import DeviceKind, Network
@@ -82,7 +82,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
                 raise told
             return told
 
-        monkeypatch.setattr(file, "probe", told_or_raised)
+        monkeypatch.setattr(file, "call_isolated", told_or_raised)
 
     return answer
 
@@ -110,7 +110,7 @@ def test_this_machine_can_train_on_its_cpu(tmp_path: Path) -> None:
         assert each["state"] in [*State]
         assert (each["figure"] is None) is (each["state"] in ("absent", "fails"))
         assert each["advice"]
-    if (problem := cuda_problem()) is not None:
+    if (problem := check_cuda().problem) is not None:
         assert told["checks"][0]["advice"] == problem
 
 
@@ -119,7 +119,7 @@ def test_a_run_is_refused_with_what_the_doctor_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("rrfp.train.checks.cuda_presence", lambda: NO_GPU)
+    monkeypatch.setattr("rrfp.train.checks.check_cuda", lambda: NO_GPU)
     code, _, stderr = found([*gpus(NO_GPU)], "--device", "cuda")
     train = rrfp_here(tmp_path, "train", "--device", "cuda")
     assert (code, train.returncode) == (1, 2)
@@ -273,7 +273,7 @@ def test_torch_is_not_blamed_for_what_crashes_after_it(monkeypatch: pytest.Monke
             raise NoAnswerError("it was killed: Aborted")
         return {"torch": 1.0}
 
-    monkeypatch.setattr(imports_file, "probe", crash_after_torch)
+    monkeypatch.setattr(imports_file, "call_isolated", crash_after_torch)
     torch_check, megatron = imports()
     assert torch_check.state is State.OK
     assert "rrfp.train.loop cannot be imported (it was killed: Aborted)" in megatron.advice
@@ -323,7 +323,7 @@ def test_the_doctor_names_what_a_container_refuses(tmp_path: Path) -> None:
 def test_gloo_is_tried_in_the_network_that_ranks_enter() -> None:
     network = {NETWORK: f"{Network.PRIVATE}:/proc/self/ns/no-such"}
     with pytest.raises(NoAnswerError, match="this rank cannot enter the network"):
-        probe(sum_us, network, limit_s=60.0)
+        call_isolated(sum_us, network, limit_s=60.0)
 
 
 def test_without_a_place_for_temporary_files_nothing_else_is_tried(
@@ -399,7 +399,7 @@ def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nixl_reads_what_was_there() -> None:
     if not is_installed():
         pytest.skip("NIXL is not installed")
-    assert probe(read_gb_s, limit_s=60) > 0
+    assert call_isolated(read_gb_s, limit_s=60) > 0
 
 
 # What GPUs are said to reach is made up; benchmarks/gpu has the real ones.
@@ -483,13 +483,13 @@ def in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 @pytest.mark.usefixtures("in_files")
 def test_two_processes_exchange_memory_and_free_it_in_order(tmp_path: Path) -> None:
-    assert probe(pull_s, 3 << 20, 5, limit_s=60) > 0
+    assert call_isolated(pull_s, 3 << 20, 5, limit_s=60) > 0
     assert [*(tmp_path / "memory").glob("*.open")] == []
 
 
 @pytest.mark.usefixtures("in_files")
 def test_bare_calls_carry_messages(tmp_path: Path) -> None:
-    assert probe(one_way_us, 1 << 16, 5, limit_s=60) > 0
+    assert call_isolated(one_way_us, 1 << 16, 5, limit_s=60) > 0
     assert [*(tmp_path / "memory").glob("*.open")] == []
 
 
@@ -509,7 +509,7 @@ def test_what_goes_wrong_in_the_importing_process_is_told(
 ) -> None:
     in_files(fault)
     with pytest.raises(NoAnswerError) as refused:
-        probe(pull_s, 1 << 20, 1, limit_s=60)
+        call_isolated(pull_s, 1 << 20, 1, limit_s=60)
     assert reason in str(refused.value)
 
 

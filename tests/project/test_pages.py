@@ -37,8 +37,8 @@ from rrfp.megatron.pipeline import Pipeline, discard
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_groups import Place
 from rrfp.planning.step_policy import StepPolicies
-from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, cuda_problem
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, check_cuda
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -454,7 +454,7 @@ EXCHANGE = """
 import logging, sys, torch
 from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import HashStore
-from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.net.transport import SocketTransport, make_planes
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.protocols import Arrived, Inbox, Message
 from rrfp.schedule.tasks import Kind, Task
@@ -463,7 +463,7 @@ store, inboxes, records = HashStore(), (Inbox(), Inbox()), []
 transports = [
     SocketTransport(
         rank, store, [1 - rank], [1 - rank], inboxes[rank], num_credits=8, record=records.append,
-        planes=data_planes(torch.device("cpu"), TransportName(sys.argv[1]), 16),
+        planes=make_planes(torch.device("cpu"), TransportName(sys.argv[1]), 16),
     )
     for rank in (0, 1)
 ]
@@ -689,7 +689,7 @@ def test_a_figure_says_when_where_and_on_what_commit(row: list[str]) -> None:
 
 
 def test_without_a_gpu_the_kit_says_so() -> None:
-    problem = cuda_problem()
+    problem = check_cuda().problem
     if problem is None:
         pytest.skip("this machine has a GPU")
     done = subprocess.run(
@@ -740,8 +740,8 @@ def test_without_a_gpu_the_kit_says_so() -> None:
 def test_a_line_holds_up_to_its_goal(
     monkeypatch: pytest.MonkeyPatch, name: str, told: object, figure: str, holds: bool
 ) -> None:
-    monkeypatch.setattr(lines, "probe", lambda *_, **__: told)
-    monkeypatch.setattr(lines, "cuda_presence", lambda: GPU)
+    monkeypatch.setattr(lines, "call_isolated", lambda *_, **__: told)
+    monkeypatch.setattr(lines, "check_cuda", lambda: GPU)
     lines._own_time.cache_clear()
     *_, line = (line for line in LINES if name in line.name)
     measured = line.measure()
@@ -760,7 +760,7 @@ def test_measuring_refuses_without_a_driver(measure: Callable[[], object]) -> No
 
 @pytest.mark.parametrize("transport", ["shm", "bounce"])
 def test_messages_are_sent_over_the_transport_of_a_run(transport: str) -> None:
-    assert probe(one_way_us, "cpu", transport, 1 << 20, 3, limit_s=60) > 0
+    assert call_isolated(one_way_us, "cpu", transport, 1 << 20, 3, limit_s=60) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -800,8 +800,8 @@ def test_the_table_has_the_form_of_the_page() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["gpt", "moe", "vlm"])
 def test_layouts_learn_the_same_to_the_bit(model: str) -> None:
-    assert probe(training.differences, {}, 4, model, limit_s=250.0) == []
-    assert probe(training.one_process, {}, 4, model, limit_s=250.0) == []
+    assert call_isolated(training.differences, {}, 4, model, limit_s=250.0) == []
+    assert call_isolated(training.one_process, {}, 4, model, limit_s=250.0) == []
 
 
 def test_a_difference_between_layouts_is_seen() -> None:
@@ -820,7 +820,7 @@ def test_a_difference_between_layouts_is_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_ranks_own_time_is_what_no_task_takes() -> None:
-    told = probe(training.own_time, {}, limit_s=100.0)
+    told = call_isolated(training.own_time, {}, limit_s=100.0)
     assert 0 < told["share"] < 1
     # Where tasks take 5 ms the two are the same figure.
     assert told["gap_us"] == pytest.approx(5e3 * told["share"] / (1 - told["share"]), rel=0.5)

@@ -23,13 +23,13 @@ import torch
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.device.host_memory import HELPER
+from rrfp.runtime.device.interface import HELPER
 from rrfp.runtime.link.driver import LinkDriver
 from rrfp.runtime.link.receiver import Receiver
 from rrfp.runtime.link.wire import Header, Purpose, encode_header
 from rrfp.runtime.net import tls
 from rrfp.runtime.net import transport as socket_transport
-from rrfp.runtime.net.connecting import Door, Listener, Port, Where
+from rrfp.runtime.net.connecting import Listener, ListenerAddress, PeerAddress, TcpAddress
 from rrfp.runtime.net.tls import Tunnels
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.planes import cuda_ipc as cuda_ipc_plane
@@ -40,8 +40,8 @@ from rrfp.runtime.planes.host_planes import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Attachment, Fetcher, MappedFetcher, Offer, Plane
 from rrfp.runtime.planes.registry import HOW_TO_INSTALL, TransportName, is_installed
-from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Event, Failed, Inbox, Message
+from rrfp.runtime.planes.selection import PlaneChoice, RankPlanes
+from rrfp.runtime.protocols import Event, Inbox, LinkFailed, Message, MessageArrived
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Record
@@ -108,7 +108,7 @@ def take(inbox: Inbox, num_events: int, timeout_s: float = PATIENCE_S) -> list[E
 
 def failure(events: list[Event]) -> RrfpError:
     (event,) = events
-    assert isinstance(event, Failed)
+    assert isinstance(event, LinkFailed)
     return event.error
 
 
@@ -152,6 +152,11 @@ class Pair:
             list(pool.map(SocketTransport.close, self.transports))
 
 
+def plane_choices(transport: SocketTransport) -> dict[int, PlaneChoice]:
+    """Return the plane of each link from a rank, by peer."""
+    return {**transport._planes.accepted.links}
+
+
 @contextmanager
 def pair(**options: Any) -> Iterator[Pair]:
     made = Pair(**options)
@@ -171,7 +176,7 @@ def lone_rank(
 ) -> None:
     """A rank whose peers say that they are on another host, and where, but do not come."""
     store = HashStore()
-    where = Where(None, Port("127.0.0.1", 1, bytes(32))).to_json()
+    where = ListenerAddress(None, TcpAddress("127.0.0.1", 1, bytes(32))).to_json()
     for peer in {*sends_to, *receives_from} - {rank}:
         store.set(f"{PREFIX}/place/{peer}", "elsewhere")
         if peer in receives_from:
@@ -227,12 +232,12 @@ def bare_peer(
     listener.open()
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
-        rendezvous.publish("address/1", listener.where.to_json())
+        rendezvous.publish("address/1", listener.address.to_json())
         if role == "destination":
             listener.accept()
             listener.wait(rendezvous, PATIENCE_S)
         else:
-            where = rendezvous.wait_json("address/0", 0, Where.decode)
+            where = rendezvous.wait_json("address/0", 0, ListenerAddress.decode)
             connected.append(dial(1, 0, where, unix=unix, tunnels=tunnels))
         transport = making.result(PATIENCE_S)
     # It will be found gone when its connection breaks.
@@ -247,10 +252,10 @@ def bare_peer(
 
 
 def dial(
-    rank: int, peer: int, where: Where, *, unix: bool, tunnels: Tunnels | None = None
+    rank: int, peer: int, where: ListenerAddress, *, unix: bool, tunnels: Tunnels | None = None
 ) -> socket.socket:
     """A connection to a rank that has proved itself, and this one, too."""
-    with closing(Door(rank, peer, where, unix=unix, tunnels=tunnels)) as door:
+    with closing(PeerAddress(rank, peer, where, unix=unix, tunnels=tunnels)) as door:
         return door.dial(PATIENCE_S)
 
 
@@ -297,7 +302,7 @@ class PoisoningOutbox(Outbox):
     """Whoever reads a slot after its release finds poison."""
 
     def release(self, offset: int) -> None:
-        size = self._slots.size_of(offset)  # nothing is lent to a device
+        size = self._slots._sizes[offset]  # nothing is lent to a device
         assert self._slab is not None
         self._slab[offset : offset + size].fill_(POISON)
         super().release(offset)
@@ -451,7 +456,7 @@ class _Rank:
             for _ in range(min(len(unsent), self._draws.randint(0, 4))):
                 self._send(unsent.pop())
             for event in self._inbox.take(0.0 if unsent else 0.05):
-                if not isinstance(event, Arrived):
+                if not isinstance(event, MessageArrived):
                     assert until_found, event
                     return
                 self._check(event)
@@ -467,7 +472,7 @@ class _Rank:
         device.launch(lambda: _write(address, data), stream)
         self._transport.send(1 - self._rank, Message(0, Task(1, Kind.F, microbatch), (tensor,)))
 
-    def _check(self, event: Arrived) -> None:
+    def _check(self, event: MessageArrived) -> None:
         """Read what has arrived on the compute stream, and forget it."""
         device, message = self._device, event.message
         self._transport.consumed(event.peer, message.step)
@@ -475,7 +480,7 @@ class _Rank:
         assert tensor is not None
         expected = content(self._rank, message.task.microbatch)
         assert tensor.numel() == len(expected)
-        device.take_over(message.tensors)
+        device.use_on_compute_stream(message.tensors)
         address = tensor.data_ptr()
 
         def check() -> None:

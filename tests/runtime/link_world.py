@@ -15,17 +15,26 @@ from rrfp.runtime.link.channel import (
     MAX_USELESS,
     Channel,
     Connection,
+    CrossHost,
+    LinkId,
     LinkOptions,
     Output,
     State,
 )
 from rrfp.runtime.link.endpoint import Endpoint
-from rrfp.runtime.link.link_id import CrossHost, LinkId
 from rrfp.runtime.link.receiver import Receiver
 from rrfp.runtime.link.sender import Envelope, Sender
 from rrfp.runtime.link.wire import FrameReader, Purpose
 from rrfp.runtime.planes.codec import payload_bytes
-from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
+from rrfp.runtime.protocols import (
+    InputForecast,
+    InputReported,
+    LinkFailed,
+    Message,
+    MessageArrived,
+    PeerLeft,
+    TaskDecided,
+)
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 
@@ -120,7 +129,7 @@ class End:
             self.outputs += self.link.write_failed()
             return 0
         self.outputs += self.link.wrote(num_carried, now_ns)
-        if self.link.channel.has_said_all:
+        if self.link.channel.has_written_all:
             way.is_shut = True
         return num_carried
 
@@ -209,7 +218,7 @@ class End:
             return
         self.is_closed = True
         if not self.outgoing.is_unread:
-            self._put(b"".join(self.link.channel.last_words()))
+            self._put(b"".join(self.link.channel.final_bytes()))
         if self.incoming.data and not self.outgoing.is_shut:
             # As TCP does: what a socket has not read when it is closed takes the rest along.
             self.outgoing.data.clear()
@@ -377,13 +386,13 @@ class World:
         if not source.link.channel.is_broken or source.is_stopped or source.buffers:
             return
         if self.is_parted or (self.destination.is_closed and not answered.channel.has_peer_left):
-            source.outputs += source.link.channel.lose_gone()
+            source.outputs += source.link.channel.fail_by_gone_peer()
             return
         self.num_attempts += 1
         there, back = Way(), Way()
         source.use(back, there)
         if self.destination.is_closed:
-            back.data += answered.channel.parting_words()
+            back.data += answered.channel.reply_to_reconnect()
             back.is_shut = there.is_unread = True
         else:
             self.offers.append((self.num_attempts, there, back))
@@ -399,12 +408,12 @@ class World:
                 there.is_unread = back.is_shut = True
                 return
             self.last_attempt = attempt
-            end.outputs += end.link.channel.break_off("has connected again")
+            end.outputs += end.link.channel.break_connection("has connected again")
             if end.link.channel.is_broken:
                 end.use(there, back)
             return
         if end.link.channel.is_broken and (self.is_parted or self.source.is_closed):
-            end.outputs += end.link.channel.lose_gone()
+            end.outputs += end.link.channel.fail_by_gone_peer()
 
     ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (
         *(send, send, send, send, announce, consume, consume, grant),
@@ -437,7 +446,7 @@ class World:
     def check_output(self, end: End, output: Output) -> None:
         is_source = end is self.source
         match output:
-            case Failed(error):
+            case LinkFailed(error):
                 assert not end.failure, "a loss is told once"
                 assert not end.was_closing, "who closes tells nothing"
                 assert not end.has_left, "a clean farewell is no loss"
@@ -459,9 +468,9 @@ class World:
     def check_arrival(self, output: Output) -> None:
         """What comes is what was sent, in the order in which it was sent, once."""
         match output:
-            case Left():
+            case PeerLeft():
                 self.destination.has_left = True
-            case Arrived(_, message):
+            case MessageArrived(_, message):
                 task, size, _ = self.messages[self.num_arrived]
                 tensor, nothing = message.tensors
                 assert message.task == task
@@ -469,7 +478,7 @@ class World:
                 assert tensor is not None
                 assert tensor.equal(TENSORS[size])
                 self.num_arrived += 1
-            case Reported() | Decided() | Forecast():
+            case InputReported() | TaskDecided() | InputForecast():
                 assert output.task == self.announcements[self.num_told]
                 self.num_told += 1
 

@@ -13,27 +13,26 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from rrfp.runtime.agreement import StarAgreement
+from rrfp.runtime.agreement import GroupAgreement
 from rrfp.runtime.device.interface import Device
-from rrfp.runtime.device_worker import DeviceWorker
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.pace import Delays
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import (
-    Arrived,
     Clock,
     Compute,
     Event,
     Inbox,
     Links,
     Message,
+    MessageArrived,
     StepSummary,
     Transport,
     monotonic,
 )
-from rrfp.runtime.stall import StoreStallBoard
-from rrfp.runtime.worker import Worker
+from rrfp.runtime.stall import StallBoard
+from rrfp.runtime.worker import DeviceWorker, Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.named_hints import HINTS, hint_named
@@ -84,7 +83,7 @@ class MemoryRanks(Generic[T]):
         for rank, thread in enumerate(threads):
             self._waits[rank] = _Wait(0, lambda: False)
             thread.start()
-        self._pass_on()
+        self._deliver()
         self._ended.acquire()
         for thread in threads:
             thread.join()
@@ -99,7 +98,7 @@ class MemoryRanks(Generic[T]):
     def wait(self, rank: int, most_ns: int, has_come: Callable[[], bool]) -> None:
         """Wait at most so long until something has come."""
         self._waits[rank] = _Wait(self.network.now_ns + most_ns, has_come)
-        self._pass_on()
+        self._deliver()
         self._turns[rank].acquire()
 
     def _run(self, rank: int, target: Callable[[int], T]) -> None:
@@ -108,9 +107,9 @@ class MemoryRanks(Generic[T]):
             self._results[rank] = target(rank)
         except BaseException as error:
             self._errors.append(error)
-        self._pass_on()
+        self._deliver()
 
-    def _pass_on(self) -> None:
+    def _deliver(self) -> None:
         """Let time pass until a rank can go on, and let it."""
         if not self._waits:
             self._ended.release()
@@ -203,7 +202,7 @@ class RankRig:
 
     place: Place
     transport: Transport
-    agreement: StarAgreement
+    agreement: GroupAgreement
     worker: Worker
     records: list[Record]
     clock: Clock
@@ -282,7 +281,7 @@ def open_rig(
         planes=None if device is None else RankPlanes(device, TransportName.SHM, OUTBOX_BYTES),
     )
     links = wrap(transport)
-    agreement = StarAgreement(place.rank, place.members, links, record)
+    agreement = GroupAgreement(place.rank, place.members, links, record)
     make = Worker if device is None else partial(DeviceWorker, device=device, in_time=in_time)
     worker = make(
         place.pp_ranks,
@@ -290,7 +289,7 @@ def open_rig(
         links,
         agreement,
         record,
-        StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
+        StallBoard(store, "rig", range(num_pp_ranks * num_members)),
         stall_s=stall_s,
         decides_ahead=decides_ahead,
         delays=delays,
@@ -332,14 +331,14 @@ def run_in_memory(
             record=records.append,
         )
         links = wrap(rank, transport)
-        agreement = StarAgreement(rank, place.members, links, records.append, network.clock)
+        agreement = GroupAgreement(rank, place.members, links, records.append, network.clock)
         worker = Worker(
             place.pp_ranks,
             inbox,
             links,
             agreement,
             records.append,
-            StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
+            StallBoard(store, "rig", range(num_pp_ranks * num_members)),
             stall_s=stall_s,
             decides_ahead=False,
             clock=network.clock,
@@ -370,10 +369,10 @@ def task(text: str) -> Task:
 F0 = task("1F0")
 
 
-def arrived(text: str, step: int = 0, peer: int = 0) -> Arrived:
+def arrived(text: str, step: int = 0, peer: int = 0) -> MessageArrived:
     """The input of a task, which says in its tensor whose it is."""
     wanted = task(text)
-    return Arrived(peer, Message(step, wanted, (torch.tensor([float(wanted.microbatch)]),)))
+    return MessageArrived(peer, Message(step, wanted, (torch.tensor([float(wanted.microbatch)]),)))
 
 
 class ScriptedInbox(Inbox):
@@ -422,20 +421,20 @@ class World:
     patience: Patience = IMPATIENT
     stall_s: float = STALL_S
     inbox: ScriptedInbox = field(init=False)
-    agreement: StarAgreement = field(init=False)
+    agreement: GroupAgreement = field(init=False)
     worker: Worker = field(init=False)
 
     def __post_init__(self) -> None:
         self.inbox = ScriptedInbox(self.script)
         members = self.members or (self.rank,)
-        self.agreement = StarAgreement(self.rank, members, self, self.records.append, self.clock)
+        self.agreement = GroupAgreement(self.rank, members, self, self.records.append, self.clock)
         self.worker = Worker(
             range(self.num_ranks),
             self.inbox,
             self,
             self.agreement,
             self.records.append,
-            StoreStallBoard(HashStore(), "test", range(self.num_ranks)),
+            StallBoard(HashStore(), "test", range(self.num_ranks)),
             stall_s=self.stall_s,
             decides_ahead=self.ahead_during is not None,
             clock=self.clock,
@@ -496,8 +495,8 @@ class World:
     def consumed(self, peer: int, step: int) -> None:
         self.calls.append(f"consumed from {peer} in {step}")
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
-        self.calls.append(f"forecast {task} to {peer} in {left_ns}")
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
+        self.calls.append(f"forecast {task} to {peer} in {remaining_ns}")
 
     def report(self, peer: int, step: int, task: Task) -> None:
         self.calls.append(f"report {task} to {peer}")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.agreement import AheadThread, StarAgreement
-from rrfp.runtime.protocols import Decided, Message, Reported, monotonic
+from rrfp.runtime.agreement import AheadThread, GroupAgreement
+from rrfp.runtime.protocols import InputReported, Message, TaskDecided, monotonic
 from rrfp.schedule.dispatcher import Dispatcher, Group
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
@@ -32,13 +32,13 @@ class Links:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.sent: list[tuple[int, Reported | Decided]] = []
+        self.sent: list[tuple[int, InputReported | TaskDecided]] = []
 
     def report(self, peer: int, step: int, task: Task) -> None:
-        self.sent.append((peer, Reported(self.rank, step, task)))
+        self.sent.append((peer, InputReported(self.rank, step, task)))
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
-        self.sent.append((peer, Decided(self.rank, step, position, task)))
+        self.sent.append((peer, TaskDecided(self.rank, step, position, task)))
 
     def send(self, peer: int, message: Message) -> None:
         raise AssertionError("an agreement sends no message")
@@ -46,16 +46,16 @@ class Links:
     def consumed(self, peer: int, step: int) -> None:
         raise AssertionError("an agreement consumes no message")
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
         raise AssertionError("an agreement forecasts no message")
 
 
 def agreement(
     rank: int, members: list[int], record: Callable[[Record], None] = lambda _: None
-) -> tuple[StarAgreement, Links]:
+) -> tuple[GroupAgreement, Links]:
     links = Links(rank)
     ticks = iter(range(1000))
-    return StarAgreement(rank, members, links, record, lambda: next(ticks)), links
+    return GroupAgreement(rank, members, links, record, lambda: next(ticks)), links
 
 
 def test_alone_there_is_nothing_to_agree_on() -> None:
@@ -65,8 +65,8 @@ def test_alone_there_is_nothing_to_agree_on() -> None:
     alone.start_step()
     alone.report(0, F0)
     assert alone.next() is None
-    alone.dispatched(0, F0)
-    assert alone.owed(0b1) == {}
+    alone.note_dispatch(0, F0)
+    assert alone.pending_messages(0b1) == {}
     assert not links.sent
     assert not records
 
@@ -78,11 +78,11 @@ def test_the_first_member_leads_and_tells_every_follower() -> None:
     leader.start_step()
     leader.report(4, F0)
     assert not links.sent
-    assert leader.reported(Reported(7, 4, F1)) == InputArrived(F1, member=2)
-    leader.dispatched(4, F1)
-    leader.dispatched(4, F0)
+    assert leader.stimulus_of(InputReported(7, 4, F1)) == InputArrived(F1, member=2)
+    leader.note_dispatch(4, F1)
+    leader.note_dispatch(4, F0)
     assert links.sent == [
-        (peer, Decided(2, 4, position, task))
+        (peer, TaskDecided(2, 4, position, task))
         for position, task in enumerate([F1, F0])
         for peer in (5, 7)
     ]
@@ -95,14 +95,14 @@ def test_the_first_member_leads_and_tells_every_follower() -> None:
 
 def test_a_leader_is_owed_by_the_members_that_lack_an_input_only() -> None:
     leader, _ = agreement(2, [2, 5, 7])
-    assert leader.owed(0b000) == leader.owed(0b001) == {}
-    assert leader.owed(0b101) == {7: "reports of what has arrived there"}
-    assert [*leader.owed(0b110)] == [5, 7]
+    assert leader.pending_messages(0b000) == leader.pending_messages(0b001) == {}
+    assert leader.pending_messages(0b101) == {7: "reports of what has arrived there"}
+    assert [*leader.pending_messages(0b110)] == [5, 7]
 
 
 def test_a_follower_is_owed_by_its_leader() -> None:
     follower, _ = agreement(5, [2, 5, 7])
-    assert follower.owed(0b0) == {2: "the group's next decision"}
+    assert follower.pending_messages(0b0) == {2: "the group's next decision"}
 
 
 def test_a_follower_reports_to_the_leader_and_runs_its_sequence() -> None:
@@ -112,21 +112,21 @@ def test_a_follower_reports_to_the_leader_and_runs_its_sequence() -> None:
         follower.start_step()
         follower.report(step, F0)
         assert follower.next() is None
-        follower.decided(Decided(2, step, 0, F1))
-        follower.decided(Decided(2, step, 1, F0))
+        follower.add_decision(TaskDecided(2, step, 0, F1))
+        follower.add_decision(TaskDecided(2, step, 1, F0))
         for task in (F1, F0):
             assert follower.next() == task
-            follower.dispatched(step, task)
+            follower.note_dispatch(step, task)
         assert follower.next() is None
-    assert links.sent == [(2, Reported(5, step, F0)) for step in range(2)]
+    assert links.sent == [(2, InputReported(5, step, F0)) for step in range(2)]
 
 
 def test_a_gap_in_the_sequence_is_an_error() -> None:
     follower, _ = agreement(5, [2, 5])
     follower.start_step()
-    follower.decided(Decided(2, 0, 1, F0))
+    follower.add_decision(TaskDecided(2, 0, 1, F0))
     with pytest.raises(RrfpError, match="decision 1 of rank 2 came in place of 0"):
-        follower.dispatched(0, F0)
+        follower.note_dispatch(0, F0)
 
 
 class Member:
@@ -146,18 +146,18 @@ class Member:
         self.agreement.report(0, task)
         self.dispatcher.handle(0, InputArrived(task))
 
-    def hears(self, event: Reported | Decided) -> None:
-        if isinstance(event, Reported):
-            self.dispatcher.handle(0, self.agreement.reported(event))
+    def hears(self, event: InputReported | TaskDecided) -> None:
+        if isinstance(event, InputReported):
+            self.dispatcher.handle(0, self.agreement.stimulus_of(event))
         else:
-            self.agreement.decided(event)
+            self.agreement.add_decision(event)
 
     def goes_on(self) -> None:
         agreed = self.agreement.next()
         stimulus = ComputeIdle() if agreed is None else TaskAgreed(agreed)
         for instruction in self.dispatcher.handle(0, stimulus):
             if isinstance(instruction, RunTask):
-                self.agreement.dispatched(0, instruction.task)
+                self.agreement.note_dispatch(0, instruction.task)
                 self.run.append(instruction.task)
             self.is_done = isinstance(instruction, StepDone)
 
@@ -178,7 +178,7 @@ def test_a_group_runs_one_sequence_whatever_arrives_when(
     inputs = {rank: deque[Task]() for rank in ranks}
     for rank in ranks:
         inputs[rank].extend(data.draw(st.permutations(list(shape.tasks_of(1))), str(rank)))
-    on_the_way: dict[tuple[int, int], deque[Reported | Decided]] = {}
+    on_the_way: dict[tuple[int, int], deque[InputReported | TaskDecided]] = {}
     while not all(member.is_done for member in members.values()):
         actions: list[Callable[[], None]] = []
         for rank, member in members.items():

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.link.wire import MAGIC, VERSION
-from rrfp.runtime.net.connecting import Listener, Where
+from rrfp.runtime.net.connecting import Listener, ListenerAddress
 from rrfp.runtime.net.handshake import (
     HandshakeError,
     accept_handshake,
@@ -27,9 +27,9 @@ from rrfp.runtime.net.handshake import (
     dial_handshake,
     open_private,
 )
-from rrfp.runtime.net.source_filter import filter_refusal, let_in, let_in_nobody
+from rrfp.runtime.net.source_filter import accept_nobody, accept_only, filter_refusal
 from rrfp.runtime.net.transport import SocketTransport
-from rrfp.runtime.protocols import Arrived, Inbox, Message, PeerLostError
+from rrfp.runtime.protocols import Inbox, Message, MessageArrived, PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from tests.runtime.link_pairs import (
     PATIENCE_S,
@@ -100,14 +100,14 @@ def test_each_way_in_has_a_secret_of_its_own() -> None:
     listener = Listener(0, [1], lambda *_: None, unix=True, tcp=True, address="127.0.0.1")
     listener.open()
     try:
-        where = listener.where
+        where = listener.address
         assert where.directory is not None
         assert where.tcp is not None
         directory = Path(where.directory)
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert stat.S_IMODE((directory / "secret").stat().st_mode) == 0o600
         assert (directory / "secret").read_bytes() != where.tcp.secret
-        assert Where.decode(json.loads(where.to_json())) == where
+        assert ListenerAddress.decode(json.loads(where.to_json())) == where
     finally:
         listener.close()
 
@@ -124,8 +124,8 @@ def test_a_source_that_settles_slowly_holds_no_other_up() -> None:
     listener.accept()
     try:
         with (
-            dial(1, 0, listener.where, unix=True),
-            dial(2, 0, listener.where, unix=True),
+            dial(1, 0, listener.address, unix=True),
+            dial(2, 0, listener.address, unix=True),
         ):
             assert not listener._is_complete(0.05)  # neither is handed over yet
             both.wait(PATIENCE_S)
@@ -183,7 +183,7 @@ def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_p
         listening.bind(str(made / "socket"))
         listening.listen()
         listening.settimeout(0)
-        where = Where(str(strange_directory(how, made)), None)
+        where = ListenerAddress(str(strange_directory(how, made)), None)
         with pytest.raises(PeerLostError, match="rank 1 cannot connect to rank 0 at /") as refused:
             dial(1, 0, where, unix=True)
         assert "\n" not in str(refused.value)
@@ -198,7 +198,7 @@ def address_with(**changed: object) -> bytes:
 
 
 def test_an_address_can_be_read_otherwise() -> None:
-    assert Where.decode(json.loads(address_with())).to_json().encode() == address_with()
+    assert ListenerAddress.decode(json.loads(address_with())).to_json().encode() == address_with()
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_a_listener_goes_on_after_a_handshake_that_had_no_thread(
     own = Listener(*(1, [], lambda *_: None), unix=False, tcp=True, address="127.0.0.1")
     own.open()
     own.accept()
-    assert own.where.tcp is not None
-    address = own.where.tcp.host, own.where.tcp.port
+    assert own.address.tcp is not None
+    address = own.address.tcp.host, own.address.tcp.port
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -310,7 +310,7 @@ def test_several_ranks_connect_in_any_order() -> None:
                 if peer != rank:
                     transport.send(peer, Message(rank, task(peer), ()))
         for rank, inbox in enumerate(inboxes):
-            events = [event for event in take(inbox, 4) if isinstance(event, Arrived)]
+            events = [event for event in take(inbox, 4) if isinstance(event, MessageArrived)]
             assert {(event.peer, event.message.step) for event in events} == {
                 (peer, peer) for peer in range(5) if peer != rank
             }
@@ -327,7 +327,7 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
         *(1, [], lambda *_: None), unix=allow_unix, tcp=not allow_unix, address="127.0.0.1"
     )
     own.open()
-    store.set(f"{PREFIX}/address/1", own.where.to_json())
+    store.set(f"{PREFIX}/address/1", own.address.to_json())
 
     def make() -> SocketTransport:
         return opened(
@@ -353,7 +353,7 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
         rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
-        where = rendezvous.wait_json("address/0", 0, Where.decode)
+        where = rendezvous.wait_json("address/0", 0, ListenerAddress.decode)
         with connect() as garbage, connect() as silent:
             garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
             # The challenge, and then the end: nothing more is said to a stranger.
@@ -372,7 +372,7 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
                     assert not Path(where.directory).exists()
                 assert raw.recv(60, socket.MSG_WAITALL)
                 raw.sendall(message_bytes(0))
-                assert take(inbox, 1) == [Arrived(1, Message(0, task(0), ()))]
+                assert take(inbox, 1) == [MessageArrived(1, Message(0, task(0), ()))]
                 transport.close(farewell=False)
                 with suppress(ConnectionResetError):
                     silent.recv(100)
@@ -452,22 +452,22 @@ def echoes(one: socket.socket, other: socket.socket, data: bytes) -> bool:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_nobody_then_anybody(address: str) -> None:
     with listen(address) as listening:
-        let_in(listening, None)
+        accept_only(listening, None)
         assert is_let_in(listening)
-        let_in_nobody(listening)
+        accept_nobody(listening)
         assert not is_let_in(listening)
-        let_in(listening, None)
+        accept_only(listening, None)
         assert is_let_in(listening)
 
 
 @needs_filter
 def test_who_was_let_in_stays() -> None:
     with listen("127.0.0.1") as listening:
-        let_in(listening, ["127.0.0.1"])
+        accept_only(listening, ["127.0.0.1"])
         dialled = connect(listening)
         accepted, _ = listening.accept()
         with dialled, accepted:
-            let_in_nobody(listening)
+            accept_nobody(listening)
             assert echoes(dialled, accepted, b"a" * 10**6)
             assert echoes(accepted, dialled, b"b" * 10**6)
 
@@ -497,18 +497,18 @@ FAR_6 = [f"fd00::{number:x}" for number in range(0, 2000, 2)]
 def test_sources(address: str, sources: Collection[str], let: set[str]) -> None:
     others = ["::1"] if address == "::1" else ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     with listen(address) as listening:
-        let_in(listening, sources)
+        accept_only(listening, sources)
         assert {source for source in others if is_let_in(listening, source)} == let
 
 
 def test_where_no_filter_is_permitted_a_link_listens_all_the_same() -> None:
     """Those who connect still have to prove themselves."""
     code = (
-        "from rrfp.runtime.net.source_filter import filter_refusal, let_in_nobody\n"
-        "from rrfp.runtime.net.sockets import listen_tcp\n"
+        "from rrfp.runtime.net.source_filter import filter_refusal, accept_nobody\n"
+        "from rrfp.runtime.net.connecting import listen_tcp\n"
         "from tests.runtime.test_connecting import is_let_in\n"
         "with listen_tcp('127.0.0.1') as listening:\n"
-        "    let_in_nobody(listening)\n"
+        "    accept_nobody(listening)\n"
         "    assert is_let_in(listening)\n"
         "print(filter_refusal())"
     )

@@ -17,7 +17,7 @@ import torch
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.runtime.device import interface as seam
-from rrfp.runtime.device_worker import DeviceWorker
+from rrfp.runtime.worker import DeviceWorker
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.punctuality import JustInTime

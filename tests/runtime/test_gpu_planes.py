@@ -23,7 +23,6 @@ from rrfp.runtime.planes import nixl as nixl_plane
 from rrfp.runtime.planes import registry
 from rrfp.runtime.planes.codec import Form
 from rrfp.runtime.planes.cuda_ipc import CudaIpcFetcher, CudaIpcPlane
-from rrfp.runtime.planes.negotiation import PlaneChoice
 from rrfp.runtime.planes.nixl import NixlPlane
 from rrfp.runtime.planes.plane import (
     Completion,
@@ -35,14 +34,14 @@ from rrfp.runtime.planes.plane import (
     PlaneRefusal,
 )
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
+from rrfp.runtime.planes.selection import PlaneChoice, RankPlanes
+from rrfp.runtime.protocols import Inbox, LinkFailed, Message, MessageArrived
 from rrfp.schedule.tasks import Kind, Task
 from tests.doubles import cuda_in_files
 from tests.doubles.cuda_in_files import cudaError_t
 from tests.doubles.simulated_device import SimulatedDevice
 from tests.e2e.ranks import run_ranks
-from tests.runtime.link_pairs import Mistake, exchange, pair, take
+from tests.runtime.link_pairs import Mistake, exchange, pair, plane_choices, take
 from tests.runtime.test_planes import OUTBOX_BYTES, filled, message, own_store, transport
 from tests.runtime.test_simulated_device import MISTAKES
 
@@ -135,7 +134,7 @@ def test_a_rank_that_says_farewell_before_it_detaches_is_found(cuda: Path) -> No
 def test_the_speed_is_told(cuda: Path) -> None:
     with pair(make_planes=planes) as ranks:
         for transport in ranks.transports:
-            (settled,) = transport.plane_choices.values()
+            (settled,) = plane_choices(transport).values()
             assert settled.plane is CUDA_IPC
             assert settled.gb_per_s
             assert settled.why == ""
@@ -145,7 +144,7 @@ def test_the_speed_is_told(cuda: Path) -> None:
 def test_a_peer_on_another_host_is_told_of(cuda: Path) -> None:
     with pair(make_planes=planes, allow_unix=False) as ranks:
         expected = PlaneChoice(TransportName.BOUNCE, None, "rank 1 is on another host")
-        assert ranks.transports[0].plane_choices == {1: expected}
+        assert plane_choices(ranks.transports[0]) == {1: expected}
 
 
 def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:
@@ -255,12 +254,12 @@ def _exchange(directory: str) -> list[str]:
     for number in range(12):
         made.send(1 - rank, message(number, filled(size, number)))
     for event in take(inbox, 12)[:12]:  # and then perhaps a farewell
-        assert isinstance(event, Arrived), event
+        assert isinstance(event, MessageArrived), event
         (tensor,) = event.message.tensors
         assert tensor is not None
         assert bool((tensor == event.message.task.microbatch).all())
         made.consumed(1 - rank, 0)
-    plane = str(made.plane_choices[1 - rank].plane)
+    plane = str(plane_choices(made)[1 - rank].plane)
     made.close()
     return [plane, *map(str, cuda_in_files.freed_open)]
 
@@ -281,7 +280,7 @@ def _killed(directory: str) -> tuple[str, int] | None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     event, *_ = take(inbox, 1)
-    assert isinstance(event, Failed)
+    assert isinstance(event, LinkFailed)
     made.close(farewell=False)
     return str(event.error), len(cuda_in_files.freed_open)
 
@@ -348,9 +347,9 @@ def test_a_call_that_fails_is_named_and_the_next_plane_serves(
 ) -> None:
     refuse(monkeypatch, call, error)
     with pair(make_planes=planes) as ranks:
-        assert ranks.transports[0].plane_choices == settled_with(why)
+        assert plane_choices(ranks.transports[0]) == settled_with(why)
         ranks.transports[0].send(1, message(5, filled(OUTBOX_BYTES // 2, 5)))
-        assert isinstance(take(ranks.inboxes[1], 1)[0], Arrived)
+        assert isinstance(take(ranks.inboxes[1], 1)[0], MessageArrived)
     assert memory_left(cuda) == []
 
 
@@ -518,7 +517,7 @@ class FullDevice(CpuDevice):
 def may_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers = threading.Event()
     answers.set()
-    monkeypatch.setattr(nixl_agent, "_made", lambda name: OwnReads(name, answers))
+    monkeypatch.setattr(nixl_agent, "_make_agent", lambda name: OwnReads(name, answers))
     yield answers
     answers.set()
 

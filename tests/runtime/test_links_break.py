@@ -18,11 +18,18 @@ import torch
 from rrfp.runtime.device.interface import CPU
 from rrfp.runtime.link.channel import MAX_USELESS, State
 from rrfp.runtime.link.wire import Purpose
-from rrfp.runtime.net.connecting import Door
+from rrfp.runtime.net.connecting import PeerAddress
 from rrfp.runtime.net.transport import SocketTransport, Wrap
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Failed, Left, Message, PeerLostError, Reported
+from rrfp.runtime.protocols import (
+    InputReported,
+    LinkFailed,
+    Message,
+    MessageArrived,
+    PeerLeft,
+    PeerLostError,
+)
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from rrfp.train.settings import TrainSettings
@@ -90,15 +97,15 @@ def exchanged(
             if rank == 0:
                 disturb(index)
 
-    def receive(rank: int) -> tuple[list[Arrived], list[Reported]]:
-        messages: list[Arrived] = []
-        reports: list[Reported] = []
+    def receive(rank: int) -> tuple[list[MessageArrived], list[InputReported]]:
+        messages: list[MessageArrived] = []
+        reports: list[InputReported] = []
         while len(messages) < num_messages or len(reports) < num_messages:
             events = take(made.inboxes[rank], 1)
             assert events, "nothing came"
             for event in events:
-                assert isinstance(event, Arrived | Reported), event
-                if isinstance(event, Reported):
+                assert isinstance(event, MessageArrived | InputReported), event
+                if isinstance(event, InputReported):
                     reports.append(event)
                     continue
                 messages.append(event)
@@ -125,7 +132,7 @@ def exchanged(
 
 def check_nothing_else_came(made: Pair, num_messages: int) -> None:
     events = [event for inbox in made.inboxes for event in inbox.take()]
-    assert not [event for event in events if not isinstance(event, Left)]
+    assert not [event for event in events if not isinstance(event, PeerLeft)]
     for records in made.records:
         for kind in (SendRecord, ReceiveRecord):
             sequences = [record.sequence for record in records if isinstance(record, kind)]
@@ -184,10 +191,10 @@ def test_a_rank_that_closes_drains_its_links_over_a_cut() -> None:
             events = take(made.inboxes[1], 3)
             made.transports[1].close()
             closing.result(PATIENCE_S)
-        arrived = [event.message.task for event in events if isinstance(event, Arrived)]
+        arrived = [event.message.task for event in events if isinstance(event, MessageArrived)]
         assert arrived == [task(index) for index in range(3)]
         assert not [
-            event for event in [*events, *made.inboxes[1].take()] if isinstance(event, Failed)
+            event for event in [*events, *made.inboxes[1].take()] if isinstance(event, LinkFailed)
         ]
 
 
@@ -208,7 +215,7 @@ def test_a_cut_while_both_ends_close_fails_nobody() -> None:
             for each in closing:
                 each.result(PATIENCE_S)
         for inbox in made.inboxes:
-            assert not [event for event in inbox.take() if isinstance(event, Failed)]
+            assert not [event for event in inbox.take() if isinstance(event, LinkFailed)]
 
 
 # What is garbled.
@@ -282,7 +289,7 @@ def test_a_link_that_stays_down_is_told_with_both_its_ends(
             time.sleep(0.05)
             raise TimeoutError("timed out")
 
-        monkeypatch.setattr(Door, "_connect", nobody_answers)
+        monkeypatch.setattr(PeerAddress, "_connect", nobody_answers)
         wires.cut()
         told = [str(event.error) for event in failures(made, 4)]
     links = {
@@ -294,9 +301,9 @@ def test_a_link_that_stays_down_is_told_with_both_its_ends(
     assert any("timed out" in each for each in told)
 
 
-def failures(made: Pair, num_failures: int) -> list[Failed]:
+def failures(made: Pair, num_failures: int) -> list[LinkFailed]:
     events = [event for inbox in made.inboxes for event in take(inbox, num_failures // 2)]
-    failed = [event for event in events if isinstance(event, Failed)]
+    failed = [event for event in events if isinstance(event, LinkFailed)]
     assert len(failed) == num_failures
     assert all(isinstance(event.error, PeerLostError) for event in failed)
     return failed
@@ -319,10 +326,10 @@ def test_a_wire_that_carries_nothing_is_left_for_another(monkeypatch: pytest.Mon
 
     with pair(allow_unix=False, wrap=wrap, silence_s=2.0, heartbeat_s=0.1) as made:
         made.transports[0].send(1, Message(0, task(0), ()))
-        assert take(made.inboxes[1], 1) == [Arrived(0, Message(0, task(0), ()))]
+        assert take(made.inboxes[1], 1) == [MessageArrived(0, Message(0, task(0), ()))]
         mute.set()
         made.transports[0].send(1, Message(0, task(1), ()))
-        assert take(made.inboxes[1], 1) == [Arrived(0, Message(0, task(1), ()))]
+        assert take(made.inboxes[1], 1) == [MessageArrived(0, Message(0, task(1), ()))]
 
 
 def test_strangers_do_not_keep_a_link_from_being_made_again() -> None:
@@ -330,7 +337,7 @@ def test_strangers_do_not_keep_a_link_from_being_made_again() -> None:
     with pair(allow_unix=False, address="127.0.0.1", wrap=wires.wrap) as made:
         listener = made.transports[1]._listener
         assert listener is not None
-        port = listener.where.tcp
+        port = listener.address.tcp
         assert port is not None
         threads, strangers = threading.active_count(), []
         try:
@@ -341,7 +348,7 @@ def test_strangers_do_not_keep_a_link_from_being_made_again() -> None:
             assert threading.active_count() < threads + 100
             wires.cut()
             made.transports[0].send(1, Message(0, task(0), ()))
-            assert take(made.inboxes[1], 1) == [Arrived(0, Message(0, task(0), ()))]
+            assert take(made.inboxes[1], 1) == [MessageArrived(0, Message(0, task(0), ()))]
         finally:
             for stranger in strangers:
                 stranger.close()

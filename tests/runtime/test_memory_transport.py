@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.runtime.protocols import (
-    Arrived,
-    Decided,
     Event,
-    Failed,
     Inbox,
-    Left,
+    InputReported,
+    LinkFailed,
     Message,
+    MessageArrived,
+    PeerLeft,
     PeerLostError,
-    Reported,
+    TaskDecided,
     Transport,
 )
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
@@ -69,8 +69,8 @@ class Ranks:
 
     def failures(self, rank: int, after_ns: int = SOON_NS) -> list[str]:
         events = self.taken(rank, after_ns)
-        assert all(isinstance(event, Failed) for event in events)
-        return [str(event.error) for event in events if isinstance(event, Failed)]
+        assert all(isinstance(event, LinkFailed) for event in events)
+        return [str(event.error) for event in events if isinstance(event, LinkFailed)]
 
 
 def message(index: int) -> Message:
@@ -100,7 +100,7 @@ def test_messages_arrive_in_order_and_bit_for_bit(
         for _ in arrived:
             ranks.transports[1].consumed(0, 4)
     for index, (sent, event) in enumerate(zip(messages, events, strict=True)):
-        assert isinstance(event, Arrived)
+        assert isinstance(event, MessageArrived)
         assert (event.peer, event.message.step, event.message.task) == (0, 4, task(index))
         assert all(same_bits(*both) for both in zip(sent, event.message.tensors, strict=True))
     sends, receives = ranks.records
@@ -112,7 +112,7 @@ def test_nothing_moves_before_a_step() -> None:
     ranks = Ranks(MemoryNetwork())
     ranks.transports[0].report(1, 0, task(0))
     assert not ranks.inboxes[1].take()
-    assert ranks.taken(1, 0) == (Reported(0, 0, task(0)),)
+    assert ranks.taken(1, 0) == (InputReported(0, 0, task(0)),)
     assert ranks.network.now_ns == 0
 
 
@@ -125,7 +125,9 @@ def test_links_are_reordered_among_each_other_and_not_within() -> None:
             for position in range(3):
                 ranks.transports[peer].decide(0, 0, position, task(0))
         came = [
-            (event.peer, event.position) for event in ranks.taken(0) if isinstance(event, Decided)
+            (event.peer, event.position)
+            for event in ranks.taken(0)
+            if isinstance(event, TaskDecided)
         ]
         for peer in (1, 2):
             assert [position for sender, position in came if sender == peer] == [0, 1, 2]
@@ -155,7 +157,7 @@ def test_a_link_that_stalls_holds_its_messages_until_it_is_released() -> None:
     ranks.transports[0].send(1, message(0))
     assert not ranks.taken(1, NS_PER_S)
     ranks.network.release(0, 1)
-    assert ranks.taken(1) == (Arrived(0, message(0)),)
+    assert ranks.taken(1) == (MessageArrived(0, message(0)),)
 
 
 def test_a_link_that_stalls_for_too_long_loses_both_peers_of_it() -> None:
@@ -183,7 +185,7 @@ def test_a_link_that_is_cut_is_told_on_both_ranks_and_loses_what_was_under_way()
         assert f"rank {1 - rank} closed its connection without a farewell" in told
     # The other way goes on.
     ranks.transports[1].send(0, message(1))
-    assert ranks.taken(0) == (Arrived(1, message(1)),)
+    assert ranks.taken(0) == (MessageArrived(1, message(1)),)
 
 
 def test_a_stopped_rank_is_lost_to_the_others_and_blames_nobody_before_it_has_read() -> None:
@@ -212,7 +214,10 @@ def test_closing_delivers_what_is_queued_and_ends_every_link() -> None:
     for index in range(3):
         ranks.transports[0].send(1, message(index))
     ranks.transports[0].close()
-    assert ranks.taken(1) == (*(Arrived(0, message(index)) for index in range(3)), Left(0))
+    assert ranks.taken(1) == (
+        *(MessageArrived(0, message(index)) for index in range(3)),
+        PeerLeft(0),
+    )
     assert not ranks.taken(0)
     assert all(transport.is_over for transport in ranks.transports)
     ranks.transports[1].send(0, message(3))
@@ -224,7 +229,7 @@ def test_a_rank_that_closes_waits_for_credit_until_its_deadline() -> None:
     for index in range(2):
         ranks.transports[0].send(1, message(index))
     ranks.transports[0].close()
-    assert ranks.taken(1, CLOSE_NS - SOON_NS) == (Arrived(0, message(0)),)
+    assert ranks.taken(1, CLOSE_NS - SOON_NS) == (MessageArrived(0, message(0)),)
     were_over = [ranks.transports[0].is_over]
     ranks.network.run_for(2 * SOON_NS)
     were_over.append(ranks.transports[0].is_over)
@@ -254,8 +259,8 @@ def test_a_message_stays_on_its_link_for_its_latency_and_reports_overtake_it() -
     ranks.network.run_for(SOON_NS)
     ranks.transports[0].send(1, Message(0, task(0), (), latency_ns=3 * SOON_NS))
     ranks.transports[0].report(1, 0, task(1, Kind.B))
-    assert ranks.taken(1, 3 * SOON_NS - 1) == (Reported(0, 0, Task(1, Kind.B, 1)),)
-    assert ranks.taken(1, 1) == (Arrived(0, message(0)),)
+    assert ranks.taken(1, 3 * SOON_NS - 1) == (InputReported(0, 0, Task(1, Kind.B, 1)),)
+    assert ranks.taken(1, 1) == (MessageArrived(0, message(0)),)
     (record,) = ranks.records[0]
     assert isinstance(record, SendRecord)
     assert record.end_ns - record.start_ns == 3 * SOON_NS

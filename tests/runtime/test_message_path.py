@@ -13,7 +13,7 @@ from rrfp.runtime.device.interface import CPU
 from rrfp.runtime.planes import registry
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived
+from rrfp.runtime.protocols import MessageArrived
 from tests.runtime.link_pairs import pair, take
 from tests.runtime.test_gpu_planes import cuda
 from tests.runtime.test_planes import filled, message
@@ -50,7 +50,7 @@ def files_passed(transport: TransportName, num_bytes: int) -> set[str]:
             path.is_on = True
             made.transports[0].send(1, message(0, filled(num_bytes, 1)))
             (event,) = take(made.inboxes[1], 1)
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             made.transports[1].consumed(0, 0)
             del event
             time.sleep(0.2)

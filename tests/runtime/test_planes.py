@@ -23,7 +23,7 @@ from torch.distributed import Store, TCPStore
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.device.interface import CPU, CpuDevice, Device, Stream
 from rrfp.runtime.device.interface import Event as DeviceEvent
-from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.net.transport import SocketTransport, make_planes
 from rrfp.runtime.planes.codec import (
     ALIGNMENT_BYTES,
     Form,
@@ -34,12 +34,6 @@ from rrfp.runtime.planes.codec import (
     unpacked,
 )
 from rrfp.runtime.planes.host_planes import BouncePlane, SharedMemoryPlane
-from rrfp.runtime.planes.negotiation import (
-    NegotiationError,
-    PlaneChoice,
-    answer_offer,
-    offer_planes,
-)
 from rrfp.runtime.planes.outbox import LEAST_STAGED_BYTES, Outbox, Slots
 from rrfp.runtime.planes.plane import (
     Attachment,
@@ -52,12 +46,18 @@ from rrfp.runtime.planes.plane import (
     Stager,
 )
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
+from rrfp.runtime.planes.selection import (
+    NegotiationError,
+    PlaneChoice,
+    RankPlanes,
+    answer_offer,
+    offer_planes,
+)
+from rrfp.runtime.protocols import Inbox, LinkFailed, Message, MessageArrived
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.e2e.ranks import run_ranks
-from tests.runtime.link_pairs import Pair, needs_nixl, take
+from tests.runtime.link_pairs import Pair, needs_nixl, plane_choices, take
 from tests.security.exposed import listeners_of
 
 OUTBOX_BYTES = 8 * LEAST_STAGED_BYTES
@@ -109,7 +109,7 @@ def _exchange(name: TransportName) -> list[str]:
         made.send(1 - rank, message(number, filled(size, number), None, filled(7, number)))
     kept = []
     for event in take(inbox, len(sizes))[: len(sizes)]:  # and then perhaps a farewell
-        assert isinstance(event, Arrived), event
+        assert isinstance(event, MessageArrived), event
         first, second, third = event.message.tensors
         number = event.message.task.microbatch
         assert first is not None
@@ -122,7 +122,7 @@ def _exchange(name: TransportName) -> list[str]:
         kept.append(first)
     # What has arrived is the receiver's own, however much is sent afterwards.
     assert sorted(int(tensor[0]) for tensor in kept) == [*range(len(sizes))]
-    settled = made.plane_choices[1 - rank]
+    settled = plane_choices(made)[1 - rank]
     made.close()
     return [str(settled.plane), settled.why, str(bool(settled.gb_per_s))]
 
@@ -149,7 +149,7 @@ def test_a_lent_slot_is_free_once_its_tensors_are_gone() -> None:
     try:
         pair.transports[0].send(1, message(0, filled(LEAST_STAGED_BYTES, 1)))
         (arrived,) = take(pair.inboxes[1], 1)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, MessageArrived)
         (outbox,) = pair.outboxes[0]
         taken = outbox.used_bytes
         assert taken >= LEAST_STAGED_BYTES
@@ -220,7 +220,7 @@ def test_a_message_above_the_outbox_of_a_device_arrives(name: TransportName) -> 
         for number, size in enumerate(sizes):
             pair.transports[0].send(1, message(number, filled(size, number), None, filled(7, 9)))
         for number, event in enumerate(take(pair.inboxes[1], len(sizes))):
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             assert event.message.task.microbatch == number
             first, second, third = event.message.tensors
             assert first is not None
@@ -240,7 +240,7 @@ def test_slots_that_receivers_keep_withhold_nothing() -> None:
             pair.transports[0].send(1, message(number, filled(LEAST_STAGED_BYTES, number)))
         kept = take(pair.inboxes[1], 30)
         for event in kept:
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             (tensor,) = event.message.tensors
             assert tensor is not None
             assert bool((tensor == event.message.task.microbatch).all())
@@ -287,9 +287,11 @@ def test_a_plane_that_is_not_there_is_replaced_with_a_sentence(
     pair = PlanePair(TransportName.SHM)
     try:
         pair.transports[0].send(1, message(0, filled(LEAST_STAGED_BYTES, 5)))
-        assert isinstance(take(pair.inboxes[1], 1)[0], Arrived)
+        assert isinstance(take(pair.inboxes[1], 1)[0], MessageArrived)
         why = "this system has no memfd_create"
-        assert pair.transports[0].plane_choices == {1: PlaneChoice(TransportName.INLINE, None, why)}
+        assert plane_choices(pair.transports[0]) == {
+            1: PlaneChoice(TransportName.INLINE, None, why)
+        }
         assert f"the link to rank 1 takes inline: {why}" in caplog.text
     finally:
         pair.close()
@@ -297,17 +299,17 @@ def test_a_plane_that_is_not_there_is_replaced_with_a_sentence(
 
 def test_a_plane_of_another_device_is_refused() -> None:
     with pytest.raises(UsageError, match="transport cuda-ipc does not carry tensors on cpu"):
-        data_planes(torch.device("cpu"), TransportName.CUDA_IPC, 1)
+        make_planes(torch.device("cpu"), TransportName.CUDA_IPC, 1)
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match=r"the model is on cuda:1 and .*choose device cpu"):
-            data_planes(torch.device("cuda", 1), TransportName.AUTO, 1)
+            make_planes(torch.device("cuda", 1), TransportName.AUTO, 1)
 
 
 def _doors() -> list[bool]:
     """Whether each port at which NIXL listens is this host's own."""
     mine = RankPlanes(CPU, TransportName.NIXL, OUTBOX_BYTES)
     before = listeners_of(os.getpid())
-    mine.open(has_near=True, has_far=False)
+    mine.open(has_same_host=True, has_other_host=False)
     found = [listener.is_loopback for listener in listeners_of(os.getpid()) - before]
     mine.close(5.0, are_detached=True)
     return found
@@ -338,10 +340,10 @@ def _exchange_until_killed(name: TransportName, kills_after_s: float) -> tuple[s
         made.send(1 - rank, message(number, filled(LEAST_STAGED_BYTES, number)))
     while True:
         for event in inbox.take(0.001):
-            if isinstance(event, Failed):
+            if isinstance(event, LinkFailed):
                 made.close(farewell=False)
                 return str(event.error), time.monotonic() - killed_s
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             made.consumed(1 - rank, 0)
             made.send(1 - rank, message(0, filled(LEAST_STAGED_BYTES, 0)))
         if rank == 1 and time.monotonic() > killed_s:
@@ -385,7 +387,7 @@ def _idle(name: TransportName) -> float:
     rank, inbox = int(os.environ["RANK"]), Inbox()
     made = transport(rank, 2, own_store(), inbox, name)
     made.send(1 - rank, message(0, filled(LEAST_STAGED_BYTES, 1)))
-    assert isinstance(take(inbox, 1)[0], Arrived)
+    assert isinstance(take(inbox, 1)[0], MessageArrived)
     time.sleep(0.5)
     begun_s, used_s = time.monotonic(), time.process_time()
     time.sleep(2.0)

@@ -18,10 +18,10 @@ from rrfp.runtime.link.channel import (
     Change,
     Channel,
     Connection,
+    LinkId,
     State,
 )
 from rrfp.runtime.link.endpoint import Endpoint
-from rrfp.runtime.link.link_id import LinkId
 from rrfp.runtime.link.sender import Sender
 from rrfp.runtime.link.wire import (
     MAX_FORECAST_NS,
@@ -43,7 +43,7 @@ from rrfp.runtime.planes.codec import (
     sendable,
     tensor_bytes,
 )
-from rrfp.runtime.protocols import Failed, Left, Message, monotonic
+from rrfp.runtime.protocols import LinkFailed, Message, PeerLeft, monotonic
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import evaluation_step
 from tests.runtime.link_world import HEARTBEAT_NS, OPTIONS, World, envelope
@@ -348,7 +348,7 @@ def test_the_states_of_an_end_that_closes() -> None:
     states.append(world.source.state)
     assert states == [State.DRAINING, State.OVER]
     world.check_that_all_came()
-    assert Left(0) in world.destination.outputs
+    assert PeerLeft(0) in world.destination.outputs
     # The destination was open, and answered.
     assert world.destination.written[-1] is Purpose.FAREWELL
     assert world.source.written[-1] is Purpose.FAREWELL
@@ -466,7 +466,7 @@ def test_what_is_no_frame_is_told_and_ends_the_link() -> None:
     world.destination.incoming.data += encode_header(Header(Purpose.CREDIT, number=1))
     world.destination.read(1000, 0)
     (failed,) = world.destination.outputs
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, LinkFailed)
     assert world.destination.state is State.OVER
     assert "what rank 0 sent to rank 1 cannot be read" in str(failed.error)
 

@@ -14,7 +14,7 @@ from rrfp.runtime.planes import selection as rank_planes
 from rrfp.runtime.planes.plane import PlaneRefusal
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Arrived, PeerLostError
+from rrfp.runtime.protocols import MessageArrived, PeerLostError
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.doubles.receiver_slots import ReceiverSlotsPlane
 from tests.doubles.simulated_device import POISON, SimulatedDevice
@@ -76,7 +76,7 @@ def test_a_slot_in_use_is_free_once_its_tensors_are_gone() -> None:
     with pair(make_planes=planes, heartbeat_s=100, silence_s=200) as made:
         made.transports[0].send(1, message(0, filled(OUTBOX_BYTES // 4, 7)))
         (arrived,) = take(made.inboxes[1], 1)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, MessageArrived)
         (outbox,) = made.outboxes[0]
         assert outbox.used_bytes >= OUTBOX_BYTES // 4
         (tensor,) = arrived.message.tensors
@@ -103,7 +103,7 @@ def test_slots_that_are_kept_withhold_nothing() -> None:
             made.transports[0].send(1, message(number, filled(OUTBOX_BYTES // 8, number)))
         kept = take(made.inboxes[1], 20)
         for number, event in enumerate(kept):
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             (tensor,) = event.message.tensors
             assert tensor is not None
             assert bool((tensor == number).all())

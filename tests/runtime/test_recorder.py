@@ -390,7 +390,7 @@ def test_a_rank_that_fails_writes_what_it_has_and_leaves_the_rest(tmp_path: Path
 def test_of_very_many_records_a_rank_that_fails_writes_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.runtime.recorder._MOST_AT_FAILURE", 10)
+    monkeypatch.setattr("rrfp.runtime.recorder._MAX_AT_FAILURE", 10)
     path = tmp_path / "rank-0.jsonl"
     recorder = Recorder(path, INFO)
     for number in range(25):

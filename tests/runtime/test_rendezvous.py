@@ -18,14 +18,14 @@ from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import (
     ClockOffset,
     Rendezvous,
-    clock_offset,
     default_store,
     exchange_hosts,
     files_identity,
     host_identity,
-    introduce,
-    introduced,
+    measure_clock_offset,
+    publish_rank_info,
     reachable_address,
+    wait_for_rank_infos,
 )
 from rrfp.strict_json import integer
 from rrfp.trace.records import RankInfo
@@ -164,10 +164,10 @@ def test_only_a_whole_introduction_is_one(values: object) -> None:
     store = HashStore()
     store.set("p/info/0", json.dumps(asdict(replace(INFO, rank=0))))
     store.set("p/info/1", json.dumps(asdict(INFO)))
-    assert introduced(store, "p", 0, 2, timeout_s=5) == [replace(INFO, rank=0), INFO]
+    assert wait_for_rank_infos(store, "p", 0, 2, timeout_s=5) == [replace(INFO, rank=0), INFO]
     store.set("p/info/1", json.dumps(values))
     with pytest.raises(RrfpError, match="what rank 1 published as 'p/info/1' cannot be read"):
-        introduced(store, "p", 0, 2, timeout_s=5)
+        wait_for_rank_infos(store, "p", 0, 2, timeout_s=5)
 
 
 def test_hosts_are_exchanged() -> None:
@@ -187,7 +187,7 @@ def test_clock_offsets_hold_within_their_error(skew_ns: int) -> None:
     skews_ns = {"a": 0, "b": skew_ns, "c": -skew_ns}
 
     def measure(rank: int) -> ClockOffset:
-        return clock_offset(
+        return measure_clock_offset(
             store,
             "c",
             rank,
@@ -209,7 +209,7 @@ def test_clock_offsets_hold_within_their_error(skew_ns: int) -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0), (2, 1)])
 def test_a_clock_comparison_without_its_partner_ends(rank: int, missing: int) -> None:
     with pytest.raises(PeerLostError, match=f"for rank {missing}"):
-        clock_offset(HashStore(), "c", rank, ("a", "b", "b"), timeout_s=0.05)
+        measure_clock_offset(HashStore(), "c", rank, ("a", "b", "b"), timeout_s=0.05)
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "no-such-host.invalid", ""])
@@ -250,16 +250,16 @@ def test_a_job_that_torchrun_starts_again_reads_nothing_of_its_first_start(
 class OwnClock(CpuDevice):
     """A device whose clock is related to the host's to within 7 us."""
 
-    def relate_clocks(self) -> None:
+    def synchronize_clocks(self) -> None:
         self.clock_error_ns = 7000
 
 
 def test_times_are_as_uncertain_as_the_clock_of_the_device() -> None:
     store = HashStore()
     own = [RankInfo(rank, rank, 0, 0, (rank,), "host", 1) for rank in (0, 1)]
-    meet = partial(introduce, store, "ranks", num_ranks=2, timeout_s=10)
+    meet = partial(publish_rank_info, store, "ranks", num_ranks=2, timeout_s=10)
     with ThreadPoolExecutor(2) as pool:
         told = [pool.submit(meet, own[0], device=CPU), pool.submit(meet, own[1], device=OwnClock())]
     assert [each.result().clock_error_ns for each in told] == [0, 7000]
-    heard = introduced(store, "ranks", 0, 2, timeout_s=2)
+    heard = wait_for_rank_infos(store, "ranks", 0, 2, timeout_s=2)
     assert [each.clock_error_ns for each in heard] == [0, 7000]

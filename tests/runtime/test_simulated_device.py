@@ -120,7 +120,7 @@ class DoesNotWait(SimulatedDevice):
 class DoesNotTakeOver(SimulatedDevice):
     """What has arrived is not known to be used by the compute stream."""
 
-    def take_over(self, tensors: object) -> None:
+    def use_on_compute_stream(self, tensors: object) -> None:
         pass
 
 

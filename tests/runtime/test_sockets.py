@@ -22,19 +22,19 @@ from torch.distributed import HashStore, TCPStore
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.link.wire import Header, Purpose, encode_header
-from rrfp.runtime.net.faults import LinkFault, order, shown_links, wrapped
+from rrfp.runtime.net.faults import LinkFault, list_links, order_fault, with_faults
 from rrfp.runtime.net.transport import SocketTransport, check_device
 from rrfp.runtime.pace import Delays
 from rrfp.runtime.protocols import (
-    Arrived,
-    Decided,
     Event,
-    Failed,
     Inbox,
-    Left,
+    InputReported,
+    LinkFailed,
     Message,
+    MessageArrived,
+    PeerLeft,
     PeerLostError,
-    Reported,
+    TaskDecided,
     Transport,
 )
 from rrfp.schedule.tasks import Kind, Task
@@ -88,7 +88,7 @@ def test_messages_arrive_in_order_and_bit_for_bit(
         for _ in arrived:
             made.transports[1].consumed(0, 4)
     for index, (sent, event) in enumerate(zip(messages, events, strict=True)):
-        assert isinstance(event, Arrived)
+        assert isinstance(event, MessageArrived)
         assert (event.peer, event.message.step, event.message.task) == (0, 4, task(index))
         assert len(event.message.tensors) == len(sent)
         assert all(same_bits(*both) for both in zip(sent, event.message.tensors, strict=True))
@@ -109,7 +109,7 @@ def test_large_messages_cross_both_ways_at_once(way: Way) -> None:
                 made.transports[rank].send(1 - rank, Message(0, task(index), (big,)))
         for rank in (0, 1):
             for index, event in enumerate(take(made.inboxes[rank], 3)):
-                assert isinstance(event, Arrived)
+                assert isinstance(event, MessageArrived)
                 assert event.message.task == task(index)
                 assert same_bits(event.message.tensors[0], big)
 
@@ -125,7 +125,7 @@ def test_delays_come_before_messages_and_keep_their_order() -> None:
         events = [*early, *take(made.inboxes[1], num_messages - len(early))]
         # A fifth of what is expected; a seed's draws are always the same.
         assert time.monotonic() - began_s > num_messages * longest_s / 2 / 5
-    arrived = [event.message.task for event in events if isinstance(event, Arrived)]
+    arrived = [event.message.task for event in events if isinstance(event, MessageArrived)]
     assert arrived == [task(index) for index in range(num_messages)]
 
 
@@ -135,7 +135,7 @@ def test_delays_follow_seed_rank_and_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
     def first_three(delays: Delays, name: str) -> list[float]:
         slept.clear()
-        delay = delays.stream(name)
+        delay = delays.sleeper(name)
         for _ in range(3):
             delay()
         return list(slept)
@@ -157,7 +157,7 @@ def test_what_travels_is_what_was_there_when_it_was_sent() -> None:
             tensor.data = torch.empty(1)
         for index in range(2):
             (event,) = take(made.inboxes[1], 1)
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             (received,) = event.message.tensors
             assert received is not None
             assert received.tolist() == [index] * 4
@@ -172,12 +172,12 @@ def test_reports_and_decisions_need_no_credit_and_overtake_messages() -> None:
         made.transports[0].report(1, 5, task(7, Kind.B))
         made.transports[0].decide(1, 5, 12, task(8, Kind.W))
         assert take(made.inboxes[1], 2) == [
-            Reported(0, 5, task(7, Kind.B)),
-            Decided(0, 5, 12, task(8, Kind.W)),
+            InputReported(0, 5, task(7, Kind.B)),
+            TaskDecided(0, 5, 12, task(8, Kind.W)),
         ]
         for index in (1, 2):
             made.transports[1].consumed(0, 0)
-            assert take(made.inboxes[1], 1) == [Arrived(0, Message(0, task(index), ()))]
+            assert take(made.inboxes[1], 1) == [MessageArrived(0, Message(0, task(index), ()))]
 
 
 @settings(max_examples=15)
@@ -193,7 +193,7 @@ def test_credits_bound_what_is_in_flight_and_can_be_raised(num_credits: int, rai
         assert len(take(made.inboxes[1], most - first)) == most - first
         # The link keeps its order: a message beyond the bound would stand before or after this.
         made.transports[0].report(1, 0, task(0))
-        assert take(made.inboxes[1], 1) == [Reported(0, 0, task(0))]
+        assert take(made.inboxes[1], 1) == [InputReported(0, 0, task(0))]
         arrived = most
         for consumed in range(1, 61):
             made.transports[1].consumed(0, 0)
@@ -238,17 +238,17 @@ def test_many_senders_at_once_lose_and_reorder_nothing() -> None:
             while len(events) < 3 * num_each:
                 for event in take(made.inboxes[1], 1):
                     events.append(event)
-                    if isinstance(event, Arrived):
+                    if isinstance(event, MessageArrived):
                         made.transports[1].consumed(0, 0)
             for each in sending:
                 each.result()
-    messages = [event.message for event in events if isinstance(event, Arrived)]
+    messages = [event.message for event in events if isinstance(event, MessageArrived)]
     assert [message.task for message in messages] == [task(index) for index in range(num_each)]
     for index, message in enumerate(messages):
         assert message.tensors[0] is not None
         assert bool((message.tensors[0] == index).all())
-    reports = [event.task.microbatch for event in events if isinstance(event, Reported)]
-    decisions = [event.position for event in events if isinstance(event, Decided)]
+    reports = [event.task.microbatch for event in events if isinstance(event, InputReported)]
+    decisions = [event.position for event in events if isinstance(event, TaskDecided)]
     assert reports == decisions == list(range(num_each))
 
 
@@ -304,7 +304,7 @@ def test_two_transports_live_in_one_job() -> None:
         made[0][0].send(1, Message(1, task(0), ()))
         made[2][0].send(1, Message(2, task(0), ()))
         for index, step in ((1, 1), (3, 2)):
-            assert take(made[index][1], 1) == [Arrived(0, Message(step, task(0), ()))]
+            assert take(made[index][1], 1) == [MessageArrived(0, Message(step, task(0), ()))]
         list(pool.map(SocketTransport.close, [transport for transport, _ in made]))
 
 
@@ -351,7 +351,7 @@ def test_closing_delivers_what_is_queued_and_fails_nobody(way: Way) -> None:
     made.transports[0].close()
     made.transports[0].close()
     events = take(made.inboxes[1], 6)
-    assert [type(event) for event in events] == [Arrived] * 5 + [Left]
+    assert [type(event) for event in events] == [MessageArrived] * 5 + [PeerLeft]
     made.transports[1].consumed(0, 0)
     made.transports[1].close()
     assert not made.inboxes[0].take()
@@ -362,7 +362,7 @@ def test_sending_to_a_rank_that_has_left_is_told() -> None:
     with pair() as made:
         made.transports[1].close()
         # It ended once rank 0's ends had answered its farewell.
-        assert take(made.inboxes[0], 1) == [Left(1)]
+        assert take(made.inboxes[0], 1) == [PeerLeft(1)]
         made.transports[0].send(1, Message(0, task(3), ()))
         assert "rank 1 has left" in str(failure(take(made.inboxes[0], 1)))
 
@@ -374,14 +374,16 @@ def test_a_farewell_with_messages_outstanding_is_told() -> None:
         assert len(take(made.inboxes[1], 1)) == 1
         made.transports[1].close()
         # The farewells of the two links come in either order.
-        events = [event for event in take(made.inboxes[0], 2) if event != Left(1)]
+        events = [event for event in take(made.inboxes[0], 2) if event != PeerLeft(1)]
         assert "rank 1 said farewell while 2 frames" in str(failure(events))
 
 
 def test_a_rank_that_fails_leaves_without_a_farewell() -> None:
     with pair() as made:
         made.transports[1].close(farewell=False)
-        errors = [event.error for event in take(made.inboxes[0], 2) if isinstance(event, Failed)]
+        errors = [
+            event.error for event in take(made.inboxes[0], 2) if isinstance(event, LinkFailed)
+        ]
         assert len(errors) == 2
         assert all(isinstance(error, PeerLostError) for error in errors)
         assert all("rank 1 closed its connection" in str(error) for error in errors)
@@ -400,7 +402,7 @@ def test_a_forked_process_does_not_keep_a_failed_rank_alive(way: Way) -> None:
         try:
             made.transports[0].close(farewell=False)
             for event in take(made.inboxes[1], 2):
-                assert isinstance(event, Failed)
+                assert isinstance(event, LinkFailed)
                 assert "rank 0 closed its connection" in str(event.error)
         finally:
             os.close(writer)
@@ -446,7 +448,7 @@ def test_what_breaks_the_protocol_is_told_with_its_rank(
             # Its one credit: from now on the message is within the bound.
             assert raw.recv(60, socket.MSG_WAITALL)
         raw.sendall(data)
-        (error,) = [event.error for event in take(inbox, 1) if isinstance(event, Failed)] or [
+        (error,) = [event.error for event in take(inbox, 1) if isinstance(event, LinkFailed)] or [
             failure(take(inbox, 1))
         ]
         assert "what rank 1 sent to rank 0 cannot be read" in str(error)
@@ -528,7 +530,7 @@ def peer_process(**options: float) -> Iterator[tuple[SocketTransport, Inbox, Spa
 
 def losses(inbox: Inbox, timeout_s: float) -> list[str]:
     events = take(inbox, 2, timeout_s)
-    return [str(event.error) for event in events if isinstance(event, Failed)]
+    return [str(event.error) for event in events if isinstance(event, LinkFailed)]
 
 
 def test_a_killed_peer_is_named_at_once() -> None:
@@ -561,9 +563,9 @@ def exchange_with_other_rank(way: Way) -> list[str]:
     num_received = 0
     while num_received < len(sent):
         for event in take(inbox, 1):
-            if isinstance(event, Left):
+            if isinstance(event, PeerLeft):
                 continue  # The other rank has all it needs, and may close before this one.
-            if not isinstance(event, Arrived):
+            if not isinstance(event, MessageArrived):
                 return [repr(event)]
             (tensor_received, nothing) = event.message.tensors
             right = same_bits(tensor_received, sent[num_received]) and nothing is None
@@ -572,7 +574,7 @@ def exchange_with_other_rank(way: Way) -> list[str]:
             num_received += 1
             transport.consumed(1 - rank, 0)
     transport.close()
-    wrong += [repr(event) for event in inbox.take() if not isinstance(event, Left)]
+    wrong += [repr(event) for event in inbox.take() if not isinstance(event, PeerLeft)]
     return wrong
 
 
@@ -588,14 +590,14 @@ def test_without_the_variable_a_socket_is_left_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(variables.FAULTS, raising=False)
     one, other = socket.socketpair()
     with one, other:
-        assert wrapped(one, 0, 1) is one
+        assert with_faults(one, 0, 1) is one
 
 
 def sent(made: Pair, index: int) -> torch.Tensor:
     """What arrives of a message that is sent now."""
     made.transports[0].send(1, Message(0, task(index), (torch.full((1000,), float(index)),)))
     (event,) = take(made.inboxes[1], 1)
-    assert isinstance(event, Arrived)
+    assert isinstance(event, MessageArrived)
     made.transports[1].consumed(0, 0)
     (tensor,) = event.message.tensors
     assert tensor is not None
@@ -613,9 +615,9 @@ def test_a_link_obeys_and_goes_on(
     orders.mkdir()
     monkeypatch.setenv(variables.FAULTS, str(orders))
     with pair(heartbeat_s=0.1) as made:
-        assert shown_links(orders) == ["0-1", "1-0"]
+        assert list_links(orders) == ["0-1", "1-0"]
         assert sent(made, 1).eq(1).all()
-        pending = order(orders, link, fault, number)
+        pending = order_fault(orders, link, fault, number)
         deadline_s = time.monotonic() + PATIENCE_S
         # A heartbeat is enough.
         while pending.exists():
@@ -634,7 +636,7 @@ def test_a_delayed_link_takes_nothing_in(tmp_path: Path, monkeypatch: pytest.Mon
         # Two links lead from the receiver to the sender's rank, and each order is obeyed by one.
         begun_s = time.monotonic()
         for _ in range(2):
-            pending = order(orders, "1-0", LinkFault.DELAY, 1.0)
+            pending = order_fault(orders, "1-0", LinkFault.DELAY, 1.0)
             while pending.exists():
                 time.sleep(0.01)
         assert sent(made, 1).eq(1).all()
@@ -663,7 +665,7 @@ def test_messages_take_their_time_one_after_the_other() -> None:
         events = take(made.inboxes[1], len(latencies_ms))
         due_ms = 0.0
         for microbatch, (event, latency_ms) in enumerate(zip(events, latencies_ms, strict=True)):
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             assert event.message.task.microbatch == microbatch
             assert event.message.tensors[0] is not None
             assert event.message.tensors[0].tolist() == [microbatch] * 4
@@ -695,9 +697,9 @@ def test_reports_overtake_what_is_held_back() -> None:
         time.sleep(0.02)
         made.transports[0].report(1, 0, Task(1, Kind.B, 3))
         (event,) = take(made.inboxes[1], 1)
-        assert isinstance(event, Reported)
+        assert isinstance(event, InputReported)
         (event,) = take(made.inboxes[1], 1)
-        assert isinstance(event, Arrived)
+        assert isinstance(event, MessageArrived)
 
 
 def test_reports_that_the_links_thread_writes_overtake_what_is_held_back() -> None:
@@ -707,7 +709,7 @@ def test_reports_that_the_links_thread_writes_overtake_what_is_held_back() -> No
             for microbatch in range(3):
                 made.transports[0].report(1, 0, Task(1, Kind.B, microbatch))
         events = take(made.inboxes[1], 3)
-        assert all(isinstance(event, Reported) for event in events)
+        assert all(isinstance(event, InputReported) for event in events)
         take(made.inboxes[1], 1)
 
 
@@ -716,7 +718,7 @@ def test_a_link_that_holds_a_message_back_is_not_silent() -> None:
     with pair(heartbeat_s=0.05, silence_s=0.6) as made:
         made.transports[0].send(1, message(0, 900))
         (event,) = take(made.inboxes[1], 1)
-        assert isinstance(event, Arrived)
+        assert isinstance(event, MessageArrived)
 
 
 def test_closing_sends_what_is_held_back() -> None:
@@ -725,6 +727,6 @@ def test_closing_sends_what_is_held_back() -> None:
         with ThreadPoolExecutor(2) as pool:
             closing = pool.submit(made.transports[0].close)
             event = take(made.inboxes[1], 1)[0]
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageArrived)
             made.transports[1].close()
             closing.result()

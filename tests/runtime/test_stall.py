@@ -14,9 +14,9 @@ from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.net.transport import SocketTransport
-from rrfp.runtime.out_of_memory import OutOfMemoryError, told_when_out_of_memory
 from rrfp.runtime.protocols import Links, Message
-from rrfp.runtime.stall import StallRow, StoreStallBoard, grid, listed
+from rrfp.runtime.stall import StallBoard, StallRow, format_first, format_rows
+from rrfp.runtime.worker import OutOfMemoryError, explain_out_of_memory
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task, parse_task
 from rrfp.trace.records import NS_PER_S
@@ -49,7 +49,7 @@ def row(rank: int, **changes: object) -> StallRow:
 
 def test_rows_are_shared_once_somebody_calls() -> None:
     store = HashStore()
-    mine, theirs = (StoreStallBoard(store, "p", [1, 0]) for _ in range(2))
+    mine, theirs = (StallBoard(store, "p", [1, 0]) for _ in range(2))
     assert theirs.num_calls(3) == 0
     assert mine.call(3) == 1
     assert theirs.num_calls(3) == 1
@@ -64,7 +64,7 @@ def test_rows_are_shared_once_somebody_calls() -> None:
 def test_what_answered_an_earlier_call_is_not_told_again() -> None:
     """An answer to a later call is one to the earlier call too: two ranks may call at a time."""
     store = HashStore()
-    mine, theirs = (StoreStallBoard(store, "p", [0, 1]) for _ in range(2))
+    mine, theirs = (StallBoard(store, "p", [0, 1]) for _ in range(2))
     first = mine.call(3)
     mine.publish(3, first, row(0))
     theirs.publish(3, first, row(1))
@@ -86,7 +86,7 @@ class BrokenStore:
 
 def test_a_lost_store_costs_the_rows_of_the_others_only() -> None:
     store: Store = BrokenStore()  # type: ignore[assignment]
-    board = StoreStallBoard(store, "p", [0, 1])
+    board = StallBoard(store, "p", [0, 1])
     assert board.call(0) == 0
     board.publish(0, 1, row(0))
     assert board.num_calls(0) == 0
@@ -110,7 +110,7 @@ def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rrfp.runtime.stall._ANSWER_S", 0.05)
     silent = SilentStore()
     store: Store = silent  # type: ignore[assignment]
-    board = StoreStallBoard(store, "p", [0, 1])
+    board = StallBoard(store, "p", [0, 1])
     for _ in range(3):
         assert board.num_calls(0) == 0
         assert board.rows(0, 0) == []
@@ -126,23 +126,23 @@ def test_the_grid(golden: Callable[[str, str], None]) -> None:
         row(0, cause="backward_input", best_waiting="0B0", lacks="1B0 from rank 4"),
         row(4, pp_rank=1, cause="coordination", ready="1F2, 1F3", waited_s=3.25, lacks=DEBTS),
     ]
-    text = grid(rows, [0, 2, 4, 6])
+    text = format_rows(rows, [0, 2, 4, 6])
     assert max(map(len, text.splitlines())) <= 80
     golden("stall_grid.txt", text + "\n")
 
 
 def test_a_grid_of_long_cells_keeps_its_width_and_every_cell() -> None:
-    many = listed([f"11F{microbatch}" for microbatch in range(100, 200)])
-    text = grid([row(1023, ready=many, lacks=DEBTS), row(1024)], range(1020, 1030))
+    many = format_first([f"11F{microbatch}" for microbatch in range(100, 200)])
+    text = format_rows([row(1023, ready=many, lacks=DEBTS), row(1024)], range(1020, 1030))
     assert max(map(len, text.splitlines())) <= 80
     assert columns(text, 1023) == ["forward_input", many, "1F2", DEBTS]
     assert columns(text, 1024) == ["forward_input", "-", "1F2", "0F2 from rank 0"]
 
 
 def test_long_lists_are_cut() -> None:
-    assert listed([]) == "-"
-    assert listed([1, 2]) == "1, 2"
-    assert listed(range(10)) == "0, 1, 2 and 7 more"
+    assert format_first([]) == "-"
+    assert format_first([1, 2]) == "1, 2"
+    assert format_first(range(10)) == "0, 1, 2 and 7 more"
 
 
 # On the ranks of a pipeline.
@@ -165,8 +165,8 @@ class Dropping:
         if task != self._lost:
             self._links.report(peer, step, task)
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
-        self._links.forecast(peer, step, task, left_ns)
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
+        self._links.forecast(peer, step, task, remaining_ns)
 
 
 def stall(
@@ -289,7 +289,7 @@ GIB = 2**30
 def fail(error: BaseException, held_bytes: int, held: float) -> str:
     with (
         pytest.raises(OutOfMemoryError) as raised,
-        told_when_out_of_memory(5, TASK, held_bytes, held),
+        explain_out_of_memory(5, TASK, held_bytes, held),
     ):
         raise error
     return str(raised.value)
@@ -316,7 +316,7 @@ def test_where_one_microbatch_does_not_fit_no_hold_helps() -> None:
 def test_a_real_allocation_that_fails_on_the_cpu_is_told() -> None:
     with (
         pytest.raises(OutOfMemoryError, match="rank 5 ran out of memory in 3F7"),
-        told_when_out_of_memory(5, TASK, 3 * GIB, 2),
+        explain_out_of_memory(5, TASK, 3 * GIB, 2),
     ):
         torch.empty(2**60, dtype=torch.uint8)
 
@@ -347,7 +347,7 @@ class LostPeerError(RuntimeError):
 def test_other_errors_pass(error: RuntimeError) -> None:
     with (
         pytest.raises(type(error), match=str(error)) as raised,
-        told_when_out_of_memory(5, TASK, 0, 1),
+        explain_out_of_memory(5, TASK, 0, 1),
     ):
         raise error
     assert raised.value is error
@@ -377,10 +377,10 @@ def tell(what):
 def fail():
     raise RuntimeError("not this one")
 
-at_end.call(lambda: told.put(None))
-at_end.call(lambda: tell("first"))
-at_end.call(fail)
-at_end.call(lambda: tell("last"))
+at_end.register(lambda: told.put(None))
+at_end.register(lambda: tell("first"))
+at_end.register(fail)
+at_end.register(lambda: tell("last"))
 print("main ends", flush=True)
 {end}
 """
@@ -410,9 +410,9 @@ def test_it_is_done_once() -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        "error = PeerLostError('rank 1 has ended'); at_end.note(error); raise error",
+        "error = PeerLostError('rank 1 has ended'); at_end.note_step_error(error); raise error",
         "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:4711')",
-        "at_end.note(PeerLostError('rank 1 has ended')); sys.exit(1)",
+        "at_end.note_step_error(PeerLostError('rank 1 has ended')); sys.exit(1)",
     ],
 )
 def test_one_that_has_lost_a_peer_waits_for_its_launcher(end: str) -> None:
@@ -420,7 +420,7 @@ def test_one_that_has_lost_a_peer_waits_for_its_launcher(end: str) -> None:
         "import sys\n"
         "from rrfp.runtime.exit_hooks import at_end\n"
         "from rrfp.runtime.protocols import PeerLostError\n"
-        "at_end.call(lambda: print('the rest is done', flush=True))\n"
+        "at_end.register(lambda: print('the rest is done', flush=True))\n"
         f"{end}"
     )
     process = subprocess.Popen(

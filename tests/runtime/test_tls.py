@@ -28,7 +28,7 @@ from rrfp.runtime.net.tls import TlsError, Tunnels
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.planes.selection import RankPlanes
-from rrfp.runtime.protocols import Failed, Inbox, PeerLostError
+from rrfp.runtime.protocols import Inbox, LinkFailed, PeerLostError
 from tests.runtime.link_pairs import (
     PATIENCE_S,
     Way,
@@ -66,7 +66,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 def tunnel() -> Iterator[tuple[socket.socket, socket.socket]]:
     """The plain ends of one."""
     dialling, accepting = Tunnels(), Tunnels()
-    fingerprint = accepting.certify()
+    fingerprint = accepting.make_certificate()
     with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
         accepts = pool.submit(accepting.accept, accepted, PATIENCE_S)
         here = dialling.dial(dialled, fingerprint, PATIENCE_S)
@@ -158,7 +158,7 @@ def test_a_tunnel_that_waits_takes_no_time() -> None:
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_connection_that_is_reset_is_the_end() -> None:
     accepting, dialling = Tunnels(), Tunnels()
-    fingerprint = accepting.certify()
+    fingerprint = accepting.make_certificate()
     context = accepting._accepting
     assert context is not None
     with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
@@ -223,10 +223,10 @@ def proved(
     )
     listener.open()
     listener.accept()
-    port = listener.where.tcp
+    port = listener.address.tcp
     assert port is not None
     proxy = Proxy(port.port, change)
-    where = replace(listener.where, tcp=replace(port, port=proxy.port))
+    where = replace(listener.address, tcp=replace(port, port=proxy.port))
     try:
         dialled = dial(0, 1, where, unix=False, tunnels=owns[0])
         with dialled, connected.get(timeout=PATIENCE_S) as accepted:
@@ -287,10 +287,10 @@ def test_another_certificate_is_not_trusted() -> None:
     listener.open()
     listener.accept()
     try:
-        port = listener.where.tcp
+        port = listener.address.tcp
         assert port is not None
-        where = replace(listener.where, tcp=replace(port, fingerprint=bytes(32)))
-        told = rf"rank 0 has no TLS with rank 1 at {port.shown}: its certificate is not the one"
+        where = replace(listener.address, tcp=replace(port, fingerprint=bytes(32)))
+        told = rf"rank 0 has no TLS with rank 1 at {port}: its certificate is not the one"
         with pytest.raises(PeerLostError, match=told):
             dial(0, 1, where, unix=False, tunnels=Tunnels())
     finally:
@@ -325,7 +325,7 @@ def test_strangers_disturb_no_rank_under_tls() -> None:
     )
     listener.open()
     listener.accept()
-    where = listener.where
+    where = listener.address
     assert where.tcp is not None
     address = where.tcp.host, where.tcp.port
     with (
@@ -347,7 +347,7 @@ def test_strangers_disturb_no_rank_under_tls() -> None:
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_stranger_that_ends_tls_ends_his_tunnel() -> None:
     own = Tunnels()
-    own.certify()
+    own.make_certificate()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
@@ -390,7 +390,7 @@ def test_ranks_that_were_asked_for_different_things_say_so() -> None:
 def test_nixl_between_hosts_is_refused() -> None:
     planes = RankPlanes(CPU, TransportName.NIXL, 2**20)
     with pytest.raises(UsageError, match="transport nixl does not encrypt what goes to other"):
-        planes.open(has_near=True, has_far=True, encrypts=True)
+        planes.open(has_same_host=True, has_other_host=True, encrypts=True)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -398,7 +398,9 @@ def test_a_rank_that_is_lost_is_named() -> None:
     with pair(**Way.TLS.options) as made:
         made.transports[0].close(farewell=False)
         events = take(made.inboxes[1], 2)
-        assert ["rank 0" in str(event.error) for event in events if isinstance(event, Failed)] == [
+        assert [
+            "rank 0" in str(event.error) for event in events if isinstance(event, LinkFailed)
+        ] == [
             True,
             True,
         ]
@@ -416,4 +418,4 @@ def test_certificates_are_each_listeners_own(
     if refuses:
         monkeypatch.setattr(os, "memfd_create", refuse)
     own = Tunnels()
-    assert own.certify() != own.certify()
+    assert own.make_certificate() != own.make_certificate()

@@ -6,19 +6,19 @@ import pytest
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.protocols import (
-    Arrived,
-    Decided,
     Event,
-    Failed,
-    Forecast,
     Inbox,
-    Left,
+    InputForecast,
+    InputReported,
+    LinkFailed,
     Message,
+    MessageArrived,
+    PeerLeft,
     PeerLostError,
-    Reported,
     StallError,
+    TaskDecided,
 )
-from rrfp.runtime.stall import GATHER_S, LOOK_S, StoreStallBoard
+from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.named_hints import ORDERS
@@ -142,7 +142,7 @@ def test_adjacent_stages_on_one_rank_hand_over_without_a_message() -> None:
 def test_a_stall_in_an_evaluation_says_so() -> None:
     with pytest.raises(StallError, match=r"waited 5 s in evaluation 2 and nothing arrived"):
         World().run_step(Shape(3, 1, kinds=FORWARD_ONLY), evaluation_step(2))
-    world = World(script=[[Left(0)]])
+    world = World(script=[[PeerLeft(0)]])
     with pytest.raises(PeerLostError, match="waited in evaluation 2 for"):
         world.run_step(Shape(3, 1, kinds=FORWARD_ONLY), evaluation_step(2))
 
@@ -150,13 +150,13 @@ def test_a_stall_in_an_evaluation_says_so() -> None:
 def test_a_failure_is_raised_as_it_came() -> None:
     error = RrfpError("rank 2 broke")
     with pytest.raises(RrfpError) as raised:
-        World(script=[[arrived("1F0"), Failed(error)]]).run_step(Shape(3, 1))
+        World(script=[[arrived("1F0"), LinkFailed(error)]]).run_step(Shape(3, 1))
     assert raised.value is error
 
 
 def test_a_failure_during_a_task_ends_the_step_before_the_next_one() -> None:
     world = World(rank=0)
-    world.during[task("0F0")] = [Failed(RrfpError("rank 1 broke"))]
+    world.during[task("0F0")] = [LinkFailed(RrfpError("rank 1 broke"))]
     with pytest.raises(RrfpError, match="rank 1 broke"):
         world.run_step(Shape(3, 4))
     assert [call for call in world.calls if call.startswith("run")] == ["run 0F0 on []"]
@@ -194,13 +194,13 @@ def test_a_stall_is_told_in_time_and_the_others_are_asked_before(
     stall_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called_after_s: list[float] = []
-    call = StoreStallBoard.call
+    call = StallBoard.call
 
-    def noted(board: StoreStallBoard, step: int) -> int:
+    def noted(board: StallBoard, step: int) -> int:
         called_after_s.append(world.inbox.waited_s)
         return call(board, step)
 
-    monkeypatch.setattr(StoreStallBoard, "call", noted)
+    monkeypatch.setattr(StallBoard, "call", noted)
     world = World(stall_s=stall_s)
     with pytest.raises(StallError, match=f"waited {stall_s} s"):
         world.run_step(Shape(3, 2))
@@ -226,19 +226,19 @@ def test_a_stall_in_fixed_dispatch_names_what_the_order_waits_for() -> None:
 
 
 def _at_step(event: Event, step: int) -> Event:
-    assert isinstance(event, Arrived)
-    return Arrived(event.peer, Message(step, event.message.task, event.message.tensors))
+    assert isinstance(event, MessageArrived)
+    return MessageArrived(event.peer, Message(step, event.message.task, event.message.tensors))
 
 
 def test_a_peer_that_leaves_owing_is_told_at_once() -> None:
-    world = World(script=[[arrived("1F0"), Left(0)]])
+    world = World(script=[[arrived("1F0"), PeerLeft(0)]])
     with pytest.raises(PeerLostError, match=r"rank 0 left .* for the output of 0F1, which 1F1"):
         world.run_step(Shape(3, 2))
     assert "run 1F0 on [0.0]" in world.calls
 
 
 def test_a_peer_that_leaves_after_its_last_message_is_let_go() -> None:
-    world = World(script=[[arrived("1F0"), Left(0)], [arrived("1B0", peer=2), Left(2)]])
+    world = World(script=[[arrived("1F0"), PeerLeft(0)], [arrived("1B0", peer=2), PeerLeft(2)]])
     world.run_step(Shape(3, 1))
     assert len([call for call in world.calls if call.startswith("run")]) == 2
 
@@ -253,12 +253,12 @@ def test_a_group_may_be_ahead_by_a_step_of_either_sort() -> None:
     evaluation, training = evaluation_step(0), 1
     # Of a leader the follower may be ahead, and the other way round.
     for ahead, now in ((evaluation, 0), (training, evaluation)):
-        leader = World(members=(1, 4), script=[[arrived("1F0", now), Reported(4, now, F0)]])
-        leader.inbox.put(Reported(4, ahead, F0))
+        leader = World(members=(1, 4), script=[[arrived("1F0", now), InputReported(4, now, F0)]])
+        leader.inbox.put(InputReported(4, ahead, F0))
         leader.inbox.put(arrived("1F0", ahead))
-        follower = World(members=(4, 1), script=[[arrived("1F0", now), Decided(4, now, 0, F0)]])
+        follower = World(members=(4, 1), script=[[arrived("1F0", now), TaskDecided(4, now, 0, F0)]])
         follower.inbox.put(arrived("1F0", ahead))
-        follower.inbox.put(Decided(4, ahead, 0, F0))
+        follower.inbox.put(TaskDecided(4, ahead, 0, F0))
         for world in (leader, follower):
             for step in (now, ahead):
                 world.run_step(Shape(3, 1, kinds=FORWARD_ONLY), step)
@@ -269,7 +269,7 @@ def test_a_group_may_be_ahead_by_a_step_of_either_sort() -> None:
 
 def test_a_leader_decides_when_all_members_have_the_input() -> None:
     world = World(members=(1, 4), script=[[arrived("1F0"), arrived("1F1")]])
-    world.script += [[Reported(4, 0, task("1F1"))], [Reported(4, 0, task("1F0"))]]
+    world.script += [[InputReported(4, 0, task("1F1"))], [InputReported(4, 0, task("1F0"))]]
     world.run_step(Shape(3, 2, kinds=FORWARD_ONLY))
     assert world.calls[:4] == [
         "decide 0 1F1 to 4",
@@ -294,7 +294,7 @@ def test_a_leader_says_which_members_owe_reports() -> None:
 
 
 def test_a_leader_does_not_blame_a_member_that_reported() -> None:
-    world = World(members=(1, 4), script=[[Reported(4, 0, task("1F0"))]])
+    world = World(members=(1, 4), script=[[InputReported(4, 0, task("1F0"))]])
     with pytest.raises(StallError, match="rank 0 owes the output of 0F0") as raised:
         world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
     assert "rank 4" not in str(raised.value)
@@ -302,7 +302,7 @@ def test_a_leader_does_not_blame_a_member_that_reported() -> None:
 
 def test_a_follower_reports_and_runs_what_is_decided() -> None:
     world = World(members=(4, 1), script=[[arrived("1F0"), arrived("1F1")]])
-    world.script += [[Decided(4, 0, 0, task("1F1"))], [Decided(4, 0, 1, task("1F0"))]]
+    world.script += [[TaskDecided(4, 0, 0, task("1F1"))], [TaskDecided(4, 0, 1, task("1F0"))]]
     world.run_step(Shape(3, 2, kinds=FORWARD_ONLY))
     assert world.calls == [
         *("report 1F0 to 4", "report 1F1 to 4"),
@@ -314,7 +314,7 @@ def test_a_follower_reports_and_runs_what_is_decided() -> None:
 
 def test_a_follower_reports_while_a_task_runs() -> None:
     """The leader decides ahead, on what has arrived here by then; of a later step too."""
-    world = World(members=(4, 1), script=[[arrived("1F0"), Decided(4, 0, 0, task("1F0"))]])
+    world = World(members=(4, 1), script=[[arrived("1F0"), TaskDecided(4, 0, 0, task("1F0"))]])
     world.during[task("1F0")] = [arrived("1F0", step=1)]
     world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
     ran = world.calls.index("run 1F0 on [0.0]")
@@ -336,14 +336,16 @@ def test_decisions_and_reports_of_the_next_step_wait_for_it() -> None:
     shape = Shape(3, 1, kinds=FORWARD_ONLY)
     # On the first stage a leader needs nobody's report, and may be a step ahead.
     follower = World(rank=0, members=(4, 0))
-    follower.script.append([Decided(4, 0, 0, task("0F0")), Decided(4, 1, 0, task("0F0"))])
+    follower.script.append([TaskDecided(4, 0, 0, task("0F0")), TaskDecided(4, 1, 0, task("0F0"))])
     for step in range(2):
         follower.run_step(shape, step)
     ran = [call for call in follower.calls if call.startswith("run")]
     assert ran == ["run 0F0 on []"] * 2
 
     leader = World(members=(1, 4))
-    leader.script.append([Reported(4, 0, task("1F0")), Reported(4, 1, task("1F0")), arrived("1F0")])
+    leader.script.append(
+        [InputReported(4, 0, task("1F0")), InputReported(4, 1, task("1F0")), arrived("1F0")]
+    )
     leader.run_step(shape, 0)
     leader.inbox.put(arrived("1F0", step=1))
     leader.run_step(shape, 1)
@@ -351,7 +353,7 @@ def test_decisions_and_reports_of_the_next_step_wait_for_it() -> None:
 
 
 def test_a_follower_whose_leader_left_does_not_wait_for_it() -> None:
-    world = World(members=(4, 1), script=[[arrived("1F0"), Left(4)]])
+    world = World(members=(4, 1), script=[[arrived("1F0"), PeerLeft(4)]])
     with pytest.raises(PeerLostError, match=r"rank 4 left .* for the group's next decision"):
         world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
 
@@ -364,14 +366,14 @@ def ahead_world(*during: Event) -> World:
     that it expects since 1F0."""
     world = World(members=(1, 4), task_ns=20_000_000, ahead_during=task("1F1"))
     world.script.append([arrived("1F0"), arrived("1F1"), arrived("1F2")])
-    world.script.append([Reported(4, 0, task("1F0")), Reported(4, 0, task("1F1"))])
+    world.script.append([InputReported(4, 0, task("1F0")), InputReported(4, 0, task("1F1"))])
     world.during[task("1F1")] = [*during]
     return world
 
 
 def test_a_leader_decides_on_what_arrives_while_a_task_runs() -> None:
     shape = Shape(3, 3, kinds=FORWARD_ONLY)
-    world = ahead_world(Reported(4, 0, task("1F2")))
+    world = ahead_world(InputReported(4, 0, task("1F2")))
     world.run_step(shape)
     world.worker.close()
     assert world.calls[world.calls.index("run 1F1 on [1.0]") :] == [
@@ -389,7 +391,7 @@ def test_a_leader_decides_on_what_arrives_while_a_task_runs() -> None:
 
 
 def test_a_failure_that_is_met_ahead_ends_the_step_after_the_task() -> None:
-    world = ahead_world(Failed(RrfpError("rank 2 broke")))
+    world = ahead_world(LinkFailed(RrfpError("rank 2 broke")))
     with pytest.raises(RrfpError, match="rank 2 broke"):
         world.run_step(Shape(3, 3, kinds=FORWARD_ONLY))
     world.worker.close()
@@ -402,8 +404,10 @@ def test_a_failure_that_is_met_ahead_ends_the_step_after_the_task() -> None:
 # Patience: bf on the middle one of three stages, which runs 1B0 before 1F1.
 
 
-def forecast(text: str, heard_ns: int, left_ns: int, step: int = 0, peer: int = 0) -> Forecast:
-    return Forecast(peer, step, task(text), heard_ns, left_ns)
+def forecast(
+    text: str, received_ns: int, remaining_ns: int, step: int = 0, peer: int = 0
+) -> InputForecast:
+    return InputForecast(peer, step, task(text), received_ns, remaining_ns)
 
 
 def patient_world(*after_1f0: Event, patience: Patience = 10_000) -> World:
@@ -482,7 +486,7 @@ def test_what_is_announced_for_the_next_step_waits_for_it() -> None:
 def test_a_group_s_follower_announces_nothing_and_takes_no_notice() -> None:
     world = World(members=(4, 1), patience=10_000)
     world.inbox.put(forecast("1F0", 0, 500))
-    world.script += [[arrived("1F0"), Decided(4, 0, 0, F0)]]
+    world.script += [[arrived("1F0"), TaskDecided(4, 0, 0, F0)]]
     world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
     names = {record.name for record in world.records if isinstance(record, StimulusRecord)}
     assert names == {"ComputeIdle", "InputArrived", "TaskAgreed"}

@@ -23,11 +23,16 @@ from torch.distributed import FileStore, HashStore
 from rrfp.errors import RrfpError
 from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.runtime.device.interface import CPU
-from rrfp.runtime.net.source_filter import filter_refusal, let_in_nobody
+from rrfp.runtime.net.source_filter import accept_nobody, filter_refusal
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.protocols import Inbox
-from rrfp.runtime.rendezvous import Rendezvous, clock_offset, introduce, introduced
-from rrfp.runtime.stall import StallRow, StoreStallBoard
+from rrfp.runtime.rendezvous import (
+    Rendezvous,
+    measure_clock_offset,
+    publish_rank_info,
+    wait_for_rank_infos,
+)
+from rrfp.runtime.stall import StallBoard, StallRow
 from rrfp.trace.records import RankInfo
 from rrfp.train.launch.private_network import NotPermittedError, created_network
 from tests.runtime.test_connecting import needs_filter
@@ -76,11 +81,11 @@ class PlantedStore(HashStore):
 def take_part(store: Any, rank: int) -> None:
     """All that a rank of two reads from its store."""
     own = RankInfo(rank, rank, 0, 0, (rank,), "host", 1)
-    introduce(store, "rrfp/ranks", own, 2, CPU, timeout_s=2)
-    introduced(store, "rrfp/ranks", rank, 2, timeout_s=2)
-    clock_offset(store, "rrfp/clock", rank, ("a", "b"), timeout_s=2)
+    publish_rank_info(store, "rrfp/ranks", own, 2, CPU, timeout_s=2)
+    wait_for_rank_infos(store, "rrfp/ranks", rank, 2, timeout_s=2)
+    measure_clock_offset(store, "rrfp/clock", rank, ("a", "b"), timeout_s=2)
     coupled_pipelines(Place(rank, (0, 1), (rank,)), Rendezvous(store, "rrfp/p", rank, 2))
-    board = StoreStallBoard(store, "rrfp/p", (0, 1))
+    board = StallBoard(store, "rrfp/p", (0, 1))
     call = board.call(3)
     board.publish(3, call, StallRow(rank, rank, 1.0, "a", "b", "c", "d"))
     assert board.num_calls(3) >= 1
@@ -507,6 +512,6 @@ def test_the_stranger_is_accepted_by_an_open_listener() -> None:
             address, port = listening.getsockname()
             assert stranger.probe(address, port, 100) == {"taken": 100}
             if not filter_refusal():
-                let_in_nobody(listening)
+                accept_nobody(listening)
                 assert stranger.probe(address, port, 100) == {"dropped": 100}
         assert stranger.probe(address, port, 100) == {"refused": 100}

@@ -239,7 +239,7 @@ ALLOWED = {
     ("rrfp/interchange/torch_flight_recorder.py", "_Unpickler"),
     ("rrfp/interchange/torch_flight_recorder.py", "UnpicklingError"),
     ("rrfp/megatron/memory/activation_bytes.py", "torch.multiprocessing.reductions.StorageWeakRef"),
-    ("rrfp/planning/process_pool.py", "pickle"),
+    ("rrfp/planning/planner_process.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "Unpickler"),
     ("rrfp/train/checkpoints/reading.py", "_MetadataUnpickler"),

@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu
-from rrfp.runtime.launchers import MOST_HOSTS, expanded, started, told_as_torch_reads_it
+from rrfp.runtime.launchers import (
+    MAX_HOSTS,
+    expand_host_list,
+    find_place,
+    missing_torch_environment,
+)
 from rrfp.train import checks as device_checks
 from rrfp.train.checks import check_settings
 from rrfp.train.launch.hosts import joining as gpus
@@ -108,7 +113,7 @@ TORCHRUN = {
     ],
 )
 def test_a_list_of_hosts_is_expanded(text: str, hosts: str) -> None:
-    assert expanded(text) == hosts.split()
+    assert expand_host_list(text) == hosts.split()
 
 
 @given(
@@ -130,14 +135,14 @@ def test_any_list_is_expanded_as_it_was_written(items: list[Any]) -> None:
         written.append(f"{name}[{spans}]{suffix}" if ranges else name + suffix)
         numbers = [f"{n:0{width}}" for low, more in ranges for n in range(low, low + more + 1)]
         hosts += [f"{name}{number}{suffix}" for number in (numbers if ranges else [""])]
-    assert expanded(",".join(written)) == hosts
+    assert expand_host_list(",".join(written)) == hosts
 
 
 @given(st.text(alphabet="ab1-09[],", max_size=12))
 def test_what_is_no_list_of_hosts_is_a_value_error(text: str) -> None:
     hosts, reason = [], ""
     try:
-        hosts = expanded(text)
+        hosts = expand_host_list(text)
     except ValueError as error:
         reason = str(error)
     assert bool(hosts) != reason.startswith(("it ", "its ", "'"))
@@ -147,8 +152,8 @@ def test_what_is_no_list_of_hosts_is_a_value_error(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["n[0-99999999]", "a[1-300]b[1-300]", "n[1-65536],m"])
 def test_a_list_without_end_is_refused_at_once(text: str) -> None:
-    with pytest.raises(ValueError, match=f"more than {MOST_HOSTS} hosts"):
-        expanded(text)
+    with pytest.raises(ValueError, match=f"more than {MAX_HOSTS} hosts"):
+        expand_host_list(text)
 
 
 def test_a_task_of_srun_finds_its_place() -> None:
@@ -158,12 +163,12 @@ def test_a_task_of_srun_finds_its_place() -> None:
         "SLURM_LOCALID": "1",
         "SLURM_NODEID": "2",
     }
-    found = started(told)
+    found = find_place(told)
     assert found is not None
     assert (found.index, found.count, found.local_index, found.local_count) == (5, 6, 1, 2)
     assert (found.host, found.is_one_host, found.serves_store) == ("node01", False, False)
     assert 20_000 <= found.port < 30_000
-    assert found.as_of_torch == {
+    assert found.torch_environment() == {
         "RANK": "5",
         "WORLD_SIZE": "6",
         "LOCAL_RANK": "1",
@@ -183,7 +188,7 @@ def test_the_jobs_list_serves_where_the_step_has_none() -> None:
         "MASTER_ADDR": "head",
         "MASTER_PORT": "1234",
     }
-    found = started(told)
+    found = find_place(told)
     assert found is not None
     assert (found.index, found.count, found.host, found.port) == (1, 2, "head", 1234)
     assert found.local_count is None
@@ -196,16 +201,16 @@ def test_the_script_of_a_job_is_no_task() -> None:
         "SLURM_JOB_NODELIST": "node[01-02]",
         "ENVIRONMENT": "BATCH",
     }
-    assert started(batch) is None
+    assert find_place(batch) is None
     # srun passes the script's environment on.
-    assert started({**batch, **task(1, 2)}) is not None
+    assert find_place({**batch, **task(1, 2)}) is not None
 
 
 def test_torchrun_under_srun_goes_first() -> None:
-    found = started({**TORCHRUN, **task(1, 2)})
+    found = find_place({**TORCHRUN, **task(1, 2)})
     assert found is not None
     assert (found.index, found.count, found.host, found.serves_store) == (3, 4, "node7", True)
-    assert told_as_torch_reads_it({**TORCHRUN, **task(1, 2)}) == {}
+    assert missing_torch_environment({**TORCHRUN, **task(1, 2)}) == {}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +245,7 @@ def test_variables_that_contradict_each_other_are_one_sentence(
         **changes,
     }
     with pytest.raises(UsageError, match=r"\A[^\n]*; [^\n]*\Z") as refused:
-        started({name: value for name, value in told.items() if value is not None})
+        find_place({name: value for name, value in told.items() if value is not None})
     assert sentence in str(refused.value)
 
 
@@ -261,7 +266,7 @@ def test_variables_that_contradict_each_other_are_one_sentence(
 def test_so_are_those_of_torchrun(changes: dict[str, str | None], sentence: str) -> None:
     told = {**TORCHRUN, **changes}
     with pytest.raises(UsageError) as refused:
-        started({name: value for name, value in told.items() if value is not None})
+        find_place({name: value for name, value in told.items() if value is not None})
     assert sentence in str(refused.value)
 
 
@@ -307,7 +312,7 @@ def test_srun_trains(tmp_path: Path) -> None:
 SITE = """
 from rrfp.runtime.device import cuda_runtime as cuda_presence
 gpus = cuda_presence.Gpu("GPU", 2**30, "0"), cuda_presence.Gpu("GPU", 2**30, "1")
-cuda_presence.cuda_presence = lambda: cuda_presence.CudaPresence(gpus, None)
+cuda_presence.check_cuda = lambda: cuda_presence.CudaPresence(gpus, None)
 """
 
 
@@ -468,7 +473,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
     words: str | None,
 ) -> None:
     device_checks.visible_gpus.cache_clear()
-    monkeypatch.setattr(device_checks, "cuda_presence", lambda: presence)
+    monkeypatch.setattr(device_checks, "check_cuda", lambda: presence)
     settings = TrainSettings(**{"device": "cuda", **flags})
     try:
         if words is None:

@@ -52,7 +52,7 @@ STAGES = {
     "import-of-megatron": Stage("megatron.core"),
     "joining-the-world": Stage("torch.distributed.distributed_c10d", "init_process_group"),
     "making-groups": Stage("torch.distributed.distributed_c10d", "new_group", 4),
-    "introducing-itself": Stage("rrfp.runtime.rendezvous", "introduce"),
+    "introducing-itself": Stage("rrfp.runtime.rendezvous", "publish_rank_info"),
     "opening-data": Stage("rrfp.train.data.batches", "open_data"),
     "building-the-model": Stage("rrfp.train.models.model", "build_model"),
     "connecting": Stage("rrfp.runtime.net.transport", "SocketTransport.open", told="in step 0"),

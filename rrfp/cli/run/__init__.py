@@ -25,7 +25,7 @@ from rrfp.megatron.job.schedule_patches import DropInPatch, SchedulePatch, insta
 from rrfp.megatron.native.patch import NativePatch
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.launchers import told_as_torch_reads_it
+from rrfp.runtime.launchers import missing_torch_environment
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.settings import DECLARED
 
@@ -189,7 +189,7 @@ def run(
     Example: torchrun --nproc-per-node 8 --no-python rrfp run --hint bfw --out
     runs/ours pretrain_gpt.py --pipeline-model-parallel-size 8 ...
     """
-    os.environ.update(told_as_torch_reads_it())
+    os.environ.update(missing_torch_environment())
     given = {
         name: value for name, value in flags.items() if value is not None and value is not False
     }
@@ -244,7 +244,7 @@ def _run(program: Program, stand_in: SchedulePatch | None) -> int:
     install_after_import(stand_in, _ASKER)
 
     def fail(error: RrfpError) -> int:
-        at_end.ended(error)
+        at_end.note_program_end(error)
         return errors.tell(error)
 
     tell_if_unused = partial(_tell_if_unused, stand_in, program.name, os.getpid())
@@ -252,12 +252,12 @@ def _run(program: Program, stand_in: SchedulePatch | None) -> int:
     try:
         code = program.run(fail)
     except BaseException as end:
-        at_end.ended(end)
+        at_end.note_program_end(end)
         if isinstance(end, SystemExit) and end.code in (None, 0):
             atexit.register(tell_if_unused)
         raise
     if code == 0:
-        at_end.ended(None)
+        at_end.note_program_end(None)
         atexit.register(tell_if_unused)
     return code
 

@@ -118,10 +118,10 @@ def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
 
 def _tell_left_out(settings: "Sequence[Setting]") -> None:
     """Name the steps of recorded runs that are no costs."""
-    from rrfp.planning.balanced_costs import as_given
+    from rrfp.planning.modelled_costs import without_balance
     from rrfp.replay.cost_sources import RecordedCosts
 
-    given = [as_given(setting.costs) for setting in settings]
+    given = [without_balance(setting.costs) for setting in settings]
     runs = [costs for costs in given if isinstance(costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
         note_left_out(costs.left_out, NOT_WHOLE)

@@ -7,7 +7,7 @@ from functools import cache
 from rrfp.cli.simulate.asked import Asked, LinkMode, in_row
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import admission_file, resolve_admission
-from rrfp.planning.balanced_costs import DealtCosts
+from rrfp.planning.modelled_costs import BalancedCosts
 from rrfp.planning.trials import Setting, check_fits
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admission, check_replicas
@@ -62,7 +62,7 @@ class _Sources:
         self.fitted = cache(fitted)
         self.costs = cache(resolve_costs)
         self.admission = cache(resolve_admission)
-        self.dealt = cache(lambda text, num_replicas: DealtCosts(self.costs(text), num_replicas))
+        self.dealt = cache(lambda text, num_replicas: BalancedCosts(self.costs(text), num_replicas))
         self.jitter = cache(parse_jitter)
         self.check_meets = cache(check_meets)
 

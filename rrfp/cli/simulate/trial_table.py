@@ -14,7 +14,7 @@ from rrfp.analyze.table import (
     seconds,
 )
 from rrfp.cli.simulate.asked import SETTINGS, Asked
-from rrfp.planning.candidates import in_words
+from rrfp.planning.candidates import describe_choice
 from rrfp.planning.trials import Row
 from rrfp.schedule.named_hints import AUTO
 
@@ -98,7 +98,7 @@ def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _choice(asked: Asked, row: Row) -> str | None:
     """Return what `--hint auto` chose for a row, in words; None if the row names its hint."""
-    return in_words(row.trials[0].policy) if asked.policy.hint.name == AUTO.name else None
+    return describe_choice(row.trials[0].policy) if asked.policy.hint.name == AUTO.name else None
 
 
 def _label(asked: Asked, row: Row) -> str:

@@ -45,12 +45,17 @@ from rrfp.megatron.step_groups import (
     timeout_s_of,
 )
 from rrfp.megatron.step_report import StepReport
-from rrfp.planning.step_files import AdmissionFile, AssignmentFile, join_admission_files
+from rrfp.planning.step_admission import StepFile, join_parts, part_of
 from rrfp.runtime.exit_hooks import at_end
-from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.net.transport import make_device
 from rrfp.runtime.protocols import PeerLostError, monotonic
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import Rendezvous, default_store, introduce, introduced
+from rrfp.runtime.rendezvous import (
+    Rendezvous,
+    default_store,
+    publish_rank_info,
+    wait_for_rank_infos,
+)
 from rrfp.schedule.balance import Hands
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import instance, integers
@@ -176,19 +181,19 @@ class RecordingRendezvous:
     def introduce(self, own: RankInfo, device: torch.device) -> RankInfo:
         """Introduce this rank to the others; returns it with its clocks, that of its device too,
         compared to the leader's."""
-        placed = introduce(
+        placed = publish_rank_info(
             self._store,
             self._prefix,
             replace(own, rank=self._index),
             len(self.ranks),
-            device_at(device),
+            make_device(device),
             timeout_s=self._rendezvous.remaining_s,
         )
         return replace(placed, rank=self._rank)
 
     def introduced(self) -> list[RankInfo]:
         """All ranks, once they have introduced themselves."""
-        found = introduced(
+        found = wait_for_rank_infos(
             self._store,
             self._prefix,
             self._index,
@@ -287,8 +292,8 @@ class JobRecording:
         """Likewise, on every rank."""
         self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
-        self._orders: AdmissionFile | None = None
-        self._dealings: AssignmentFile | None = None
+        self._orders: StepFile | None = None
+        self._assignments: StepFile | None = None
         self._transport: TransportLog | None = None
         self._is_off = False
         self._has_given_up = False
@@ -316,7 +321,7 @@ class JobRecording:
         self.before_close: Callable[[], object] = lambda: None
         """Called before the records are closed, for those that come late."""
         # Registered before the links of a drop-in are, and so called after their end.
-        at_end.call(self.close)
+        at_end.register(self.close)
 
     def record(self, record: Record) -> None:
         """Take a record if its step is in the window. Any thread may call this."""
@@ -364,8 +369,8 @@ class JobRecording:
             self._policies.steered(step, report.policy.policy.described())
         if report.order is not None:
             self._write_order(report.order)
-        if report.hands is not None:
-            self._write_dealing(report.hands)
+        if report.assignment is not None:
+            self._write_assignment(report.assignment)
 
     def _write_order(self, order: Sequence[int]) -> None:
         info, directory = self.info, self._directory
@@ -373,15 +378,15 @@ class JobRecording:
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
         if self._orders is None:
-            self._orders = AdmissionFile(directory.admission, info.dp_rank)
-        self._orders.write(order)
+            self._orders = StepFile(part_of(directory.admission, info.dp_rank), ())
+        self._orders.write([order])
 
-    def _write_dealing(self, hands: Hands) -> None:
+    def _write_assignment(self, assignment: Hands) -> None:
         if self._run is None:
             return
-        if self._dealings is None:
-            self._dealings = AssignmentFile(self._run.dealing, len(hands), len(hands[0]))
-        self._dealings.write(hands)
+        if self._assignments is None:
+            self._assignments = StepFile(self._run.dealing, ())
+        self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
         """Do a part of the recording. If it fails, recording ends and the training goes on."""
@@ -411,7 +416,7 @@ class JobRecording:
         run, self._run = self._run, None
         outcome, self._outcome = self._outcome, None
         if outcome is not None and self.info is not None:
-            outcome.close(at_end.ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
+            outcome.close(at_end.make_ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
         if run is None:
             return
         try:
@@ -559,13 +564,11 @@ class JobRecording:
             self._outcome = JobOutcome(run, leads=meeting.is_leader)
 
     def _close_records(self) -> None:
-        recorder, orders, dealings = self._recorder, self._orders, self._dealings
-        if orders is not None:
-            self._orders = None
-            orders.close()
-        if dealings is not None:
-            self._dealings = None
-            dealings.close()
+        recorder, files = self._recorder, (self._orders, self._assignments)
+        self._orders = self._assignments = None
+        for file in files:
+            if file is not None:
+                file.close()
         if recorder is not None:
             self.before_close()
             self._recorder = None
@@ -577,7 +580,7 @@ class JobRecording:
     def _conclude(self, run: RunDir) -> None:
         """Have the trace made, once every rank has closed its records, and say where it is."""
         if not self._recorded:
-            if isinstance(at_end.end, UsageError):
+            if isinstance(at_end.program_error, UsageError):
                 empty(run)
                 run.path.rmdir()  # fails where its script has put something there
             elif not self._has_given_up:
@@ -589,7 +592,7 @@ class JobRecording:
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
-        join_admission_files(run.admission)
+        join_parts(run.admission)
         told = f"{count_of(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
             print_to_stderr(

@@ -82,14 +82,14 @@ def _put(stand_in: SchedulePatch, asker: str) -> None:
             )
 
     installation.put(stand_in.functions(), asker, on_bypass)
-    at_end.call(_tell_of_end)
+    at_end.register(_tell_of_end)
 
 
 def _tell_of_end() -> None:
     if "torch.distributed" in sys.modules:
-        from rrfp.runtime.rendezvous import tell_of_end
+        from rrfp.runtime.rendezvous import publish_early_end
 
-        tell_of_end()
+        publish_early_end()
 
 
 def patched_schedule(

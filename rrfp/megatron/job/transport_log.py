@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, reason_of
-from rrfp.runtime.planes.negotiation import AcceptedPlanes, PlaneChoice
+from rrfp.runtime.planes.selection import AcceptedPlanes, PlaneChoice
 from rrfp.strict_json import integer, member, parsed
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import describe_transport
@@ -34,7 +34,7 @@ class TransportLog:
         """Call it after each step until the last rank has told; it waits for nobody."""
         if not self._has_told:
             self._has_told = True
-            links = {peer: settled.described() for peer, settled in sorted(taken.links.items())}
+            links = {peer: settled.to_json() for peer, settled in sorted(taken.links.items())}
             told = {"links": links, "outbox_bytes": taken.outbox_bytes}
             self._store.set(self._key(self._rank), json.dumps(told))
         if self._ranks and self._store.check([self._key(rank) for rank in self._ranks]):
@@ -57,12 +57,12 @@ class TransportLog:
             of_rank = member(told, "links")
             assert isinstance(of_rank, dict)
             links += [
-                {"from": rank, "to": int(peer), **PlaneChoice.decode(each).described()}
+                {"from": rank, "to": int(peer), **PlaneChoice.decode(each).to_json()}
                 for peer, each in of_rank.items()
             ]
             outbox_bytes[str(rank)] = integer(member(told, "outbox_bytes"))
         described = {
-            "asked": str(own.asked),
+            "asked": str(own.requested),
             "outbox_mb": own.outbox_mb,
             "links": links,
             "outbox_bytes": outbox_bytes,

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError
 from rrfp.megatron.memory.activation_bytes import ActivationBytes
 from rrfp.megatron.step_groups import device_for
-from rrfp.planning.memory_model import Bound, Features, SizeModel, with_group
-from rrfp.runtime.rendezvous import count_in, num_counted_in
+from rrfp.planning.forecast import Bound, SizeModel
+from rrfp.planning.item_costs import Features, with_group
+from rrfp.runtime.rendezvous import count_rank, num_ranks_counted
 from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.knobs import Auto, Bytes
 
@@ -62,7 +63,7 @@ def register_gpu_rank(device: torch.device) -> None:
     passed messages to and fro, and replicas have added up gradients.
     """
     if device.type == "cuda":
-        count_in(_ranks_of(device))
+        count_rank(_ranks_of(device))
 
 
 def _ranks_of(device: torch.device) -> str:
@@ -79,7 +80,7 @@ def _room_on_gpu(device: torch.device) -> int:
     register_gpu_rank(device)  # in case the process groups, and their store, were made anew since
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free - int(_MARGIN * total)) // num_counted_in(_ranks_of(device)) + unused
+    return (free - int(_MARGIN * total)) // num_ranks_counted(_ranks_of(device)) + unused
 
 
 def _room_on_host() -> int:

@@ -1,1 +1,1 @@
-"""The device under a rank's tensors, behind one small seam."""
+"""The devices on which a rank's tensors lie: the interface, the CPU, and CUDA."""

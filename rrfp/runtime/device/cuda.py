@@ -1,7 +1,7 @@
-"""A GPU as a device, through torch: the only place of the runtime that touches `torch.cuda`.
+"""A GPU as a device, through torch: the only module of the runtime that uses `torch.cuda`.
 
-Threads of the runtime's own choose the device for each call: one that has chosen none is at the
-first GPU, and torch would make a context there when it leaves a stream of another.
+The runtime's own threads select the device for each call. Otherwise their current device is the
+first GPU, and torch would make a context there when it leaves a stream of another GPU.
 """
 
 import time
@@ -15,12 +15,13 @@ from rrfp.errors import UsageError
 from rrfp.runtime.device.interface import Event, Stream
 
 _GOOD_ERROR_NS = 10_000
-"""Of a look at the device's clock, after which no better one is sought."""
-_LOOKS_NS = 1_000_000
-"""How long a better one is sought: with other ranks on the same GPU each waits for its turn."""
+"""Error of a clock reading that is good enough."""
+_READINGS_NS = 1_000_000
+"""Time to try for a better reading. With other ranks on the same GPU each reading waits for its
+turn."""
 _WATCH_NS = 300_000
-"""How long an event is watched that will soon be complete: what waking up from a sleep takes
-(docs/gpu.md). So whatever happens, a wait costs at most twice what it must."""
+"""Time to poll for an event that will soon be complete: as long as a wake-up from sleep takes
+(docs/gpu.md). So a wait takes at most twice the shortest possible time."""
 
 
 class CudaDevice:
@@ -29,7 +30,7 @@ class CudaDevice:
     is_synchronous = False
 
     def __init__(self, device: torch.device) -> None:
-        """Raises UsageError where there is no such GPU."""
+        """Raises UsageError if there is no such GPU."""
         if torch.version.cuda is None:
             raise UsageError(
                 f"the model is on {device} and this torch ({torch.__version__}) is built without"
@@ -44,7 +45,7 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", index)
         self.clock_error_ns = 0
-        # A moment on both clocks.
+        # One moment on both clocks.
         self._origin: torch.cuda.Event
         self._origin_ns = 0
         self._cycles_per_ns: float | None = None
@@ -71,26 +72,25 @@ class CudaDevice:
         passed_ms = float(self._origin.elapsed_time(cast(torch.cuda.Event, event)))
         return self._origin_ns + round(passed_ms * 1e6)
 
-    def relate_clocks(self) -> None:
+    def synchronize_clocks(self) -> None:
         stream = _cuda(self.compute_stream())
         stream.synchronize()
-        until_ns = time.monotonic_ns() + _LOOKS_NS
-        # The shortest look tells the most.
-        look = _look(stream)
-        while look.error_ns > _GOOD_ERROR_NS and time.monotonic_ns() < until_ns:
-            look = min(look, _look(stream), key=lambda each: each.error_ns)
-        self._origin = look.event
-        self._origin_ns = (look.before_ns + look.after_ns) // 2
-        self.clock_error_ns = look.error_ns
+        until_ns = time.monotonic_ns() + _READINGS_NS
+        best = _read_clock(stream)
+        while best.error_ns > _GOOD_ERROR_NS and time.monotonic_ns() < until_ns:
+            best = min(best, _read_clock(stream), key=lambda each: each.error_ns)
+        self._origin = best.event
+        self._origin_ns = (best.before_ns + best.after_ns) // 2
+        self.clock_error_ns = best.error_ns
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
         if self._cycles_per_ns is None:
-            self._cycles_per_ns = self._measured_cycles_per_ns()
+            self._cycles_per_ns = self._measure_cycles_per_ns()
         with self.selected(), torch.cuda.stream(_cuda(stream)):
             _sleep(round(time_ns * self._cycles_per_ns))
 
-    def _measured_cycles_per_ns(self) -> float:
-        """How many of its cycles the device counts in a nanosecond."""
+    def _measure_cycles_per_ns(self) -> float:
+        """Measure the cycles of the device's `_sleep` in a nanosecond."""
         num_cycles = 10_000_000
         stream = _cuda(self.new_stream())
         with self.selected(), torch.cuda.stream(stream):
@@ -113,7 +113,7 @@ class CudaDevice:
         while time.monotonic_ns() < until_ns:
             if self.query(event):
                 return
-            time.sleep(0)  # Other threads go on.
+            time.sleep(0)  # Let other threads run.
         cast(torch.cuda.Event, event).synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
@@ -125,7 +125,8 @@ class CudaDevice:
             return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        # With its index: torch would ask CUDA whose memory it is, and copy through a peer's stream.
+        # With the device's index: otherwise torch would ask CUDA for the owner of the memory, and
+        # copy through a peer's stream.
         tensor = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
         if tensor.data_ptr() != address:
             raise RuntimeError("torch has copied memory that it was to use")
@@ -140,16 +141,16 @@ class CudaDevice:
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(_cuda(stream))
 
-    def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
+    def use_on_compute_stream(self, tensors: Iterable[torch.Tensor | None]) -> None:
         compute = self.compute_stream()
         for tensor in tensors:
-            # The caching allocator would give it out again to the stream that made it.
+            # The caching allocator would reuse it for the stream that made it.
             if tensor is not None and tensor.is_cuda:
                 self.record_stream(tensor, compute)
 
 
 class _Memory:
-    """Memory of nobody's that torch knows of, as it takes it."""
+    """Wraps a raw CUDA pointer for torch, without ownership."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -160,8 +161,8 @@ class _Memory:
         }
 
 
-class _Look(NamedTuple):
-    """An event that a device has completed, and moments before and after that."""
+class _ClockReading(NamedTuple):
+    """An event that a device has completed, and times of the host before and after that."""
 
     event: torch.cuda.Event
     before_ns: int
@@ -169,19 +170,19 @@ class _Look(NamedTuple):
 
     @property
     def error_ns(self) -> int:
-        """How far the event may be from the middle."""
+        """Largest distance of the event from the middle of the two times."""
         return (self.after_ns - self.before_ns + 1) // 2
 
 
-def _look(stream: torch.cuda.Stream) -> _Look:
-    """Look at the clock of a device whose stream is idle. The event is watched: a thread that
-    sleeps until then wakes up much later."""
+def _read_clock(stream: torch.cuda.Stream) -> _ClockReading:
+    """Read the clock of a device whose stream is idle. Polls, because a sleeping thread would wake
+    up much later."""
     event = _timed_event()
     before_ns = time.monotonic_ns()
     event.record(stream)
     while not event.query():  # type: ignore[no-untyped-call] # torch's own
         pass
-    return _Look(event, before_ns, time.monotonic_ns())
+    return _ClockReading(event, before_ns, time.monotonic_ns())
 
 
 def _timed_event() -> torch.cuda.Event:

@@ -1,7 +1,7 @@
-"""CUDA's runtime by `cuda-bindings`: what torch does not offer, with errors that are raised.
+"""CUDA's runtime by `cuda-bindings`, for calls that torch does not offer.
 
-Memory that is exported comes from `cudaMalloc` itself. Torch's allocator hands out parts of blocks,
-of which CUDA would export the whole, and with expandable segments it has no handles to export.
+Memory that is exported comes from `cudaMalloc` itself. Torch's allocator returns parts of blocks,
+and CUDA would export the whole block; with expandable segments it has no handles to export.
 """
 
 import ctypes
@@ -15,27 +15,26 @@ from uuid import UUID
 
 from rrfp.errors import first_line
 from rrfp.requirements import install_hint
-from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 
-# Whether CUDA can be used here, and if not, why: one sentence, for all who ask.
+# A check of CUDA before it is used.
 #
-# Torch is imported in a process of its own only: to import it takes seconds, CUDA that has been
-# initialised cannot be forked, and a driver that is broken may hang.
-
+# It imports torch in a process of its own only: the import takes seconds, a process with an
+# initialized CUDA cannot be forked, and a broken driver may hang.
 
 _DRIVER = "libcuda.so.1"
 _LIMIT_S = 120.0
-"""To import torch and initialise CUDA takes 5 to 20 s where many GPUs are."""
+"""With many GPUs, importing torch and initializing CUDA takes 5 to 20 s."""
 _INSTEAD = "or use --device cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledTorch:
-    """The build of torch that an import would take."""
+    """The build of torch that `import torch` would import."""
 
     version: str
     cuda: str | None
-    """The release of CUDA that it was built for; None in a build without."""
+    """The release of CUDA that it was built for; None in a build without CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +44,35 @@ class Gpu:
     name: str
     memory_bytes: int
     uuid: str
-    """The same in every process, whichever GPUs that sees."""
+    """The same in every process, whichever GPUs are visible to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaPresence:
-    """What there is of CUDA."""
+    """The usable GPUs, or the reason why CUDA cannot be used."""
 
     gpus: tuple[Gpu, ...]
-    """In torch's order. None if there is a problem."""
+    """In torch's order. Empty if there is a problem."""
     problem: str | None
-    """Why CUDA cannot be used: the fact, and what to do."""
+    """One sentence with the reason and the next step; None if CUDA works."""
 
 
 def installed_torch() -> InstalledTorch | None:
-    """Which torch is installed, without importing it."""
+    """Return the installed build of torch, without importing it; None without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    told = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return InstalledTorch(str(told["__version__"]), told.get("cuda"))
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return InstalledTorch(str(version["__version__"]), version.get("cuda"))
 
 
-def cuda_problem() -> str | None:
-    """Why CUDA cannot be used here; None if it can."""
-    return cuda_presence().problem
-
-
-def cuda_presence() -> CudaPresence:
-    """Try CUDA out: every GPU that torch sees has to calculate."""
-    problem = _problem_without_asking()
+def check_cuda() -> CudaPresence:
+    """Compute something on every GPU that torch sees, in another process."""
+    problem = _problem_before_initialization()
     if problem is not None:
         return CudaPresence((), problem)
     try:
-        gpus = probe(computing_gpus, limit_s=_LIMIT_S)
+        gpus = call_isolated(find_working_gpus, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         return CudaPresence(
             (), f"CUDA cannot be used here ({error}); see whether nvidia-smi works, {_INSTEAD}"
@@ -86,8 +80,8 @@ def cuda_presence() -> CudaPresence:
     return CudaPresence(tuple(Gpu(**each) for each in gpus), None)
 
 
-def _problem_without_asking() -> str | None:
-    """What can be seen without initialising CUDA."""
+def _problem_before_initialization() -> str | None:
+    """Return a problem that shows without initializing CUDA; None without one."""
     if not _has_driver():
         return (
             f"this machine has no NVIDIA driver ({_DRIVER} is not there); start containers with "
@@ -112,9 +106,9 @@ def _has_driver() -> bool:
     return True
 
 
-def computing_gpus() -> list[dict[str, object]]:
-    """The GPUs that torch sees, each of which has added two numbers up. Raises RuntimeError or
-    AssertionError, torch's own, where one cannot. Initialises CUDA in this process."""
+def find_working_gpus() -> list[dict[str, object]]:
+    """Return the GPUs that torch sees, after each has added two numbers. Raises torch's
+    RuntimeError or AssertionError if one cannot. Initializes CUDA in this process."""
     import torch
 
     torch.cuda.current_device()
@@ -124,7 +118,7 @@ def computing_gpus() -> list[dict[str, object]]:
         try:
             total = torch.ones(2, device=f"cuda:{index}").sum().item()
         except RuntimeError as error:
-            # Such as a torch that was not built for this generation of GPUs.
+            # For example, torch was not built for this generation of GPUs.
             raise RuntimeError(f"{properties.name}: {first_line(str(error))}") from None
         if total != 2:
             raise RuntimeError(f"{properties.name} says that 1 + 1 is {total:g}")
@@ -140,17 +134,19 @@ def computing_gpus() -> list[dict[str, object]]:
 
 HOW_TO_INSTALL = install_hint("cuda")
 BLOCK_BYTES = 2 * 2**20
-"""Of device memory: what is smaller shares one, and whole blocks are exported."""
+"""Granularity of device memory. Smaller allocations share a block, and whole blocks are
+exported."""
 HANDLE_BYTES = 64
 """CUDA_IPC_HANDLE_SIZE."""
 
 
 class CudaRuntimeError(RuntimeError):
-    """A call that failed, with CUDA's own name and words for it; or there is nothing to call."""
+    """A call of CUDA failed, with CUDA's own name and text of the error; or cuda-bindings is
+    missing."""
 
 
 def has_bindings() -> bool:
-    """Whether there is something to call."""
+    """Return whether cuda-bindings is installed."""
     try:
         return find_spec("cuda.bindings.runtime") is not None
     except ModuleNotFoundError:
@@ -158,10 +154,10 @@ def has_bindings() -> bool:
 
 
 class CudaRuntime:
-    """The calls on one device, for any thread. Makes the device the calling thread's."""
+    """Calls on one device, for any thread. Most make it the calling thread's current device."""
 
     def __init__(self, device: int) -> None:
-        """Raises CudaRuntimeError where there are no bindings, no driver or no such device."""
+        """Raises CudaRuntimeError if the bindings, the driver or the device are missing."""
         try:
             from cuda.bindings import runtime
         except ImportError as error:
@@ -173,36 +169,36 @@ class CudaRuntime:
         self.select()
 
     def call(self, name: str, *arguments: object) -> Any:
-        """What a call returns. Raises CudaRuntimeError."""
+        """Call a function of the runtime, and return its first value. Raises CudaRuntimeError."""
         error, *values = getattr(self.bindings, name)(*arguments)
         if error != self.bindings.cudaError_t.cudaSuccess:
             _, title = self.bindings.cudaGetErrorName(error)
-            _, words = self.bindings.cudaGetErrorString(error)
-            raise CudaRuntimeError(f"{name}: {title.decode()}, {words.decode()}")
+            _, reason = self.bindings.cudaGetErrorString(error)
+            raise CudaRuntimeError(f"{name}: {title.decode()}, {reason.decode()}")
         return values[0] if values else None
 
     def select(self) -> None:
-        """Make it the calling thread's device."""
+        """Make it the calling thread's current device."""
         self.call("cudaSetDevice", self.device)
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of so much memory, in blocks of its own."""
+        """Allocate memory in blocks of its own, and return its address."""
         self.select()
         return int(self.call("cudaMalloc", -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES))
 
     def free(self, address: int) -> None:
-        """Give memory back, which nobody has open any more."""
+        """Free memory, which no process may have open."""
         self.select()
         self.call("cudaFree", address)
 
     def export(self, address: int) -> bytes:
-        """The handle by which another process opens memory of `allocate`."""
+        """Return the handle by which another process opens memory of `allocate`."""
         self.select()
         handle = self.call("cudaIpcGetMemHandle", address)
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open(self, octets: bytes) -> int:
-        """The address at which this process sees what another one exported."""
+        """Map memory that another process exported, and return its address here."""
         if len(octets) != HANDLE_BYTES:
             raise CudaRuntimeError(f"a handle has {HANDLE_BYTES} bytes, and not {len(octets)}")
         handle = self.bindings.cudaIpcMemHandle_t()
@@ -212,24 +208,24 @@ class CudaRuntime:
         return int(self.call("cudaIpcOpenMemHandle", handle, lazily))
 
     def close(self, address: int) -> None:
-        """Let go of what was opened; nothing reads it any more."""
+        """Unmap memory of `open`; nothing may still read it."""
         self.select()
         self.call("cudaIpcCloseMemHandle", address)
 
     @property
     def name(self) -> str:
-        """Of the device, the same in every process."""
-        return self._name(self.device)
+        """Name of the device, the same in every process."""
+        return self._name_of(self.device)
 
     def lacks_access_to(self, name: str) -> bool:
-        """Whether the device is known not to reach another one's memory. Of one that this process
-        does not see, only opening it tells."""
+        """Return True if this device certainly cannot access the memory of the named one. False for
+        one that this process does not see: only opening its memory shows that."""
         for other in range(self.call("cudaGetDeviceCount")):
-            if other != self.device and self._name(other) == name:
+            if other != self.device and self._name_of(other) == name:
                 return not self.call("cudaDeviceCanAccessPeer", self.device, other)
         return False
 
-    def _name(self, device: int) -> str:
-        """As nvidia-smi has it."""
+    def _name_of(self, device: int) -> str:
+        """Return a device's name as nvidia-smi shows it."""
         properties = self.call("cudaGetDeviceProperties", device)
         return f"GPU-{UUID(bytes=bytes(properties.uuid.bytes))}"

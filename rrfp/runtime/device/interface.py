@@ -1,19 +1,25 @@
-"""What the runtime needs of a device: queues of work, the order between them, memory, copies.
+"""The interface of a device, and the CPU as a device.
 
 A *stream* is a queue of work that runs in order, beside the host and beside other streams. An
 *event* marks a place in a stream: it is complete once all work before it has run. Only the device
 that made a stream or an event looks inside.
 """
 
+import ctypes
 import math
+import mmap
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import NewType, Protocol, cast
 
 import torch
 
-from rrfp.runtime.device.host_memory import HostCopies, HostMemory, memory_at
+from rrfp.system import num_cores
 
 Stream = NewType("Stream", object)
 Event = NewType("Event", object)
@@ -23,102 +29,222 @@ class Device(Protocol):
     """A device on which tensors lie. Any thread may call it."""
 
     torch_device: torch.device
-    """Where torch says that its tensors lie."""
+    """The device of its tensors in torch."""
     is_synchronous: bool
-    """Whether work is done by the time its call returns, so that events are always complete."""
+    """True if work is done by the time its call returns, so that events are always complete."""
     clock_error_ns: int
-    """How far `time_ns` may be off."""
+    """Largest error of `time_ns`."""
 
     def compute_stream(self) -> Stream:
-        """The stream to which the calling thread's operations of torch go."""
+        """Return the stream to which the calling thread's torch operations go."""
         ...
 
     def new_stream(self) -> Stream:
-        """A stream beside all others."""
+        """Make a stream that runs beside all others."""
         ...
 
     def record(self, stream: Stream) -> Event:
-        """Mark what the stream has been given so far."""
+        """Make an event after the work queued on the stream so far."""
         ...
 
     def record_timed(self, stream: Stream) -> Event:
-        """Likewise, and `time_ns` says later when the stream came there."""
+        """Make such an event for which `time_ns` can return its time of completion."""
         ...
 
     def time_ns(self, event: Event) -> int:
-        """When a complete event of `record_timed` was completed, on the host's monotonic clock."""
+        """Return when a complete event of `record_timed` was completed, on the host's monotonic
+        clock."""
         ...
 
-    def relate_clocks(self) -> None:
-        """Relate the device's clock to the host's anew: the two drift, and what a device tells of
-        long times is coarse. The host waits for what the compute stream was given."""
+    def synchronize_clocks(self) -> None:
+        """Measure the offset between the device's clock and the host's again: the two drift, and
+        the device measures long times coarsely. The host waits for the compute stream."""
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
-        """Let the stream do nothing for so long before what it is given next."""
+        """Queue a wait of this length on the stream, before its next work."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let what the stream is given from now on run only after the event. The host does not
-        wait."""
+        """Run later work of the stream only after the event. The host does not wait."""
 
     def query(self, event: Event) -> bool:
-        """Whether the event is complete, as the host sees it."""
+        """Return whether the event is complete, as the host sees it."""
         ...
 
     def synchronize(self, event: Event, *, soon: bool = False) -> None:
-        """Let the host wait until the event is complete. With `soon`, of what takes microseconds,
-        the thread looks again and again for a while before it sleeps."""
+        """Block the calling thread until the event is complete. With `soon`, for events that take
+        microseconds, it polls for a while before it sleeps."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy bytes on the stream; both are flat, of equal size and of uint8. Neither is kept
-        alive until the copy has run: that is the caller's."""
+        """Copy bytes on the stream; both are flat, of equal size and of uint8. The caller keeps
+        both alive until the copy has run."""
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Memory for work of this stream. Once its tensor is gone it is given out again, to work
-        that comes later on the same stream."""
+        """Allocate a tensor for work of this stream. Once it is freed, its memory is used again for
+        later work of the same stream."""
         ...
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Memory that lies at this address for as long as whoever asks says: flat, uint8. Of a
-        device's it may be a peer's, which this device's copies reach."""
+        """View memory at this address as a flat tensor of uint8, without ownership. Device memory
+        may be a peer's, mapped into this process."""
         ...
 
     def selected(self) -> AbstractContextManager[object]:
-        """Within it this is the calling thread's device, for calls that go past torch."""
+        """Make this the calling thread's current device, for calls that bypass torch."""
         ...
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the host that copies to and from the device reach directly: flat, uint8."""
+        """Allocate host memory for direct copies to and from the device, pinned if needed: flat,
+        uint8."""
         ...
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Also another stream uses this memory: what that has been given by the time at which the
-        tensor is gone runs before the memory is given out again."""
+        """Note that another stream also uses this tensor: once the tensor is freed, its memory is
+        used again only after the work that this stream has by then."""
 
-    def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """What the calling thread computes from now on uses tensors that are complete, and came
-        from another stream."""
+    def use_on_compute_stream(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Call `record_stream` with the calling thread's compute stream for complete tensors of
+        another stream."""
 
 
-# The CPU as a device: everything is done when its call returns.
+# Host memory that is used again, for large tensors.
+#
+# The C library returns memory of this size to the system when its tensor is freed, and the next
+# tensor pays for every page of it again, which takes longer than to copy into it.
 
+_SIZES_PER_DOUBLING = 4
+"""Sizes of reserved memory for each doubling: at most a fifth of the memory is unused."""
+
+
+class HostMemoryPool:
+    """Allocates tensors, and reclaims their memory when they are freed, on any thread."""
+
+    def __init__(self, max_spare_bytes: int) -> None:
+        """At most `max_spare_bytes` that no tensor uses stay allocated."""
+        self._max_spare_bytes = max_spare_bytes
+        # A finalizer may run within any call of any thread, so that no lock guards these. The only
+        # possible error is that a little more or less memory stays allocated.
+        self._spare: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        """Free memory by size."""
+        self._num_spare_bytes = 0
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Allocate a flat tensor of uint8, of at least one byte."""
+        size = _round_up_size(num_bytes)
+        try:
+            memory = self._spare[size].pop()
+            self._num_spare_bytes -= size
+        except IndexError:
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                # A kernel that is built without huge pages refuses the advice.
+                with suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+        view = (ctypes.c_char * num_bytes).from_buffer(memory)
+        # The view lives as long as a tensor that has its memory.
+        weakref.finalize(view, self._reclaim, memory, size).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _reclaim(self, memory: mmap.mmap, size: int) -> None:
+        if self._num_spare_bytes + size <= self._max_spare_bytes:
+            self._num_spare_bytes += size
+            self._spare[size].append(memory)
+
+
+def _round_up_size(num_bytes: int) -> int:
+    """Return the smallest reserved size of at least this many bytes."""
+    doubling = max(num_bytes - 1, mmap.PAGESIZE * _SIZES_PER_DOUBLING).bit_length() - 1
+    step = (1 << doubling) // _SIZES_PER_DOUBLING
+    return -(-num_bytes // step) * step
+
+
+# Copies within host memory by two threads, if a second core has time.
+#
+# One core spends a copy waiting for memory. So a helper thread copies, too: each takes one part
+# after another, until there are no more. A helper that gets no core takes no part, and the caller
+# waits at most for the part that the helper is copying.
+
+HELPER = "rrfp-copy"
+"""The name of the helper thread, which lives as long as its process."""
+
+_PART_BYTES = 2**20
+_LEAST_SHARED_BYTES = 4 * _PART_BYTES
+"""The helper makes smaller copies hardly faster."""
+
+
+class _Copy:
+    """One copy between addresses that stay valid until it is done."""
+
+    def __init__(self, target: int, source: int, num_bytes: int) -> None:
+        self._target = target
+        self._source = source
+        self._num_bytes = num_bytes
+        # `next` of this iterator is atomic.
+        self._parts: Iterator[int] = iter(range(0, num_bytes, _PART_BYTES))
+        self.help_lock = Lock()
+        """Held while the helper copies parts."""
+
+    def copy_parts(self) -> None:
+        """Take and copy parts until there are no more."""
+        for begin in self._parts:
+            num_bytes = min(_PART_BYTES, self._num_bytes - begin)
+            ctypes.memmove(self._target + begin, self._source + begin, num_bytes)
+
+
+class HostCopies:
+    """The copies of one process. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._to_help: SimpleQueue[_Copy] = SimpleQueue()
+        self._start_lock = Lock()
+        self._has_helper: bool | None = None
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy between addresses; done when it returns."""
+        if num_bytes < _LEAST_SHARED_BYTES or not self._start_helper():
+            ctypes.memmove(target, source, num_bytes)
+            return
+        copy = _Copy(target, source, num_bytes)
+        self._to_help.put(copy)
+        copy.copy_parts()
+        # A helper that comes later finds no part left.
+        with copy.help_lock:
+            pass
+
+    def _start_helper(self) -> bool:
+        """Start the helper in the first call; return False if this process has only one core."""
+        with self._start_lock:
+            if self._has_helper is None:
+                self._has_helper = num_cores() > 1
+                if self._has_helper:
+                    Thread(target=self._help, name=HELPER, daemon=True).start()
+            return self._has_helper
+
+    def _help(self) -> None:
+        while True:
+            copy = self._to_help.get()
+            with copy.help_lock:
+                copy.copy_parts()
+
+
+# The CPU as a device: all work is done when its call returns.
 
 _LEAST_REUSED_BYTES = 128 * 2**10
-"""The C library keeps smaller memory by itself."""
-_MOST_SPARE_BYTES = 256 * 2**20
+"""The C library reuses smaller memory by itself."""
+_MAX_SPARE_BYTES = 256 * 2**20
 
 _STREAM = Stream(None)
 _EVENT = Event(None)
 
 
 class CpuDevice:
-    """Implements `rrfp.runtime.device.interface.Device`."""
+    """Implements `Device`."""
 
     torch_device = torch.device("cpu")
     is_synchronous = True
     clock_error_ns = 0
 
     def __init__(self) -> None:
-        self._memory = HostMemory(_MOST_SPARE_BYTES)
+        self._memory = HostMemoryPool(_MAX_SPARE_BYTES)
         self._copies = HostCopies()
 
     def compute_stream(self) -> Stream:
@@ -136,7 +262,7 @@ class CpuDevice:
     def time_ns(self, event: Event) -> int:
         return cast(int, event)
 
-    def relate_clocks(self) -> None:
+    def synchronize_clocks(self) -> None:
         pass
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
@@ -152,8 +278,7 @@ class CpuDevice:
         pass
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        # torch's copy_ is slower where much memory goes round, and where torch has several threads
-        # it waits for cores on which something computes.
+        # torch's copy_ is slower for much memory, and its several threads wait for busy cores.
         self._copies.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
@@ -164,7 +289,8 @@ class CpuDevice:
         return self._memory.empty(num_bytes).view(dtype).view(shape)
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        return memory_at(address, num_bytes)
+        view = (ctypes.c_char * num_bytes).from_address(address)
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     def selected(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -175,9 +301,9 @@ class CpuDevice:
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         pass
 
-    def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
+    def use_on_compute_stream(self, tensors: Iterable[torch.Tensor | None]) -> None:
         pass
 
 
 CPU = CpuDevice()
-"""The one of this process."""
+"""The CPU device of this process."""

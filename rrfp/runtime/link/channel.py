@@ -11,9 +11,9 @@ passes the time, and makes one call at a time.
 | open      | frames, heartbeats                  | yes   | a close, the peer's farewell, a loss   |
 | draining  | queued frames, then the farewell    | yes   | its farewell written, or as above      |
 | lingering | nothing: its farewell is written    | yes   | the peer's farewell, a loss, deadline  |
-| over      | `last_words`, once                  | no    |                                        |
+| over      | `final_bytes`, once                 | no    |                                        |
 
-An end lingers because closing a socket with unread bytes can destroy those in flight to the peer.
+An end lingers, because closing a socket with unread bytes can destroy those in flight to the peer.
 An open end answers the peer's farewell with its own and is over: a directed link needs both ends.
 A loss is reported once, and never by an end that closes.
 
@@ -44,7 +44,6 @@ from enum import Enum
 import torch
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.link.link_id import LinkId
 from rrfp.runtime.link.wire import (
     UNCOUNTED,
     Frame,
@@ -55,7 +54,8 @@ from rrfp.runtime.link.wire import (
 )
 from rrfp.runtime.planes.codec import Form, FrameError
 from rrfp.runtime.planes.plane import PlaneRequest
-from rrfp.runtime.protocols import Event, Failed, PeerLostError, PeerSilentError
+from rrfp.runtime.protocols import Event, LinkFailed, PeerLostError, PeerSilentError
+from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, SendRecord
 
 Output = Event | SendRecord | ReceiveRecord | PlaneRequest
@@ -70,6 +70,82 @@ ACKNOWLEDGE_FRAMES = 64
 ACKNOWLEDGE_BYTES = 4 * 2**20
 """A receiver acknowledges after 64 frames or 4 MiB of tensors without being asked, so that the
 sender's retransmit buffer stays small."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossHost:
+    """Properties of a link between two hosts."""
+
+    own_host: str
+    peer_host: str
+    is_encrypted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkId:
+    """The two ranks of a link, seen from one of them."""
+
+    own: int
+    peer: int
+    is_source: bool
+    """True on the rank that sends."""
+    cross_host: CrossHost | None = None
+    """None for a link within a host."""
+
+    @property
+    def checks_tensors(self) -> bool:
+        """True if nothing but a checksum protects the tensors on its sockets."""
+        return self.cross_host is not None and not self.cross_host.is_encrypted
+
+    def __str__(self) -> str:
+        own, peer = f"rank {self.own}", f"rank {self.peer}"
+        if self.cross_host is not None:
+            own = f"{own} ({self.cross_host.own_host})"
+            peer = f"{peer} ({self.cross_host.peer_host})"
+        source, destination = (own, peer) if self.is_source else (peer, own)
+        return f"the link from {source} to {destination}"
+
+    @property
+    def link_origin(self) -> Culprit:
+        """Fault origin: the link, reported by one of its ends."""
+        ranks = (self.own, self.peer) if self.is_source else (self.peer, self.own)
+        return Culprit(FoundBy.LINK, link=ranks)
+
+    @property
+    def peer_origin(self) -> Culprit:
+        """Fault origin: the peer, reported over the link."""
+        return Culprit(FoundBy.LINK, rank=self.peer)
+
+    def describe_lost(self, what: str) -> str:
+        """Format the loss of the peer; `what` is what it did."""
+        return (
+            f"rank {self.peer} {what} (seen by rank {self.own}); see its own output for the cause"
+        )
+
+    def describe_down(self, silence_s: float, why: str) -> str:
+        """Format a silence whose origin is unknown."""
+        where = ""
+        if self.cross_host is not None:
+            where = f"whether {self.cross_host.peer_host} can be reached, and "
+        return (
+            f"{self} has been down for {silence_s:g} s ({why}); see {where}the output of rank"
+            f" {self.peer} for the cause"
+        )
+
+    def describe_useless(self, num_connections: int, why: str) -> str:
+        """Format a series of connections that broke before they carried anything."""
+        return (
+            f"{self} broke {num_connections} times in a row and carried nothing between (the last"
+            f" time rank {self.peer} {why}); see what lies between the two, and the output of rank"
+            f" {self.peer}"
+        )
+
+    def describe_unreadable(self, why: str) -> str:
+        """Format bytes of the peer that are not of this protocol."""
+        return (
+            f"what rank {self.peer} sent to rank {self.own} cannot be read: {why}; see that all"
+            " ranks run the same version of rrfp"
+        )
 
 
 class State(Enum):
@@ -288,7 +364,7 @@ class Channel:
         """True until the count was written over a new connection."""
         self._retransmit = RetransmitBuffer()
         self._last_write_ns = self._attempt_ns = now_ns
-        self._last_words: list[memoryview] = []
+        self._final_bytes: list[memoryview] = []
         # Reading.
         self._num_received = self._num_confirmed = 0
         self._unconfirmed_bytes = 0
@@ -344,7 +420,7 @@ class Channel:
         return self._outgoing is not None or self._must_resume or self._retransmit.num_unsent > 0
 
     @property
-    def has_said_all(self) -> bool:
+    def has_written_all(self) -> bool:
         """True if nothing more will be written over this connection."""
         is_last = self.state is State.LINGERING and self.connection is Connection.WHOLE
         return is_last and not self.is_busy
@@ -364,8 +440,8 @@ class Channel:
         self._change(Change.END)
         return [] if is_over else self.report(error)
 
-    def lose(self, what: str, kind: type[PeerLostError] = PeerLostError) -> list[Output]:
-        """End the link because of the peer; `what` is what it did."""
+    def fail_by_peer(self, what: str, kind: type[PeerLostError] = PeerLostError) -> list[Output]:
+        """End the link because of the peer; `what` says what the peer did."""
         return self.fail(kind(self.link.describe_lost(what), self.link.peer_origin))
 
     def report(self, error: RrfpError) -> list[Output]:
@@ -373,7 +449,7 @@ class Channel:
         if self.is_closing or self._has_reported_loss:
             return []
         self._has_reported_loss = True
-        return [Failed(error)]
+        return [LinkFailed(error)]
 
     def answer_farewell(self, num_queued: int) -> list[Output]:
         """Answer the peer's farewell, and be over. Frames that still wait for the peer make it a
@@ -382,23 +458,23 @@ class Channel:
         if self.may_write_new and outgoing is None:
             farewell = OutgoingFrame(Header(Purpose.FAREWELL))
             farewell.encode(self._num_received)
-            self._last_words = farewell.buffers
+            self._final_bytes = farewell.buffers
         left = self._retransmit.unsent()
         if outgoing is not None:
             left.append(outgoing)
         num_left = num_queued + sum(each.header.task is not None for each in left)
         if num_left:
-            return self.lose(f"said farewell while {num_left} frames waited for it")
+            return self.fail_by_peer(f"said farewell while {num_left} frames waited for it")
         self._change(Change.END)
         return []
 
-    def last_words(self) -> list[memoryview]:
-        """Return the bytes that an end that is over still writes, if the peer reads them at once:
-        the farewell that answers the peer's."""
-        words, self._last_words = self._last_words, []
-        return words
+    def final_bytes(self) -> list[memoryview]:
+        """Remove and return the bytes that an end that is over still writes, if the peer reads them
+        at once: the farewell that answers the peer's."""
+        final_bytes, self._final_bytes = self._final_bytes, []
+        return final_bytes
 
-    def parting_words(self) -> bytes:
+    def reply_to_reconnect(self) -> bytes:
         """Return the reply of an end that is over to a peer that connects again, because it did not
         receive the answer to its farewell; empty if it said none."""
         if not self.has_peer_left:
@@ -408,8 +484,9 @@ class Channel:
 
     # Breaking.
 
-    def break_off(self, what: str) -> list[Output]:
-        """Abandon the connection; `what` is what the peer did."""
+    def break_connection(self, what: str) -> list[Output]:
+        """Abandon the connection; `what` says what the peer did. The link fails after too many
+        connections that carried nothing."""
         if self.state is State.OVER or self.has_peer_left or self.is_broken:
             return []
         self._change_connection(Change.BREAK)
@@ -435,13 +512,13 @@ class Channel:
         self._silence.connection_ns = 0
 
     def could_not_attach(self, why: str, now_ns: int) -> list[Output]:
-        """End a wait for another connection that did not come."""
+        """End a wait in which no other connection was made; `why` is the reason."""
         self._why_down = why
         return self.waited(now_ns)
 
-    def lose_gone(self) -> list[Output]:
-        """End the link: its connection is broken because the peer is gone."""
-        return self.lose(self._why_broken)
+    def fail_by_gone_peer(self) -> list[Output]:
+        """End the link: its connection is broken because the peer has ended."""
+        return self.fail_by_peer(self._why_broken)
 
     # Writing.
 
@@ -538,8 +615,8 @@ class Channel:
         )
 
     def next_read(self) -> memoryview:
-        """Return the buffer for the next bytes; memory for a message is allocated once its header
-        has been checked (`FrameReader`)."""
+        """Return the buffer for the next bytes. Memory for a message is allocated after its header
+        was checked (`FrameReader`)."""
         return self._reader.missing
 
     def read(self, num_bytes: int, now_ns: int) -> Frame | None:
@@ -607,18 +684,18 @@ class Channel:
         self._silence.end_wait(now_ns)
         silence_ns, is_whole = self.options.silence_ns, self.connection is Connection.WHOLE
         if self._silence.total_ns >= silence_ns:
-            return self._lose_silent(is_whole)
+            return self._fail_silent(is_whole)
         if self.link.is_source and self.link.cross_host is not None and not self.is_broken:
             # A new connection is faster than TCP's own retries, which become ever rarer.
             limit_ns = silence_ns // (2 if is_whole else ATTEMPTS)
             if self._silence.connection_ns >= limit_ns:
-                return self.break_off(f"was silent for {limit_ns / NS_PER_S:g} s")
+                return self.break_connection(f"was silent for {limit_ns / NS_PER_S:g} s")
         return []
 
-    def _lose_silent(self, is_whole: bool) -> list[Output]:
+    def _fail_silent(self, is_whole: bool) -> list[Output]:
         silence_s = self.options.silence_ns / NS_PER_S
         if is_whole and self.link.cross_host is None:
-            return self.lose(f"was silent for {silence_s:g} s", PeerSilentError)
+            return self.fail_by_peer(f"was silent for {silence_s:g} s", PeerSilentError)
         why = f"nothing came from rank {self.link.peer}" if is_whole else self._why_down
         down = self.link.describe_down(silence_s, why)
         return self.fail(PeerSilentError(down, self.link.link_origin))

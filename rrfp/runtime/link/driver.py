@@ -100,7 +100,7 @@ class LinkDriver(Generic[D]):
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._completions: SimpleQueue[Completion] = SimpleQueue()
         self._write_lock = Lock()
-        """Acquired before `_lock`, or within it where that does not wait."""
+        """Acquired before `_lock`, or within it without waiting."""
         self._lock = Lock()
         # Guarded by the lock, as the endpoint is.
         self._is_woken = False
@@ -143,8 +143,8 @@ class LinkDriver(Generic[D]):
     # Called by any thread.
 
     def submit(self, queue: Callable[[], list[Output]]) -> None:
-        """Call `queue`, which gives the endpoint something to write, and write what the socket
-        takes without waiting; the link's thread writes the rest."""
+        """Call `queue`, which adds something to write to the endpoint, and write as much as the
+        socket takes without waiting; the link's thread writes the rest."""
         now_ns = self._clock()
         with self._lock:
             outputs = queue()
@@ -167,7 +167,7 @@ class LinkDriver(Generic[D]):
         if not isinstance(completion, SlotFreed):
             self.submit(self._complete)
         elif self._lock.acquire(blocking=False):
-            # A finalizer may interrupt the thread that has the lock. What it puts is then handled
+            # A finalizer may interrupt the thread that has the lock. Its completion is then handled
             # with the next write.
             try:
                 self._wake()
@@ -175,7 +175,7 @@ class LinkDriver(Generic[D]):
                 self._lock.release()
 
     def _complete(self) -> list[Output]:
-        """Handle what is in the queue; the caller holds the lock."""
+        """Handle all queued completions; the caller holds the lock."""
         outputs: list[Output] = []
         while not self._completions.empty():
             outputs += self._endpoint.complete(self._completions.get(), self._clock())
@@ -188,7 +188,7 @@ class LinkDriver(Generic[D]):
             self._wake()
 
     def _begin_at_once(self, now_ns: int) -> list[memoryview]:
-        """Return what the calling thread may write, with `_write_lock` acquired for it; otherwise
+        """Return the bytes for the calling thread to write, with `_write_lock` acquired; otherwise
         wake the link's thread if it has something to do. The caller holds the lock."""
         endpoint = self._endpoint
         if endpoint.may_write_at_once and self._write_lock.acquire(blocking=False):
@@ -265,8 +265,8 @@ class LinkDriver(Generic[D]):
             os.close(self._wake_writer)
         with self._write_lock:
             with suppress(OSError):
-                if last_words := self._endpoint.channel.last_words():
-                    self._connection.sendmsg(last_words)
+                if final_bytes := self._endpoint.channel.final_bytes():
+                    self._connection.sendmsg(final_bytes)
             self._drop()
 
     def _drop(self) -> None:
@@ -296,7 +296,7 @@ class LinkDriver(Generic[D]):
             if self._may_have_other:
                 self._may_have_other = False
                 if self._reconnector.has_other:
-                    self._break_off("has connected again")
+                    self._break_connection("has connected again")
             if channel.is_broken:
                 self._reconnect()
             with self._write_lock:
@@ -315,9 +315,9 @@ class LinkDriver(Generic[D]):
                 outputs = channel.waited(self._clock())
             self._emit(outputs)
 
-    def _break_off(self, what: str) -> None:
+    def _break_connection(self, what: str) -> None:
         with self._lock:
-            outputs = self._endpoint.channel.break_off(what)
+            outputs = self._endpoint.channel.break_connection(what)
         self._emit(outputs)
 
     def _reconnect(self) -> None:
@@ -336,7 +336,7 @@ class LinkDriver(Generic[D]):
                 outputs = channel.could_not_attach(str(error), self._clock())
         except PeerGoneError:
             with self._lock:
-                outputs = channel.lose_gone()
+                outputs = channel.fail_by_gone_peer()
         else:
             with self._write_lock:
                 self._use(connection)
@@ -354,7 +354,8 @@ class LinkDriver(Generic[D]):
                 self._is_woken = False
 
     def _wait(self, now_ns: int, patience_ns: int, due_ns: int | None) -> bool:
-        """Wait for whatever comes first; return whether the connection has something to read."""
+        """Wait for the first event or timeout; return whether the connection has something to
+        read."""
         # Rounded up: rounding down would spin through the last millisecond.
         patience_ms = patience_ns // _NS_PER_MS + 1 if patience_ns else 0
         if due_ns is not None:
@@ -397,7 +398,7 @@ class LinkDriver(Generic[D]):
             except (BrokenPipeError, ConnectionResetError):
                 num_bytes, is_full = -1, False
             except OSError as error:
-                self._break_off(f"cannot be reached any more ({error})")
+                self._break_connection(f"cannot be reached any more ({error})")
                 num_bytes, is_full = 0, False
             if is_full:
                 self._set_full(True)
@@ -407,10 +408,10 @@ class LinkDriver(Generic[D]):
                     if num_bytes < 0
                     else endpoint.wrote(num_bytes, self._clock())
                 )
-                has_said_all = endpoint.channel.has_said_all
+                has_written_all = endpoint.channel.has_written_all
             if outputs:
                 self._emit(outputs)
-            if has_said_all:
+            if has_written_all:
                 with suppress(OSError):
                     self._connection.shutdown(socket.SHUT_WR)
 
@@ -426,7 +427,7 @@ class LinkDriver(Generic[D]):
             except (ConnectionResetError, BrokenPipeError):
                 num_bytes = 0
             except OSError as error:
-                self._break_off(f"cannot be reached any more ({error})")
+                self._break_connection(f"cannot be reached any more ({error})")
                 return
             with self._lock:
                 outputs = endpoint.received(num_bytes, self._clock())

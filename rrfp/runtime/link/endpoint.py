@@ -180,12 +180,12 @@ class Endpoint(Generic[D]):
         if not channel.reads:
             return []
         if num_bytes == 0:
-            return channel.break_off("closed its connection without a farewell")
+            return channel.break_connection("closed its connection without a farewell")
         try:
             frame = channel.read(num_bytes, now_ns)
             return None if frame is None else self._handle(frame, now_ns)
         except GarbledError as error:
-            return channel.break_off(f"sent what came garbled ({error})")
+            return channel.break_connection(f"sent what came garbled ({error})")
         except FrameError as error:
             return channel.fail(RrfpError(channel.link.describe_unreadable(str(error))))
 

@@ -25,7 +25,14 @@ from rrfp.runtime.planes.plane import (
     SlotFreed,
 )
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
+from rrfp.runtime.protocols import (
+    InputForecast,
+    InputReported,
+    Message,
+    MessageArrived,
+    PeerLeft,
+    TaskDecided,
+)
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import ReceiveRecord
 
@@ -162,7 +169,7 @@ class Receiver:
         return []
 
     def peer_left(self) -> list[Output]:
-        return [Left(self._link.peer)]
+        return [PeerLeft(self._link.peer)]
 
     def received(self, frame: Frame, now_ns: int) -> list[Output]:
         header, task, peer = frame.header, frame.header.task, self._link.peer
@@ -170,11 +177,11 @@ class Receiver:
             raise FrameError(f"a source sent a {header.purpose.name.lower()}")
         match header.purpose:
             case Purpose.REPORT:
-                return [Reported(peer, header.step, task)]
+                return [InputReported(peer, header.step, task)]
             case Purpose.DECISION:
-                return [Decided(peer, header.step, header.number, task)]
+                return [TaskDecided(peer, header.step, header.number, task)]
             case Purpose.FORECAST:
-                return [Forecast(peer, header.step, task, frame.arrived_ns, header.number)]
+                return [InputForecast(peer, header.step, task, frame.arrived_ns, header.number)]
         self._admit(header.sequence)
         plane = self._plane
         if header.purpose is not Purpose.MESSAGE:
@@ -211,7 +218,7 @@ class Receiver:
     ) -> list[Output]:
         """Report a message that is here; `begun_ns` is the begin of its fetch, if any."""
         peer, task = self._link.peer, message.task
-        outputs: list[Output] = [Arrived(peer, message, now_ns)]
+        outputs: list[Output] = [MessageArrived(peer, message, now_ns)]
         if self._channel.options.keeps_records:
             record = ReceiveRecord(
                 frame_ns,

@@ -1,8 +1,8 @@
 """The sending direction of a link: a queue of envelopes, credits, and announcements.
 
 Reports, decisions and forecasts need no credit and overtake messages. In a paced run a message
-stays in front of the queue until its modelled time has passed, one after the other, as on a link of
-the simulator; the time of the wire itself comes after that.
+stays in front of the queue until its modeled time has passed, one after the other, as on a link of
+the simulator; the time of the wire itself follows.
 
 A staged message waits in the same queue. The peer may use its slot from its frame on, until the
 peer releases it.

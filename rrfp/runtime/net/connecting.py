@@ -1,19 +1,19 @@
-"""How the connections of a rank's links come about: listening for sources, for as long as it lives.
+"""Making the connections of a rank's links: listening, dialing, and connecting again.
 
-A destination listens before it publishes where, and accepts on threads of its own while it dials,
-so that ranks may start in any order and none waits for another's accept to dial. It goes on
-listening, for a source whose connection breaks dials again; and a rank without sources listens,
-too, for its destinations knock to see whether it is still there (`rrfp.runtime.net.connecting`).
+A destination listens before it publishes its address, and accepts on threads of its own while it
+dials. So ranks may start in any order, and no dial waits for another rank's accept. Every rank
+listens until its links are over: a source whose connection breaks dials again, and a destination
+whose connection breaks checks whether its source still listens.
 
 Between hosts a connection may be under TLS (`rrfp.runtime.net.tls`).
 
-Who may connect is who knows the listener's secret. That of a Unix socket lies in a file beside it,
-in a directory that only its owner may enter, and goes nowhere else; both are removed once all peers
-know them. That of a TCP port, where a peer is on another host, stands in the store with the port's
-address: whoever can read the store can connect.
+A process that knows the listener's secret may connect. The secret of a Unix socket lies in a file
+beside it, in a directory that only its owner may enter, and is sent nowhere; both are removed once
+all peers have read them. The secret of a TCP port, for peers on other hosts, is in the store with
+the port's address: a process that can read the store can connect.
 
-Strangers may connect at any time, and get nothing but a challenge. So many at a time may try to
-prove themselves; beyond that the one that has tried longest is dropped, for a rank takes no time.
+Unauthenticated peers may connect at any time, and receive a challenge only. At most 64 may
+authenticate at the same time. Beyond that the oldest is dropped: a rank takes no time to do so.
 """
 
 import errno
@@ -37,73 +37,99 @@ from rrfp.runtime.link.driver import NotYetError, Pause, PeerGoneError
 from rrfp.runtime.net.handshake import (
     SECRET_BYTES,
     HandshakeError,
-    StrangeFileError,
+    UntrustedFileError,
     accept_handshake,
+    bind_private,
     connect_opened,
     dial_handshake,
     open_private,
 )
-from rrfp.runtime.net.sockets import listen_tcp, listen_unix, prepare
+from rrfp.runtime.net.source_filter import accept_only, run_host_addresses
 from rrfp.runtime.net.tls import FINGERPRINT_BYTES, TlsError, Tunnels
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, reachable_address
 from rrfp.strict_json import integer, member, text
 
-# Where a rank listens, as it tells its sources.
+# Sockets of links.
+
+_BACKLOG = 1024
+_UNIX_BUFFER_BYTES = 4 * 2**20
+
+
+def listen_tcp(host: str) -> socket.socket:
+    """Listen at this address or name, at a port that the system chooses. Where the addresses of the
+    run's hosts are known and the kernel permits it, only they can connect. Raises OSError."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    if (sources := run_host_addresses()) is not None:
+        accept_only(listening, sources)
+    return listening
+
+
+def _set_link_options(connection: socket.socket) -> None:
+    """Set the options of a link's socket; both sides call it."""
+    connection.settimeout(None)
+    if connection.family == socket.AF_UNIX:
+        # The kernel cuts this to its own maximum. TCP is left to size its buffers by itself.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+# The address of a listener, as a rank publishes it.
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class TcpAddress:
     """A TCP port that a rank listens at."""
 
     host: str
     port: int
     secret: bytes
     fingerprint: bytes | None = None
-    """Of the certificate that it shows; None: it speaks no TLS."""
+    """Fingerprint of the listener's certificate; None without TLS."""
 
-    @property
-    def shown(self) -> str:
+    def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """What a peer must know to dial a rank, or to knock."""
+class ListenerAddress:
+    """Everything that a peer must know to connect to a rank."""
 
     directory: str | None
-    """Where its Unix socket is, with the secret; None: it has none."""
-    tcp: Port | None
+    """Directory of its Unix socket and of the secret; None if it has no Unix socket."""
+    tcp: TcpAddress | None
     transport: TransportName = TransportName.INLINE
-    """What is to carry tensors, as this rank was asked."""
+    """Transport that this rank was configured with."""
 
     def to_json(self) -> str:
         values = asdict(self)
         if self.tcp is not None:
             values["tcp"]["secret"] = self.tcp.secret.hex()
-            shown = self.tcp.fingerprint
-            values["tcp"]["fingerprint"] = None if shown is None else shown.hex()
+            fingerprint = self.tcp.fingerprint
+            values["tcp"]["fingerprint"] = None if fingerprint is None else fingerprint.hex()
         return json.dumps(values)
 
     @classmethod
     def decode(cls, value: object) -> Self:
-        """Read what `to_json` wrote. Raises ValueError for anything else."""
+        """Read the value of `to_json`. Raises ValueError for anything else."""
         directory, tcp = member(value, "directory"), member(value, "tcp")
-        return cls(
-            None if directory is None else _plain_path(text(directory)),
-            None if tcp is None else _port(tcp),
-            TransportName(text(member(value, "transport"))),
-        )
+        if directory is not None:
+            directory = text(directory)
+            if not directory.startswith("/") or "\0" in directory:
+                raise ValueError("its directory is not an absolute path")
+        transport = TransportName(text(member(value, "transport")))
+        return cls(directory, None if tcp is None else _decode_tcp(tcp), transport)
 
 
-def _plain_path(path: str) -> str:
-    if not path.startswith("/") or "\0" in path:
-        raise ValueError("its directory is not an absolute path")
-    return path
-
-
-def _port(value: object) -> Port:
+def _decode_tcp(value: object) -> TcpAddress:
     port = integer(member(value, "port"))
     secret = bytes.fromhex(text(member(value, "secret")))
     shown = member(value, "fingerprint")
@@ -112,53 +138,57 @@ def _port(value: object) -> Port:
         raise ValueError("its port or its secret is invalid")
     if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
         raise ValueError("its fingerprint is invalid")
-    return Port(text(member(value, "host")), port, secret, fingerprint)
+    return TcpAddress(text(member(value, "host")), port, secret, fingerprint)
 
 
-# Where a peer listens, known to a rank for as long as its links live.
-#
-# A source dials there, and dials again when its connection breaks. A destination only knocks, to
-# see whether anybody is still there: each rank listens until its links are over, so where nobody
-# does, the peer has ended. A dead process listens no more, and one that fails stops listening
-# first.
+# Dialing.
 
 
 class DialError(PeerLostError):
-    """There is no connection. In one sentence: who cannot connect to whom, why, and what to see
-    after."""
+    """There is no connection. One sentence names both ranks, the reason, and the next step."""
 
     def __init__(self, sentence: str, *, is_gone: bool = False) -> None:
         super().__init__(sentence)
         self.is_gone = is_gone
-        """Whether nobody listens there."""
+        """True if no process listens there."""
 
 
-class Door:
-    """Rank `peer`'s, as rank `rank` knows it."""
+class PeerAddress:
+    """The address at which rank `rank` dials rank `peer`, for as long as its links live.
+
+    Each rank listens until its links are over, and a rank that fails stops listening first. So if
+    no process listens there, the peer has ended.
+    """
 
     def __init__(
-        self, rank: int, peer: int, where: Where, *, unix: bool, tunnels: Tunnels | None = None
+        self,
+        rank: int,
+        peer: int,
+        address: ListenerAddress,
+        *,
+        unix: bool,
+        tunnels: Tunnels | None = None,
     ) -> None:
-        """At its Unix socket or its TCP port; at that, with `tunnels`, under TLS. Raises
-        PeerLostError naming the peer where there is no such place."""
+        """Use the peer's Unix socket, or else its TCP port, under TLS if `tunnels` is given. Raises
+        PeerLostError naming the peer if it has no such listener."""
         self._rank = rank
         self._peer = peer
         self._tunnels = None if unix else tunnels
         self._file = -1
-        self._port = where.tcp
-        self._shown = where.directory if unix else where.tcp and where.tcp.shown
+        self._tcp = address.tcp
+        self._place = address.directory if unix else address.tcp
         try:
-            if unix and where.directory is not None:
-                self._file, self._secret = open_private(where.directory)
-            elif not unix and where.tcp is not None:
-                self._secret = where.tcp.secret
+            if unix and address.directory is not None:
+                self._file, self._secret = open_private(address.directory)
+            elif not unix and address.tcp is not None:
+                self._secret = address.tcp.secret
             else:
                 raise OSError(f"it listens at no {'Unix socket' if unix else 'TCP port'}")
-        except (OSError, StrangeFileError) as error:
-            raise self._no_connection(error) from None
+        except (OSError, UntrustedFileError) as error:
+            raise self._make_error(error) from None
 
     def dial(self, timeout_s: float, attempt: int = 0) -> socket.socket:
-        """A connection whose two sides have proved themselves. Raises DialError."""
+        """Return a connection on which both sides have authenticated. Raises DialError."""
         deadline_s = time.monotonic() + timeout_s
 
         def left_s() -> float:
@@ -167,9 +197,9 @@ class Door:
         try:
             connection = self._connect(timeout_s)
         except OSError as error:
-            raise self._no_connection(error) from None
+            raise self._make_error(error) from None
         if self._tunnels is not None:
-            connection = self._under_tls(connection, self._tunnels, left_s())
+            connection = self._start_tls(connection, self._tunnels, left_s())
         try:
             dial_handshake(connection, self._secret, self._rank, self._peer, left_s(), attempt)
         except HandshakeError as error:
@@ -182,18 +212,18 @@ class Door:
         except BaseException:
             connection.close()
             raise
-        prepare(connection)
+        _set_link_options(connection)
         return connection
 
-    def knock(self, timeout_s: float) -> None:
-        """See whether somebody listens there. Raises DialError."""
+    def check_listening(self, timeout_s: float) -> None:
+        """Connect and close at once. Raises DialError if no process listens there."""
         try:
             self._connect(timeout_s).close()
         except OSError as error:
-            raise self._no_connection(error) from None
+            raise self._make_error(error) from None
 
     def close(self) -> None:
-        """Forget where it is; a second call does nothing."""
+        """Close the file of the Unix socket; a second call does nothing."""
         if self._file >= 0:
             with suppress(OSError):
                 os.close(self._file)
@@ -202,48 +232,51 @@ class Door:
     def _connect(self, timeout_s: float) -> socket.socket:
         if self._file >= 0:
             return connect_opened(self._file, timeout_s)
-        if self._port is None:
-            raise OSError(errno.EBADF, "its door is closed")
-        return socket.create_connection((self._port.host, self._port.port), timeout=timeout_s)
+        if self._tcp is None:
+            raise OSError(errno.EBADF, "its address is closed")
+        return socket.create_connection((self._tcp.host, self._tcp.port), timeout=timeout_s)
 
-    def _no_connection(self, error: OSError | StrangeFileError) -> DialError:
-        told = f"rank {self._rank} cannot connect to rank {self._peer} at {self._shown} ({error}); "
-        if isinstance(error, StrangeFileError):
-            told += "start all ranks as one user, and see who else can write to the run's store"
+    def _make_error(self, error: OSError | UntrustedFileError) -> DialError:
+        sentence = f"rank {self._rank} cannot connect to rank {self._peer} at {self._place}"
+        if isinstance(error, UntrustedFileError):
+            advice = "start all ranks as one user, and see who else can write to the run's store"
         else:
-            told += "see whether it still runs and whether a firewall lies between"
-        return DialError(told, is_gone=isinstance(error, ConnectionRefusedError))
+            advice = "see whether it still runs and whether a firewall lies between"
+        is_gone = isinstance(error, ConnectionRefusedError)
+        return DialError(f"{sentence} ({error}); {advice}", is_gone=is_gone)
 
-    def _under_tls(
+    def _start_tls(
         self, connection: socket.socket, tunnels: Tunnels, timeout_s: float
     ) -> socket.socket:
-        assert self._port is not None
-        assert self._port.fingerprint is not None
+        assert self._tcp is not None
+        assert self._tcp.fingerprint is not None
         try:
-            return tunnels.dial(connection, self._port.fingerprint, timeout_s)
+            return tunnels.dial(connection, self._tcp.fingerprint, timeout_s)
         except TlsError as error:
             raise DialError(
-                f"rank {self._rank} has no TLS with rank {self._peer} at {self._port.shown}:"
+                f"rank {self._rank} has no TLS with rank {self._peer} at {self._tcp}:"
                 f" {error}; see whether rank {self._peer} still runs, and who else can write to the"
                 " run's store"
             ) from None
 
 
+# Listening.
+
 _HANDSHAKE_S = 10.0
-_MOST_UNPROVED = 64
+_MAX_UNAUTHENTICATED = 64
 _PAUSE_S = 0.02
-"""Before the next try to accept, out of file descriptors."""
+"""Time before the next accept when file descriptors run out."""
 _FAILURE_LOOK_S = 0.2
-"""How often a rank that waits for its sources looks whether one has failed."""
+"""Interval at which a rank that waits for its sources checks whether one has failed."""
 
 
 OnConnected = Callable[[int, socket.socket, int], None]
-"""Is handed, on a thread of the listener, a source, a socket that it then owns, and the number of
-the source's attempt: 0 once for each source, and perhaps higher ones later."""
+"""Called on a thread of the listener with a source, a socket that it then owns, and the number of
+the source's attempt: 0 once for each source, and higher ones when a source connects again."""
 
 
 class Listener:
-    """Accepts the connections of this rank's sources, and drops everybody else's."""
+    """Accepts the connections of this rank's sources, and drops all others."""
 
     def __init__(
         self,
@@ -256,8 +289,8 @@ class Listener:
         address: str | None,
         tunnels: Tunnels | None = None,
     ) -> None:
-        """To listen at a Unix socket, at a TCP port, or both; `address` is the host name or address
-        to listen at (default: `reachable_address()`). With `tunnels` the port speaks TLS."""
+        """Listen at a Unix socket, at a TCP port, or both; `address` is the host name or address
+        to listen at (default: `reachable_address()`). With `tunnels` the port requires TLS."""
         self._rank = rank
         self._sources = frozenset(sources)
         self._on_connected = on_connected
@@ -267,32 +300,34 @@ class Listener:
         # Guarded by the condition.
         self._missing = set(sources)
         self._opening: set[int] = set()
-        """Sources that have proved themselves for the first time and are handed over."""
-        self._unproved: dict[socket.socket, Thread] = {}
-        """In the order in which they came."""
+        """Sources for which `on_connected` runs for the first time."""
+        self._unauthenticated: dict[socket.socket, Thread] = {}
+        """Connections without a finished handshake, oldest first, with their threads."""
         self._handshakes: list[Thread] = []
         self._is_closed = False
         self._directory: str | None = None
-        self._port: Port | None = None
+        self._tcp_address: TcpAddress | None = None
         self._sockets: list[tuple[socket.socket, bytes]] = []
-        """Each with the secret that opens it."""
+        """Listening sockets with their secrets."""
         self._thread = Thread(target=self._accept, name="rrfp-listen", daemon=True)
 
     def open(self) -> None:
-        """Listen. Raises UsageError when the address cannot be listened at."""
+        """Listen. Raises UsageError if this host does not have the address."""
         try:
             if self._unix:
                 # Only its owner may enter a directory that mkdtemp makes.
-                where = os.environ.get(variables.DIRECTORY)
-                self._directory = tempfile.mkdtemp(prefix="rrfp-", dir=where)
-                self._sockets.append(listen_unix(self._directory))
+                parent = os.environ.get(variables.DIRECTORY)
+                self._directory = tempfile.mkdtemp(prefix="rrfp-", dir=parent)
+                listening, secret = bind_private(self._directory)
+                self._sockets.append((listening, secret))
+                listening.listen(_BACKLOG)
             if self._tcp:
-                self._open_port()
+                self._open_tcp()
         except BaseException:
             self._release()
             raise
 
-    def _open_port(self) -> None:
+    def _open_tcp(self) -> None:
         host = self._address if self._address is not None else reachable_address()
         try:
             listening = listen_tcp(host)
@@ -303,16 +338,16 @@ class Listener:
             ) from None
         secret = secrets.token_bytes(SECRET_BYTES)
         self._sockets.append((listening, secret))
-        fingerprint = None if self._tunnels is None else self._tunnels.certify()
-        self._port = Port(host, listening.getsockname()[1], secret, fingerprint)
+        fingerprint = None if self._tunnels is None else self._tunnels.make_certificate()
+        self._tcp_address = TcpAddress(host, listening.getsockname()[1], secret, fingerprint)
 
     @property
-    def where(self) -> Where:
-        """What a peer must know to dial this rank, or to knock."""
-        return Where(self._directory, self._port)
+    def address(self) -> ListenerAddress:
+        """The address to publish; its `transport` is the default."""
+        return ListenerAddress(self._directory, self._tcp_address)
 
     def accept(self) -> None:
-        """Accept connections from now on, until `close`."""
+        """Start to accept connections, until `close`."""
         if self._sockets:  # a rank without peers has none, and nothing would end the wait
             self._thread.start()
 
@@ -322,9 +357,9 @@ class Listener:
         timeout_s: float,
         raise_if_gone: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Wait until every source is connected; raises PeerLostError naming those that are not, or
-        the rank that said that it has failed. `raise_if_gone` raises it for a source that has
-        died."""
+        """Wait until every source is connected. Raises PeerLostError naming those that are not, or
+        the rank that has reported a failure. `raise_if_gone` raises it for a source that has
+        ended."""
         while not self._is_complete(min(rendezvous.remaining_s, _FAILURE_LOOK_S)):
             rendezvous.raise_if_failed()
             with self._condition:
@@ -332,7 +367,7 @@ class Listener:
             for source in missing:
                 raise_if_gone(source)
             if missing:
-                rendezvous.notice(missing)
+                rendezvous.log_missing(missing)
             if rendezvous.remaining_s == 0:
                 ranks = ", ".join(str(source) for source in missing)
                 raise PeerLostError(
@@ -341,25 +376,26 @@ class Listener:
                 )
 
     def _is_complete(self, timeout_s: float) -> bool:
+        """Wait until every source is connected; return False after the timeout."""
         with self._condition:
             return self._condition.wait_for(
                 lambda: not self._missing and not self._opening, timeout_s
             )
 
-    def hide(self) -> None:
-        """Remove the files: all peers know them, and nobody else is to."""
+    def remove_files(self) -> None:
+        """Remove the files of the Unix socket, once all peers have opened them."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Stop listening, drop whoever has not proved itself, and join every thread; a second call
+        """Stop listening, drop unauthenticated connections, and join every thread; a second call
         does nothing."""
         with self._condition:
             self._is_closed = True
-            for connection in self._unproved:
+            for connection in self._unauthenticated:
                 _shut_down(connection)
         for listening, _ in self._sockets:
-            # Ends the wait of the thread, and also what a process that was forked keeps open.
+            # This ends the thread's wait, and also closes copies in forked processes.
             _shut_down(listening)
         if self._thread.ident is not None:
             self._thread.join()
@@ -370,7 +406,7 @@ class Listener:
     def _release(self) -> None:
         for listening, _ in self._sockets:
             listening.close()
-        self.hide()
+        self.remove_files()
 
     def _accept(self) -> None:
         poller = select.poll()
@@ -391,37 +427,43 @@ class Listener:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    # Out of file descriptors, or the dialler is gone already: others may do better.
+                    # Out of file descriptors, or the peer has closed already: others may succeed.
                     time.sleep(_PAUSE_S)
                     continue
                 self._begin_handshake(connection, secret)
 
     def _begin_handshake(self, connection: socket.socket, secret: bytes) -> None:
+        """Start a thread that authenticates the peer; drop the oldest connection beyond the
+        limit."""
         handshake = Thread(
-            target=self._prove, args=(connection, secret), name="rrfp-handshake", daemon=True
+            target=self._authenticate,
+            args=(connection, secret),
+            name="rrfp-handshake",
+            daemon=True,
         )
         with self._condition:
             if self._is_closed:
                 connection.close()
                 return
             evicted = None
-            if len(self._unproved) >= _MOST_UNPROVED:
-                oldest = next(iter(self._unproved))
-                evicted = self._unproved.pop(oldest)
+            if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+                oldest = next(iter(self._unauthenticated))
+                evicted = self._unauthenticated.pop(oldest)
                 _shut_down(oldest)
             try:
                 handshake.start()
             except RuntimeError:
-                # There may be no more threads for now; who is no stranger dials again.
+                # There are no more threads for now; a rank dials again.
                 connection.close()
                 return
-            self._unproved[connection] = handshake
+            self._unauthenticated[connection] = handshake
             self._handshakes.append(handshake)
         if evicted is not None:
             evicted.join(_PAUSE_S)  # so that no more threads are made than can end
 
-    def _prove(self, connection: socket.socket, secret: bytes) -> None:
-        """Have one dialler prove itself; a stranger is dropped without a word."""
+    def _authenticate(self, connection: socket.socket, secret: bytes) -> None:
+        """Authenticate one peer, and pass its connection to `on_connected`; close the connection
+        silently on failure."""
         accepted, source, attempt = connection, -1, 0
         with suppress(TlsError, HandshakeError):
             if self._tunnels is not None and connection.family != socket.AF_UNIX:
@@ -431,7 +473,7 @@ class Listener:
             )
         is_first = attempt == 0
         with self._condition:
-            self._unproved.pop(accepted, None)
+            self._unauthenticated.pop(accepted, None)
             is_known = source in self._sources and source not in self._opening
             if not is_known or is_first != (source in self._missing) or self._is_closed:
                 connection.close()
@@ -441,7 +483,7 @@ class Listener:
                 self._opening.add(source)
         # Not within the lock: it may take long, and other sources dial meanwhile.
         try:
-            prepare(connection)
+            _set_link_options(connection)
             self._on_connected(source, connection, attempt)
         except BaseException:
             connection.close()
@@ -455,30 +497,22 @@ class Listener:
                 self._condition.notify_all()
 
 
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+# Connecting again: a source dials, and a destination waits to be dialed. Each `attempt` runs on the
+# link's own thread, within its timeout.
 
-
-# How an end obtains another connection: a source dials, and a destination waits to be dialled.
-#
-# Each `attempt` is one step, on the link's own thread, within the time that it is given. It returns
-# a connection, or raises why there is none yet, or that the peer is gone.
-
-
-_KNOCK_S = 0.25
-"""Interval at which a destination that waits checks whether its source is still there."""
+_LISTENING_CHECK_S = 0.25
+"""Interval at which a waiting destination checks whether its source still listens."""
 _DIAL_AGAIN_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
 
-class Dialling:
-    """Connects a source again. Implements `rrfp.runtime.link.driver.Reconnector`."""
+class SourceReconnector:
+    """Dials again for a source. Implements `rrfp.runtime.link.driver.Reconnector`."""
 
     has_other = False
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, peer_address: PeerAddress) -> None:
+        self._peer_address = peer_address
         self._num_attempts = 0
 
     def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
@@ -487,11 +521,11 @@ class Dialling:
         began_s = time.monotonic()
         self._num_attempts += 1
         try:
-            return self._door.dial(timeout_s, self._num_attempts)
+            return self._peer_address.dial(timeout_s, self._num_attempts)
         except DialError as error:
             if error.is_gone:
                 raise PeerGoneError from None
-            # Whoever refuses does it at once, and may not do it soon.
+            # A refusal comes at once, and may repeat for some time.
             pause(max(0.0, began_s + _DIAL_AGAIN_S - time.monotonic()))
             raise NotYetError(str(error)) from None
 
@@ -499,14 +533,14 @@ class Dialling:
         pass
 
 
-class Awaiting:
+class DestinationReconnector:
     """Waits until a destination's source connects again. Implements
     `rrfp.runtime.link.driver.Reconnector`."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, peer_address: PeerAddress) -> None:
+        self._peer_address = peer_address
         self._lock = Lock()
-        # Guarded by the lock, but that `has_other` may look.
+        # Guarded by the lock, except that `has_other` reads without it.
         self._other: socket.socket | None = None
         self._last_attempt = 0
         self._is_closed = False
@@ -516,8 +550,9 @@ class Awaiting:
         return self._other is not None
 
     def offer(self, connection: socket.socket, attempt: int) -> bool:
-        """The source has connected again; on a thread of the listener. Takes the connection, unless
-        a later one is here or the link is over, which it tells."""
+        """Store a further connection of the source for `attempt`, and close the one of the lower
+        attempt number. A thread of the listener calls it. Return False if the link is over; the
+        caller keeps the connection then."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -531,13 +566,13 @@ class Awaiting:
 
     def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
         if not self.has_other:
-            pause(min(timeout_s, _KNOCK_S))
+            pause(min(timeout_s, _LISTENING_CHECK_S))
         with self._lock:
             other, self._other = self._other, None
         if other is not None:
             return other
         try:
-            self._door.knock(min(timeout_s, _KNOCK_S))
+            self._peer_address.check_listening(min(timeout_s, _LISTENING_CHECK_S))
         except DialError as error:
             if error.is_gone:
                 raise PeerGoneError from None

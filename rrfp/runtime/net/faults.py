@@ -1,9 +1,9 @@
-"""Faults of links, made on purpose by `rrfp chaos`; without its variable sockets stay as they are.
+"""Faults of links that `rrfp chaos` injects; without its variable sockets are left unchanged.
 
-The variable names a directory of the user's own. A socket shows its link there by a file
-`RANK-PEER` of no content. A file `RANK-PEER.drop` (or `.delay`, `.corrupt`) is an order to it, with
-one number in it, and is removed as soon as it is obeyed: by the first socket of these two ranks
-that has something to read or write, which the links' heartbeats bring about within a second.
+RRFP_FAULTS names a directory of the user's own. A socket announces its link there by an empty file
+`RANK-PEER`. A file `RANK-PEER.drop` (or `.delay`, `.corrupt`) that contains one number orders a
+fault. The first socket of these two ranks that reads or writes carries it out and removes the file;
+because of the links' heartbeats that is within a second.
 """
 
 import os
@@ -21,36 +21,37 @@ from rrfp.trace.safe_files import open_own, write_whole
 
 
 class LinkFault(StrEnum):
-    """What a link can be ordered to do."""
+    """Faults that can be ordered; each has a number."""
 
     DROP = "drop"
-    """Close its connection."""
+    """Close the connection; the number is ignored."""
     DELAY = "delay"
-    """Take in nothing for so many seconds."""
+    """Read nothing for this many seconds."""
     CORRUPT = "corrupt"
-    """Flip this bit, counted round, in the header of the next frame that it sends."""
+    """Flip this bit, modulo its length, in the header of the next frame that it sends."""
 
 
-def wrapped(connection: socket.socket, rank: int, peer: int) -> socket.socket:
-    """What a link of `rank` with `peer` is to use instead of this connected socket."""
+def with_faults(connection: socket.socket, rank: int, peer: int) -> socket.socket:
+    """Return the socket for the link of `rank` with `peer`: one that carries out ordered faults, or
+    the same if there is no directory for orders."""
     directory = os.environ.get(variables.FAULTS)
     return connection if directory is None else _Faulty(connection, Path(directory), rank, peer)
 
 
-def shown_links(directory: Path) -> list[str]:
-    """The links that can be given orders."""
+def list_links(directory: Path) -> list[str]:
+    """Return the links, as `RANK-PEER`, for which faults can be ordered."""
     return sorted(path.name for path in directory.iterdir() if "." not in path.name)
 
 
-def order(directory: Path, link: str, fault: LinkFault, number: float) -> Path:
-    """Order a fault; the file that is given is removed when the link obeys."""
+def order_fault(directory: Path, link: str, fault: LinkFault, number: float) -> Path:
+    """Order a fault; return its file, which disappears when the fault is carried out."""
     path = directory / f"{link}.{fault}"
     write_whole(path, f"{number}".encode())
     return path
 
 
 class _Faulty(socket.socket):
-    """A link's socket, which obeys orders."""
+    """A link's socket that carries out ordered faults."""
 
     def __init__(self, connection: socket.socket, directory: Path, rank: int, peer: int) -> None:
         super().__init__(
@@ -60,26 +61,26 @@ class _Faulty(socket.socket):
         open_own(directory / f"{rank}-{peer}").close()
 
     def sendmsg(self, buffers: Iterable[Any], *rest: Any) -> int:
-        self._drop()
-        return super().sendmsg(self._corrupted([*buffers]), *rest)
+        self._drop_if_ordered()
+        return super().sendmsg(self._corrupt_if_ordered([*buffers]), *rest)
 
     def recv_into(self, *arguments: Any) -> int:
-        self._drop()
-        delay_s = self._ordered(LinkFault.DELAY)
+        self._drop_if_ordered()
+        delay_s = self._pop_order(LinkFault.DELAY)
         if delay_s is not None:
             # Only the link's own thread reads.
             time.sleep(delay_s)
         return super().recv_into(*arguments)
 
-    def _drop(self) -> None:
-        if self._ordered(LinkFault.DROP) is not None:
+    def _drop_if_ordered(self) -> None:
+        if self._pop_order(LinkFault.DROP) is not None:
             with suppress(OSError):
                 self.shutdown(socket.SHUT_RDWR)
 
-    def _corrupted(self, buffers: Sequence[Any]) -> Sequence[Any]:
-        """The same, with a bit flipped if that is ordered and a frame begins here."""
+    def _corrupt_if_ordered(self, buffers: Sequence[Any]) -> Sequence[Any]:
+        """Return the buffers, with one bit flipped if that is ordered and a frame begins here."""
         begins = bool(buffers) and bytes(buffers[0][: len(MAGIC)]) == MAGIC
-        number = self._ordered(LinkFault.CORRUPT) if begins else None
+        number = self._pop_order(LinkFault.CORRUPT) if begins else None
         if number is None:
             return buffers
         first = bytearray(buffers[0])
@@ -87,12 +88,12 @@ class _Faulty(socket.socket):
         first[byte] ^= 1 << bit
         return [first, *buffers[1:]]
 
-    def _ordered(self, fault: LinkFault) -> float | None:
-        """The number in an order, which is hereby obeyed; None without one."""
+    def _pop_order(self, fault: LinkFault) -> float | None:
+        """Remove an order, and return its number; None without one."""
         path = self._orders[fault]
         try:
             number = float(path.read_text(encoding="utf-8"))
-            # Whoever sends and whoever reads may see it at once; one of them removes it.
+            # Two threads may read it at once; only one of them can remove it.
             path.unlink()
         except FileNotFoundError:
             return None

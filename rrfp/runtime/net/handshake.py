@@ -1,13 +1,14 @@
-"""Two ranks prove to each other that they know the listener's secret, before anything else is read.
+"""The handshake: two ranks prove that they know the listener's secret, before anything else is
+read.
 
-The accepting side speaks first, with a random challenge only, so that a stranger learns nothing:
+The accepting side begins, with a random challenge only, so that another process learns nothing:
 
-    accepting -> dialling   magic, version, challenge
-    dialling -> accepting   magic, version, source, destination, attempt, own challenge, proof
-    accepting -> dialling   proof
+    accepting -> dialing    magic, version, challenge
+    dialing   -> accepting  magic, version, source, destination, attempt, own challenge, proof
+    accepting -> dialing    proof
 
 A proof is an HMAC-SHA256 over the role, both ranks, the attempt and both challenges. A source
-numbers its attempts to make one link, so that a late one does not take the place of a later one.
+numbers its attempts to make one link, so that a delayed attempt does not replace a newer one.
 """
 
 import hmac
@@ -28,10 +29,11 @@ _PROOF_BYTES = 32
 _CHALLENGE = struct.Struct(f"<4sB3x{_CHALLENGE_BYTES}s")
 _CLAIM = struct.Struct(f"<4sB3xIII{_CHALLENGE_BYTES}s{_PROOF_BYTES}s")
 _CLAIMED = struct.Struct("<III")
+"""Source, destination and attempt."""
 
 
 class HandshakeError(Exception):
-    """The other side is not the rank it should be, or closed, or took too long."""
+    """The other side is not the expected rank, or closed the connection, or took too long."""
 
 
 def dial_handshake(
@@ -42,7 +44,8 @@ def dial_handshake(
     timeout_s: float,
     attempt: int = 0,
 ) -> None:
-    """Prove to be rank `source` to rank `destination`, and have it prove itself."""
+    """Authenticate as rank `source` to rank `destination`, and verify that side's proof. Raises
+    HandshakeError."""
     deadline_s = time.monotonic() + timeout_s
     magic, version, challenge = _CHALLENGE.unpack(_read(connection, _CHALLENGE.size, deadline_s))
     _check_version(magic, version)
@@ -63,8 +66,8 @@ def accept_handshake(
     destination: int,
     timeout_s: float,
 ) -> tuple[int, int]:
-    """Have the other side prove to be one of the ranks `sources`, and prove to be rank
-    `destination`; gives the other side's rank and the number of its attempt."""
+    """Verify that the other side is one of the ranks `sources`, and authenticate as rank
+    `destination`. Return the other side's rank and attempt number. Raises HandshakeError."""
     deadline_s = time.monotonic() + timeout_s
     own = secrets.token_bytes(_CHALLENGE_BYTES)
     _write(connection, _CHALLENGE.pack(MAGIC, VERSION, own), deadline_s)
@@ -93,14 +96,14 @@ def _proof(
     role: bytes,
     claimed: tuple[int, int, int],
     accepting_challenge: bytes,
-    dialling_challenge: bytes,
+    dialing_challenge: bytes,
 ) -> bytes:
-    text = role + _CLAIMED.pack(*claimed) + accepting_challenge + dialling_challenge
+    text = role + _CLAIMED.pack(*claimed) + accepting_challenge + dialing_challenge
     return hmac.digest(secret, text, "sha256")
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-    """Exactly so many bytes; the deadline bounds them all, however slowly they drip."""
+    """Read exactly this many bytes; the deadline is for all of them together."""
     data = b""
     while len(data) < num_bytes:
         _set_time_left(connection, deadline_s)
@@ -134,26 +137,25 @@ def _set_time_left(connection: socket.socket, deadline_s: float) -> None:
         raise HandshakeError(f"the connection broke ({error})") from None
 
 
-# A Unix socket for one user's processes alone, with its secret in a file beside it.
+# A Unix socket for one user's processes only, with its secret in a file beside it.
 #
-# Both lie in a directory that only its owner may enter. Whoever connects looks first whether it is
-# such a directory, of its own user: a path that comes out of a store is no proof of it.
+# Both lie in a directory that only its owner may enter. A connecting rank first checks the owner
+# and the mode of the directory, because anybody may have written its path to the store.
 #
-# Whoever has looked keeps the socket's file open, and can connect through it when it has no name
-# any more. So a rank removes the directory as soon as all its peers have looked: from then on
-# nobody else finds the socket, and a rank that is killed leaves no file.
-
+# The rank keeps the socket's file open, and can connect through it after its name was removed. So a
+# listening rank removes the directory as soon as all its peers have opened the file: no other
+# process finds the socket then, and a rank that is killed leaves no file.
 
 _SOCKET, _SECRET = "socket", "secret"
 """The files in the directory."""
 
 
-class StrangeFileError(Exception):
-    """A file or a directory that no process of this user can have made so."""
+class UntrustedFileError(Exception):
+    """A file or directory belongs to another user, or others may access it."""
 
 
 def bind_private(directory: str) -> tuple[socket.socket, bytes]:
-    """A socket bound in this directory, which `mkdtemp` has just made, and its secret."""
+    """Bind a socket in this directory, which `mkdtemp` has just made; return it and its secret."""
     secret = secrets.token_bytes(SECRET_BYTES)
     with _opened(directory, os.O_RDONLY | os.O_DIRECTORY) as opened:
         with _opened(_SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=opened) as file:
@@ -168,26 +170,26 @@ def bind_private(directory: str) -> tuple[socket.socket, bytes]:
 
 
 def open_private(directory: str) -> tuple[int, bytes]:
-    """The file of the socket in a directory, for `connect_opened`, and its secret.
+    """Open the file of the socket in a directory; return it, for `connect_opened`, and the secret.
 
-    Raises StrangeFileError where another user can have put them there, and OSError where there is
-    no socket.
+    Raises UntrustedFileError if another user may have put them there, and OSError if there is no
+    socket.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW
     with _opened(directory, flags | os.O_DIRECTORY) as opened:
         _check_is_private(opened)
-        # From here on by the directory that was looked at, whatever its path names by now.
+        # Relative to the checked directory: its path may name another one by now.
         with _opened(_SECRET, flags | os.O_NONBLOCK, dir_fd=opened) as file:
             _check_is_private(file)
             secret = os.read(file, SECRET_BYTES + 1)
         if len(secret) != SECRET_BYTES:
-            raise StrangeFileError(f"its secret has {len(secret)} bytes, not {SECRET_BYTES}")
+            raise UntrustedFileError(f"its secret has {len(secret)} bytes, not {SECRET_BYTES}")
         return os.open(_SOCKET, os.O_PATH | os.O_NOFOLLOW, dir_fd=opened), secret
 
 
 def connect_opened(file: int, timeout_s: float | None = None) -> socket.socket:
-    """A connection to a socket by its file, whether that has a name or not. Raises OSError where
-    nobody listens."""
+    """Connect to a Unix socket by its open file, which needs no name. Raises OSError if no process
+    listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
@@ -199,10 +201,10 @@ def connect_opened(file: int, timeout_s: float | None = None) -> socket.socket:
 
 
 def _check_is_private(descriptor: int) -> None:
-    """Raise StrangeFileError unless this user alone can read and write it."""
+    """Raise UntrustedFileError unless only this user can read and write it."""
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise StrangeFileError(
+        raise UntrustedFileError(
             f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and"
             f" not to user {os.geteuid()} alone"
         )
@@ -218,5 +220,6 @@ def _opened(path: str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
 
 
 def _path_in(directory: int) -> str:
-    """The socket's path by the descriptor of its directory: a Unix socket's path must be short."""
+    """Return the socket's path by the descriptor of its directory, because a Unix socket's path
+    must be short."""
     return f"/proc/self/fd/{directory}/{_SOCKET}"

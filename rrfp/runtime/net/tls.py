@@ -1,12 +1,12 @@
 """TLS on the connections between hosts.
 
-A listener makes a certificate of its own for each opening, and its fingerprint travels with its
-address: whoever dials trusts that one certificate and no authority. The dialling side proves itself
-inside, by the listener's secret (`rrfp.runtime.net.handshake`).
+Each listener makes its own certificate, and publishes its fingerprint with its address: the dialing
+side trusts that one certificate and no authority. It authenticates itself inside the TLS session,
+by the listener's secret (`rrfp.runtime.net.handshake`).
 
-Links write scattered buffers and wait in `poll`, which a socket under TLS cannot serve. So a link
-has the plain end of a tunnel: a thread carries bytes between that and the connection. What happens
-to the one end happens to the other: its end, its loss, its being full.
+Links write several buffers at once and wait in `poll`, which a socket under TLS does not support.
+So a link uses the plain end of a tunnel, and a thread copies bytes between that and the TLS
+connection. If one side ends, fails or is full, so does the other.
 """
 
 import hashlib
@@ -31,45 +31,45 @@ FINGERPRINT_BYTES = hashlib.sha256().digest_size
 _PIECE_BYTES = 2**18
 _NAME = "rrfp"
 _VALID = timedelta(days=365)
-"""Either way of now. Trust is by fingerprint, and hosts' clocks may be wrong."""
+"""Validity before and after now. Trust is by fingerprint, and hosts' clocks may be wrong."""
 _GIVE_UP_MS = 30_000
 _OVER = select.POLLHUP | select.POLLERR
 
 
 class TlsError(Exception):
-    """The other side does not speak TLS, is not who it should be, or went away."""
+    """The other side does not speak TLS, has the wrong certificate, or closed the connection."""
 
 
 def is_installed() -> bool:
-    """Whether certificates can be made."""
+    """Return whether certificates can be made."""
     return find_spec("cryptography") is not None
 
 
 class Tunnels:
-    """One rank's connections under TLS. Its owner closes them after the links that use them."""
+    """One rank's connections under TLS. Its owner closes it after the links that use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._tunnels: list[_Tunnel] = []
         self._accepting: ssl.SSLContext | None = None
-        self._dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._dialling.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._dialling.check_hostname = False
-        self._dialling.verify_mode = ssl.CERT_NONE  # it is one certificate that is trusted
+        self._dialing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._dialing.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._dialing.check_hostname = False
+        self._dialing.verify_mode = ssl.CERT_NONE  # `_open` compares the fingerprint
 
-    def certify(self) -> bytes:
-        """Make the certificate that this rank's listener shows; gives its fingerprint."""
-        pem, fingerprint = _certificate()
+    def make_certificate(self) -> bytes:
+        """Make the certificate of this rank's listener, and return its fingerprint."""
+        pem, fingerprint = _make_certificate()
         accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         accepting.minimum_version = ssl.TLSVersion.TLSv1_3
-        accepting.num_tickets = 0  # nothing is resumed
-        with _file_of(pem) as path:
+        accepting.num_tickets = 0  # no session is resumed
+        with _temporary_file(pem) as path:
             accepting.load_cert_chain(path)
         self._accepting = accepting
         return fingerprint
 
     def accept(self, connection: socket.socket, timeout_s: float) -> socket.socket:
-        """The plain end of a tunnel to whoever has connected. Takes the connection. Raises
+        """Return the plain end of a tunnel over an accepted connection, which it then owns. Raises
         TlsError."""
         assert self._accepting is not None
         return self._open(connection, self._accepting, None, timeout_s)
@@ -77,9 +77,9 @@ class Tunnels:
     def dial(
         self, connection: socket.socket, fingerprint: bytes, timeout_s: float
     ) -> socket.socket:
-        """The plain end of a tunnel to a listener whose certificate has this fingerprint. Takes the
-        connection. Raises TlsError."""
-        return self._open(connection, self._dialling, fingerprint, timeout_s)
+        """Return the plain end of a tunnel over a dialed connection, which it then owns, to a
+        listener whose certificate has this fingerprint. Raises TlsError."""
+        return self._open(connection, self._dialing, fingerprint, timeout_s)
 
     def _open(
         self,
@@ -89,15 +89,15 @@ class Tunnels:
         timeout_s: float,
     ) -> socket.socket:
         try:
-            tunnel = _Tunnel(connection, context, is_dialling=fingerprint is not None)
-            tunnel.shake_hands(time.monotonic() + timeout_s)
+            tunnel = _Tunnel(connection, context, is_dialing=fingerprint is not None)
+            tunnel.do_handshake(time.monotonic() + timeout_s)
             if fingerprint is not None and not hmac.compare_digest(tunnel.fingerprint, fingerprint):
                 raise TlsError("its certificate is not the one that it told of")
             with self._lock:
                 plain = tunnel.start()
-                # Those of strangers have ended.
+                # Forget those that have ended, such as tunnels of unauthenticated peers.
                 self._tunnels = [*(each for each in self._tunnels if each.is_alive), tunnel]
-        except OSError as error:  # of ssl's, too
+        except OSError as error:  # ssl's errors included
             connection.close()
             raise TlsError(f"{error}") from None
         except BaseException:
@@ -106,8 +106,8 @@ class Tunnels:
         return plain
 
     def close(self, timeout_s: float) -> None:
-        """Wait until what the links have written is with the system, and end every tunnel. The
-        links are over."""
+        """Send what the links have written, and end every tunnel; call it when the links are
+        over."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             tunnels = self._tunnels
@@ -116,9 +116,9 @@ class Tunnels:
 
 
 @contextmanager
-def _file_of(pem: bytes) -> Iterator[str]:
-    """A path at which `ssl`, which takes a key from files only, finds this one: on no disk where
-    the system can, and for no other user."""
+def _temporary_file(pem: bytes) -> Iterator[str]:
+    """Yield the path of a file with this key, because `ssl` reads keys from files only: in memory
+    where the system can do that, and readable by no other user."""
     try:
         key = os.memfd_create("rrfp-key")
     except (AttributeError, OSError):
@@ -134,8 +134,8 @@ def _file_of(pem: bytes) -> Iterator[str]:
         yield file.name
 
 
-def _certificate() -> tuple[bytes, bytes]:
-    """A private key and a certificate that it signs itself, in PEM; and its fingerprint."""
+def _make_certificate() -> tuple[bytes, bytes]:
+    """Make a private key and a self-signed certificate; return both in PEM, and the fingerprint."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -162,7 +162,7 @@ def _certificate() -> tuple[bytes, bytes]:
 
 
 class _PlainEnd(socket.socket):
-    """A link's end of a tunnel. It ends with the error of its connection, if that had one."""
+    """A link's end of a tunnel. At its end it raises the error of the TLS connection, if any."""
 
     error: OSError | None = None
 
@@ -174,29 +174,29 @@ class _PlainEnd(socket.socket):
 
 
 class _Tunnel:
-    """Carries bytes between a plain socket and a connection under TLS, on a thread."""
+    """Copies bytes between a plain socket and a connection under TLS, on a thread."""
 
     def __init__(
-        self, connection: socket.socket, context: ssl.SSLContext, *, is_dialling: bool
+        self, connection: socket.socket, context: ssl.SSLContext, *, is_dialing: bool
     ) -> None:
         self._connection = connection
-        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
-        """Of the connection's bytes, what TLS is still to read, and what it has written."""
-        self._session = context.wrap_bio(self._arrived, self._leaving, server_side=not is_dialling)
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        """Encrypted bytes that TLS has yet to read, and that it has written."""
+        self._session = context.wrap_bio(self._received, self._to_send, server_side=not is_dialing)
         self._plain: _PlainEnd
         self._inner: socket.socket
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
-        self._sealed = memoryview(b"")
-        """On its way to the connection."""
-        self._opened = memoryview(b"")
-        """On its way to the plain end, in the buffer."""
+        self._encrypted = memoryview(b"")
+        """Bytes to write to the connection."""
+        self._decrypted = memoryview(b"")
+        """Bytes to write to the plain end; a part of the buffer."""
         self._reads_plain = True
         self._is_sending = True
         self._is_receiving = True
         self._thread = Thread(target=self._run, name="rrfp-tls", daemon=True)
 
-    def shake_hands(self, deadline_s: float) -> None:
-        """Raises TlsError, or OSError."""
+    def do_handshake(self, deadline_s: float) -> None:
+        """Complete the TLS handshake. Raises TlsError or OSError."""
         connection = self._connection
         while True:
             try:
@@ -205,28 +205,28 @@ class _Tunnel:
             except ssl.SSLWantReadError:
                 is_done = False
             connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
-            connection.sendall(self._leaving.read())
+            connection.sendall(self._to_send.read())
             if is_done:
                 return
             connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
             piece = connection.recv(_PIECE_BYTES)
             if not piece:
                 raise TlsError("it closed the connection")
-            self._arrived.write(piece)
+            self._received.write(piece)
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the certificate that the other side has shown."""
+        """Fingerprint of the other side's certificate."""
         shown = self._session.getpeercert(binary_form=True)
         return hashlib.sha256(shown or b"").digest()
 
     def start(self) -> socket.socket:
-        """Gives the plain end."""
+        """Start the thread, and return the plain end."""
         plain, self._inner = socket.socketpair()
         self._plain = _PlainEnd(fileno=plain.detach())
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # A link leaves a connection that carries nothing; its tunnel must end, too.
+            # A link abandons a dead connection; its tunnel must end, too.
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MS)
         self._connection.setblocking(False)
         self._inner.setblocking(False)
@@ -238,7 +238,8 @@ class _Tunnel:
         return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """The plain end is closed: end, after what it was given has left if there is time."""
+        """End the thread once it has sent everything, or after the timeout; call it after the plain
+        end was closed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _shut(self._connection, socket.SHUT_RDWR)
@@ -249,7 +250,7 @@ class _Tunnel:
     def _run(self) -> None:
         try:
             while self._is_sending or self._is_receiving:
-                self._carry()
+                self._copy()
         except ssl.SSLError as error:
             self._plain.error = error
         finally:
@@ -257,44 +258,45 @@ class _Tunnel:
                 _shut(each, socket.SHUT_RDWR)
                 each.close()
 
-    def _carry(self) -> None:
-        """Do what can be done now, or wait until something can."""
-        if not self._sealed and self._leaving.pending:
-            self._sealed = memoryview(self._leaving.read())
-        if self._is_sending and not self._reads_plain and not self._sealed:
+    def _copy(self) -> None:
+        """Read and write what is ready in both directions; wait if nothing is."""
+        if not self._encrypted and self._to_send.pending:
+            self._encrypted = memoryview(self._to_send.read())
+        if self._is_sending and not self._reads_plain and not self._encrypted:
             self._is_sending = False
             _shut(self._connection, socket.SHUT_WR)
             return
-        has_more = self._arrived.pending or self._session.pending()
-        if self._is_receiving and not self._opened and has_more and self._open():
+        has_more = self._received.pending or self._session.pending()
+        if self._is_receiving and not self._decrypted and has_more and self._decrypt():
             return
-        seals = self._reads_plain and not self._sealed
-        receives = self._is_receiving and not self._opened
+        reads_plain = self._reads_plain and not self._encrypted
+        receives = self._is_receiving and not self._decrypted
         wanted = {
-            self._inner: select.POLLIN * seals | select.POLLOUT * bool(self._opened),
-            self._connection: select.POLLIN * receives | select.POLLOUT * bool(self._sealed),
+            self._inner: select.POLLIN * reads_plain | select.POLLOUT * bool(self._decrypted),
+            self._connection: select.POLLIN * receives | select.POLLOUT * bool(self._encrypted),
         }
         poller = select.poll()
         for each, events in wanted.items():
-            # Of an end that is gone `poll` never tires; that of the link's is to be heard of.
+            # `poll` would report the end of a closed connection forever. The end of the plain side
+            # must be noticed while bytes are received for it.
             if events or (each is self._inner and self._is_receiving):
                 poller.register(each, events)
         ready = dict(poller.poll())
         plain, connection = (ready.get(each.fileno(), 0) for each in wanted)
-        if self._sealed and connection & (select.POLLOUT | _OVER):
+        if self._encrypted and connection & (select.POLLOUT | _OVER):
             self._send()
-        if self._opened and plain & (select.POLLOUT | _OVER):
-            self._hand_over()
-        if seals and plain & (select.POLLIN | _OVER):
-            self._seal()
+        if self._decrypted and plain & (select.POLLOUT | _OVER):
+            self._write_plain()
+        if reads_plain and plain & (select.POLLIN | _OVER):
+            self._read_plain()
         if receives and connection & (select.POLLIN | _OVER):
             self._receive()
         if plain & select.POLLHUP:
-            # The link has closed its end: nobody reads any more. What it wrote is still carried.
-            self._is_receiving, self._opened = False, memoryview(b"")
+            # The link has closed its end, and reads no more. What it wrote is still sent.
+            self._is_receiving, self._decrypted = False, memoryview(b"")
 
-    def _seal(self) -> None:
-        """Take what the link has written."""
+    def _read_plain(self) -> None:
+        """Read and encrypt what the link has written."""
         try:
             piece = self._inner.recv(_PIECE_BYTES)
         except BlockingIOError:
@@ -308,13 +310,13 @@ class _Tunnel:
 
     def _send(self) -> None:
         try:
-            self._sealed = self._sealed[self._connection.send(self._sealed) :]
+            self._encrypted = self._encrypted[self._connection.send(self._encrypted) :]
         except BlockingIOError:
             pass
         except OSError as error:
-            # What the peer has sent before it went is still received.
+            # What the peer sent before is still received.
             self._plain.error = error
-            self._is_sending, self._sealed = False, memoryview(b"")
+            self._is_sending, self._encrypted = False, memoryview(b"")
 
     def _receive(self) -> None:
         try:
@@ -325,37 +327,37 @@ class _Tunnel:
             self._plain.error = error
             piece = b""
         if piece:
-            self._arrived.write(piece)
+            self._received.write(piece)
         else:
             self._is_receiving = False
             _shut(self._inner, socket.SHUT_WR)
 
-    def _open(self) -> bool:
-        """Read what TLS has whole; tells whether there was anything."""
+    def _decrypt(self) -> bool:
+        """Decrypt complete TLS records; return whether there were any."""
         num_bytes = 0
         try:
             while num_bytes < _PIECE_BYTES:
-                room = self._buffer[num_bytes:]
-                # With a buffer it gives a number, which its annotations do not say.
-                num_read = cast(int, cast(object, self._session.read(len(room), room)))
+                free = self._buffer[num_bytes:]
+                # With a buffer it returns a number, unlike its annotations.
+                num_read = cast(int, cast(object, self._session.read(len(free), free)))
                 if num_read == 0:
-                    # No rank says so: links end by a farewell of their own.
+                    # No rank ends its TLS session: links end by their own farewell.
                     raise ssl.SSLZeroReturnError(
                         ssl.SSL_ERROR_ZERO_RETURN, "the other side has ended TLS"
                     )
                 num_bytes += num_read
         except ssl.SSLWantReadError:
             pass
-        self._opened = self._buffer[:num_bytes]
+        self._decrypted = self._buffer[:num_bytes]
         return num_bytes > 0
 
-    def _hand_over(self) -> None:
+    def _write_plain(self) -> None:
         try:
-            self._opened = self._opened[self._inner.send(self._opened) :]
+            self._decrypted = self._decrypted[self._inner.send(self._decrypted) :]
         except BlockingIOError:
             pass
         except OSError:
-            self._is_receiving, self._opened = False, memoryview(b"")
+            self._is_receiving, self._decrypted = False, memoryview(b"")
 
 
 def _shut(connection: socket.socket, how: int) -> None:

@@ -1,10 +1,9 @@
 """The socket transport: tensors between the ranks of a run, without a wait for compute.
 
-Ranks on one host connect by Unix sockets, others by TCP; the addresses go through torch's store.
-Each listener has a secret. That of a Unix socket lies beside it, for this user alone; that of a TCP
-port goes through the store, too, and protects the link as far as that store is protected. Both
-sides of a connection authenticate when it is made. Between hosts it is encrypted on request, and
-otherwise belongs on a cluster's own network.
+Ranks on one host connect by Unix sockets, others by TCP; they publish their addresses in torch's
+store. Both sides of a connection authenticate (`rrfp.runtime.net.connecting`). A TCP link is as
+safe as the store, which has its secret. Between hosts it is encrypted on request; otherwise use a
+private network.
 
 The sockets carry small CPU tensors themselves. A data plane carries large ones, and those of a
 device (`rrfp.runtime.planes.plane`).
@@ -24,23 +23,28 @@ from torch.distributed import Store
 from rrfp.errors import UsageError
 from rrfp.runtime.device.cuda import CudaDevice
 from rrfp.runtime.device.interface import CPU, Device
-from rrfp.runtime.link.channel import Channel, LinkOptions
+from rrfp.runtime.link.channel import Channel, CrossHost, LinkId, LinkOptions
 from rrfp.runtime.link.driver import LinkDriver
 from rrfp.runtime.link.endpoint import Endpoint
-from rrfp.runtime.link.link_id import CrossHost, LinkId
 from rrfp.runtime.link.receiver import PlaneUse, Receiver
 from rrfp.runtime.link.sender import Envelope, Sender
 from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose
-from rrfp.runtime.net.connecting import Awaiting, DialError, Dialling, Door, Listener, Where
-from rrfp.runtime.net.faults import wrapped
+from rrfp.runtime.net.connecting import (
+    DestinationReconnector,
+    DialError,
+    Listener,
+    ListenerAddress,
+    PeerAddress,
+    SourceReconnector,
+)
+from rrfp.runtime.net.faults import with_faults
 from rrfp.runtime.net.tls import Tunnels
 from rrfp.runtime.pace import Delays
 from rrfp.runtime.planes.codec import sendable
-from rrfp.runtime.planes.negotiation import NegotiationError, PlaneChoice
 from rrfp.runtime.planes.plane import Stager
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.planes.selection import Incoming, RankPlanes
-from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, Transport, monotonic
+from rrfp.runtime.planes.selection import Incoming, NegotiationError, RankPlanes
+from rrfp.runtime.protocols import Inbox, LinkFailed, Message, PeerLostError, Transport, monotonic
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
@@ -48,13 +52,12 @@ from rrfp.trace.records import NS_PER_S, Record
 _END_S = 1.0
 """Time after the deadline of its close in which a thread may end; one may wait for a device that
 hangs."""
-_LAST_WORDS_S = 0.1
-"""Time in which the last words of a rank that fails may reach the system, under TLS."""
-_KNOCK_S = 1.0
+_FINAL_BYTES_S = 0.1
+"""Time in which the last bytes of a failing rank may pass through TLS."""
+_LISTENING_CHECK_S = 1.0
 
 Wrap = Callable[[socket.socket, int, int], socket.socket]
-"""Function of a connected socket, this rank and the peer that returns the socket to use. Tests
-return one that does harm."""
+"""Function of a connected socket, this rank and the peer that returns the socket to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +86,17 @@ class _Incoming:
 
     driver: LinkDriver[Receiver]
     receiver: Receiver
-    awaiting: Awaiting
+    reconnector: DestinationReconnector
     channel: Channel
 
     def reconnected(self, connection: socket.socket, attempt: int) -> None:
-        """Use another connection of the source's; on a thread of the listener."""
-        if self.awaiting.offer(connection, attempt):
+        """Use a further connection of the source; a thread of the listener calls it."""
+        if self.reconnector.offer(connection, attempt):
             self.driver.note_other_connection()
             return
         # The source did not receive the answer to its farewell.
         with connection, suppress(OSError):
-            connection.sendall(self.channel.parting_words())
+            connection.sendall(self.channel.reply_to_reconnect())
 
 
 _Link = TypeVar("_Link", _Outgoing, _Incoming)
@@ -127,7 +130,7 @@ class SocketTransport:
         delays: Delays | None = None,
         planes: RankPlanes | None = None,
         tls: bool = False,
-        wrap: Wrap = wrapped,
+        wrap: Wrap = with_faults,
     ) -> None:
         """Every rank that has links makes its transport under the same `prefix`.
 
@@ -135,9 +138,10 @@ class SocketTransport:
         they are `consumed`: all of a step's in fixed dispatch, or a rank may wait indefinitely
         behind the wrong microbatch. A link holds up to an eighth more. The links' threads call
         `record`, and so do threads that send. `allow_unix=False` uses TCP also within a host;
-        `address` is where this rank listens for other hosts. The transport owns `planes`; None: the
-        sockets carry all tensors. With `tls` connections by TCP are encrypted. `wrap` is given
-        every connected socket. Raises UsageError for settings that cannot work.
+        `address` is this rank's listener address for other hosts. The transport owns `planes`;
+        without them the sockets carry all tensors. With `tls` connections by TCP are encrypted.
+        `wrap` is called with every connected socket. Raises UsageError for settings that cannot
+        work.
         """
         _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
         self._rank = rank
@@ -166,17 +170,16 @@ class SocketTransport:
         self._lock = Lock()
         self._is_closed = False
         self._listener: Listener | None = None
-        self._doors: dict[int, Door] = {}
+        self._addresses: dict[int, PeerAddress] = {}
         self._cross_hosts: dict[int, CrossHost | None] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._outgoing: dict[int, _Outgoing] = {}
 
     def open(self) -> None:
-        """Connect every link; returns when all are there.
+        """Connect every link; return when all are connected.
 
-        Raises PeerLostError naming the rank that did not come within `connect_s`, or that said by
-        `Rendezvous.fail` that it will not, and UsageError for an address that cannot be listened
-        at.
+        Raises PeerLostError naming a rank that did not connect within `connect_s` or that called
+        `Rendezvous.fail`, and UsageError for an address that this host does not have.
         """
         try:
             self._connect(Rendezvous(self._store, self._prefix, self._rank, self._connect_s))
@@ -189,93 +192,98 @@ class SocketTransport:
         place = files_identity() if self._allow_unix else f"tcp/{rank}"
         rendezvous.publish(f"place/{rank}", place)
         rendezvous.awaited = peers = sorted({*self._sends_to, *self._receives_from})
-        is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
+        is_same_host = {
+            peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers
+        }
         # Links run as soon as they are connected: a peer that is done connecting listens for
         # this rank's heartbeats while this rank still waits for slower ones.
         self._planes.open(
-            has_near=any(is_near.values()),
-            has_far=not all(is_near.values()),
+            has_same_host=any(is_same_host.values()),
+            has_other_host=not all(is_same_host.values()),
             encrypts=self._tunnels is not None,
         )
         self._listener = listener = Listener(
             rank,
             self._receives_from,
             self._connected,
-            unix=any(is_near.values()),
-            tcp=not all(is_near.values()),
+            unix=any(is_same_host.values()),
+            tcp=not all(is_same_host.values()),
             address=self._address,
             tunnels=self._tunnels,
         )
         listener.open()
         try:
-            own = replace(listener.where, transport=self._planes.asked)
+            own = replace(listener.address, transport=self._planes.requested)
             rendezvous.publish(f"address/{rank}", own.to_json())
             for peer in peers:
-                self._find(peer, own, rendezvous, is_near=is_near[peer])
+                self._find_peer(peer, own, rendezvous, is_same_host=is_same_host[peer])
             listener.accept()
             for peer in self._sends_to:
-                connection = self._doors[peer].dial(max(rendezvous.remaining_s, 0.001))
-                stager = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
+                connection = self._addresses[peer].dial(max(rendezvous.remaining_s, 0.001))
+                stager = self._offer(connection, peer, rendezvous, is_same_host=is_same_host[peer])
                 self._open_outgoing(peer, connection, stager)
             listener.wait(rendezvous, self._connect_s, self._raise_if_gone)
         except PeerLostError:
-            # The rank that failed says why, where it could.
+            # Prefer the failed rank's own reason, if it has published one.
             rendezvous.raise_if_failed()
             raise
-        # All peers, those that dialled and those that were dialled, know its address by now.
-        listener.hide()
+        # All peers have opened its files by now.
+        listener.remove_files()
 
     def _raise_if_gone(self, peer: int) -> None:
-        """Raise PeerLostError if nobody listens any more at the door of a peer."""
+        """Raise PeerLostError if a peer no longer listens."""
         try:
-            self._doors[peer].knock(_KNOCK_S)
+            self._addresses[peer].check_listening(_LISTENING_CHECK_S)
         except DialError as error:
             if error.is_gone:
                 raise
 
-    def _find(self, peer: int, own: Where, rendezvous: Rendezvous, *, is_near: bool) -> None:
-        """Find a peer's door."""
-        where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
-        self._check_is_same(peer, where)
-        self._doors[peer] = Door(self._rank, peer, where, unix=is_near, tunnels=self._tunnels)
+    def _find_peer(
+        self, peer: int, own: ListenerAddress, rendezvous: Rendezvous, *, is_same_host: bool
+    ) -> None:
+        """Wait for a peer's address, and store it. Raises UsageError if the settings differ."""
+        address = rendezvous.wait_json(f"address/{peer}", peer, ListenerAddress.decode)
+        self._check_same_settings(peer, address)
+        self._addresses[peer] = PeerAddress(
+            self._rank, peer, address, unix=is_same_host, tunnels=self._tunnels
+        )
         self._cross_hosts[peer] = None
-        if not is_near:
+        if not is_same_host:
             assert own.tcp is not None
-            assert where.tcp is not None
+            assert address.tcp is not None
             is_encrypted = self._tunnels is not None
             self._cross_hosts[peer] = CrossHost(
-                own.tcp.host, where.tcp.host, is_encrypted=is_encrypted
+                own.tcp.host, address.tcp.host, is_encrypted=is_encrypted
             )
 
-    def _check_is_same(self, peer: int, where: Where) -> None:
-        if where.transport != self._planes.asked:
+    def _check_same_settings(self, peer: int, address: ListenerAddress) -> None:
+        requested = self._planes.requested
+        if address.transport != requested:
             raise UsageError(
-                f"rank {self._rank} has transport {self._planes.asked} and rank {peer}"
-                f" {where.transport}; give all ranks the same"
+                f"rank {self._rank} has transport {requested} and rank {peer}"
+                f" {address.transport}; give all ranks the same"
             )
-
-        if where.tcp is not None:
-            own, told = (
-                "on" if has_tls else "off"
-                for has_tls in (self._tunnels is not None, where.tcp.fingerprint is not None)
-            )
-            if own != told:
+        if address.tcp is not None:
+            own = "off" if self._tunnels is None else "on"
+            other = "off" if address.tcp.fingerprint is None else "on"
+            if own != other:
                 raise UsageError(
-                    f"rank {self._rank} has tls {own} and rank {peer} {told}; give all ranks the"
+                    f"rank {self._rank} has tls {own} and rank {peer} {other}; give all ranks the"
                     " same"
                 )
 
     def _offer(
-        self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_near: bool
+        self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_same_host: bool
     ) -> Stager | None:
+        """Negotiate a plane for a link from this rank; None: the socket carries all tensors."""
         try:
             left_s = max(rendezvous.remaining_s, 0.001)
-            return self._planes.offer(connection, peer, is_near=is_near, timeout_s=left_s)
+            return self._planes.offer(connection, peer, is_same_host=is_same_host, timeout_s=left_s)
         except NegotiationError as error:
             connection.close()
-            raise self._no_plane(peer, error) from None
+            raise self._make_negotiation_error(peer, error) from None
 
-    def _no_plane(self, peer: int, error: NegotiationError) -> PeerLostError:
+    def _make_negotiation_error(self, peer: int, error: NegotiationError) -> PeerLostError:
         return PeerLostError(
             f"rank {self._rank} settled on no data plane with rank {peer}: {error}; see rank"
             f" {peer}'s own output for the cause"
@@ -287,13 +295,13 @@ class SocketTransport:
 
     def _open_outgoing(self, peer: int, connection: socket.socket, stager: Stager | None) -> None:
         connection.settimeout(None)
-        draw = None if self._delays is None else self._delays.draws(f"messages to {peer}")
+        draw = None if self._delays is None else self._delays.generator(f"messages to {peer}")
         plane = TransportName.INLINE if stager is None else stager.plane
         channel = self._channel(peer, is_source=True)
         sender = Sender(channel, draw, plane)
         driver = LinkDriver(
             Endpoint(channel, sender, has_plane=stager is not None),
-            Dialling(self._doors[peer]),
+            SourceReconnector(self._addresses[peer]),
             self._inbox,
             self._record,
             f"rrfp-send-to-{peer}",
@@ -304,20 +312,21 @@ class SocketTransport:
         self._outgoing[peer] = _Outgoing(driver, sender, stager)
 
     def _connected(self, peer: int, connection: socket.socket, attempt: int) -> None:
-        """Use a connection of a source's, its first or a later one; on a thread of the listener."""
+        """Use a connection of a source, its first (attempt 0) or a later one; a thread of the
+        listener calls it."""
         if attempt == 0:
             self._open_incoming(peer, connection)
         else:
             self._incoming[peer].reconnected(connection, attempt)
 
     def _open_incoming(self, peer: int, connection: socket.socket) -> None:
-        """Negotiate a plane and start the link."""
+        """Negotiate a plane and start a link to this rank."""
         incoming: Incoming | None = None
         try:
             incoming = self._planes.answer(connection, peer, self._connect_s)
         except NegotiationError as error:
             # The source reports it, too; this rank finds a link that is over.
-            self._inbox.put(Failed(self._no_plane(peer, error)))
+            self._inbox.put(LinkFailed(self._make_negotiation_error(peer, error)))
         connection.settimeout(None)
         plane, fetcher = None, None
         if incoming is not None:
@@ -325,10 +334,10 @@ class SocketTransport:
             fetcher = incoming.fetcher
         channel = self._channel(peer, is_source=False)
         receiver = Receiver(channel, self._num_credits, plane)
-        awaiting = Awaiting(self._doors[peer])
+        reconnector = DestinationReconnector(self._addresses[peer])
         driver = LinkDriver(
             Endpoint(channel, receiver, has_plane=fetcher is not None),
-            awaiting,
+            reconnector,
             self._inbox,
             self._record,
             f"rrfp-receive-from-{peer}",
@@ -336,11 +345,11 @@ class SocketTransport:
             wrap=lambda connection: self._wrap(connection, self._rank, peer),
         )
         driver.start(connection)
-        self._incoming[peer] = _Incoming(driver, receiver, awaiting, channel)
+        self._incoming[peer] = _Incoming(driver, receiver, reconnector, channel)
 
     def send(self, peer: int, message: Message) -> None:
-        """Send a message, or what of it can be sent without waiting; the link's thread sends the
-        rest. A tensor that is not contiguous is copied here.
+        """Send a message: this thread writes as much as the socket takes without waiting, and the
+        link's thread the rest. A tensor that is not contiguous is copied here.
 
         Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
         large) and for a peer that this rank does not send to.
@@ -354,7 +363,7 @@ class SocketTransport:
         )
 
     def consumed(self, peer: int, step: int) -> None:
-        """Give the link peer -> here one credit back: the compute thread took a message of it."""
+        """Return one credit to `peer`: the compute thread took one of its messages."""
         link = _link(self._incoming, peer, f"rank {self._rank} does not receive from")
         link.driver.change(partial(link.receiver.consumed, step))
 
@@ -364,9 +373,9 @@ class SocketTransport:
         for link in self._incoming.values():
             link.driver.change(partial(link.receiver.grant, num_credits))
 
-    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
-        """Announce to `peer` when to expect the input of a task that is still to be sent."""
-        self._announce(peer, Purpose.FORECAST, step, task, min(left_ns, MAX_FORECAST_NS))
+    def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
+        """Announce to `peer` when to expect a task's input."""
+        self._announce(peer, Purpose.FORECAST, step, task, min(remaining_ns, MAX_FORECAST_NS))
 
     def report(self, peer: int, step: int, task: Task) -> None:
         """Report to the group's leader `peer` that the input of a task is here."""
@@ -379,11 +388,6 @@ class SocketTransport:
     def _announce(self, peer: int, purpose: Purpose, step: int, task: Task, number: int) -> None:
         link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
         link.driver.submit(partial(link.sender.announce, purpose, step, task, number))
-
-    @property
-    def plane_choices(self) -> dict[int, PlaneChoice]:
-        """Plane of each link from this rank, by peer."""
-        return self._planes.choices
 
     def close(self, *, farewell: bool = True) -> None:
         """Write what is queued, say farewell on every link, and stop every thread, within about
@@ -401,7 +405,7 @@ class SocketTransport:
         if farewell:
             self._planes.drain(self._close_s)
         elif self._listener is not None:
-            # A peer whose connection is closed probes here whether this rank is lost.
+            # A peer whose connection is closed checks here whether this rank is lost.
             self._listener.close()
         drivers: list[LinkDriver[Sender] | LinkDriver[Receiver]] = [
             *(link.driver for link in self._outgoing.values()),
@@ -413,10 +417,10 @@ class SocketTransport:
         have_left = [driver.join(max(0, end_ns - monotonic()) / NS_PER_S) for driver in drivers]
         if self._listener is not None:
             self._listener.close()
-        for door in self._doors.values():
-            door.close()
+        for address in self._addresses.values():
+            address.close()
         if self._tunnels is not None:
-            self._tunnels.close(self._close_s if farewell else _LAST_WORDS_S)
+            self._tunnels.close(self._close_s if farewell else _FINAL_BYTES_S)
         # Each peer has detached from this rank's memory before its farewell.
         self._planes.close(max(patience_s, _END_S), are_detached=all(have_left))
 
@@ -447,11 +451,11 @@ def _check(
         )
 
 
-# What a run needs to make a transport: its constructor, the device of its tensors, their planes.
+# The parts of a run's transport: its constructor, the device of its tensors, their planes.
 
 
-class TransportMaker(Protocol):
-    """Constructor of a transport, which contacts no peer before `open`; `SocketTransport` describes
+class TransportFactory(Protocol):
+    """Constructor of a transport, which contacts no peer before `open`. `SocketTransport` documents
     the arguments."""
 
     def __call__(
@@ -477,7 +481,7 @@ DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
     "cpu": lambda _: CPU,
     "cuda": CudaDevice,
 }
-"""Constructor of the runtime's device, by the type of torch's."""
+"""Constructor of the runtime's device, by the type of torch's device."""
 
 
 def check_device(device: torch.device) -> None:
@@ -490,14 +494,14 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def device_at(device: torch.device) -> Device:
-    """Return the runtime's device for one of torch's. Raises UsageError for one that is missing, or
-    of another type."""
+def make_device(device: torch.device) -> Device:
+    """Make the runtime's device for one of torch's. Raises UsageError for a device that is missing,
+    or of a type without a transport."""
     check_device(device)
     return DEVICES[device.type](device)
 
 
-def data_planes(device: torch.device, asked: TransportName, outbox_mb: int) -> RankPlanes:
-    """Make the data planes of a rank for the requested transport. Raises UsageError for one that is
-    missing, or that does not carry tensors on this device."""
-    return RankPlanes(device_at(device), asked, outbox_mb * 2**20)
+def make_planes(device: torch.device, requested: TransportName, outbox_mb: int) -> RankPlanes:
+    """Make the data planes of a rank for the requested transport. Raises UsageError for a missing
+    device, or for a transport that does not carry tensors on it."""
+    return RankPlanes(make_device(device), requested, outbox_mb * 2**20)

@@ -1,1 +1,1 @@
-"""How the tensors of a message reach its receiver: the sender's outbox, and what pulls from it."""
+"""Data planes, which carry large tensors: the sender's outbox, and fetchers that read from it."""

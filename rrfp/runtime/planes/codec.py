@@ -1,8 +1,8 @@
-"""The tensor codec: what may travel, its description on the wire, and its layout in a slot.
+"""The tensor codec: which tensors may be sent, their form on the wire, and their layout in a slot.
 
 A tensor's *form* is its dtype and shape. On the wire a form is a descriptor of 72 bytes. In a slot
 the tensors of a message lie one after the other, each at a multiple of `ALIGNMENT_BYTES`. Nothing
-here executes or unpickles what a peer sent, and a form is checked before memory is allocated.
+that a peer sends is executed or unpickled, and a form is checked before memory is allocated.
 """
 
 import math
@@ -38,7 +38,7 @@ _DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 """Code on the wire of each dtype; 0 stands for a tensor that is None."""
 DTYPES: tuple[torch.dtype, ...] = tuple(dtype for dtype in _DTYPES if dtype is not None)
-"""Dtypes that a message may hold."""
+"""Dtypes that a message may contain."""
 
 # dtype code, number of dimensions, padding, the dimensions
 _DESCRIPTOR = struct.Struct("<BB6x8q")
@@ -99,7 +99,7 @@ def sendable(
     """Return the message's tensors detached and contiguous, and their bytes.
 
     Contiguous tensors share their memory with the result. Raises UsageError for a tensor that
-    cannot travel, or that is not on a device of this type.
+    cannot be sent, or that is not on a device of this type.
     """
     if len(message.tensors) > MAX_TENSORS:
         raise UsageError(

@@ -30,8 +30,7 @@ class CudaIpcPlane:
     is_carried = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
-        """Raises PlaneRefusal where there is no CUDA, not so much memory, or no way to export
-        it."""
+        """Raises PlaneRefusal if CUDA is missing, has too little memory, or cannot export it."""
         self.device = device
         try:
             self._pid_namespace = str(_PID_NAMESPACE.readlink())
@@ -56,7 +55,7 @@ class CudaIpcPlane:
                 raise PlaneRefusal(f"CUDA exports no memory ({error})") from None
         try:
             self.slab = device.memory_at(self._address, slab_bytes)
-        except RuntimeError as error:  # torch's own
+        except RuntimeError as error:  # torch's
             self._free()
             raise PlaneRefusal(
                 f"torch does not use CUDA's memory ({first_line(str(error))})"
@@ -104,7 +103,7 @@ class CudaIpcPlane:
             slab = self.device.memory_at(address, num_bytes)
             fetcher = CudaIpcFetcher(self.device, slab, peer, close)
             return Attachment(fetcher, fetcher.measure())
-        except RuntimeError as error:  # torch's own
+        except RuntimeError as error:  # torch's
             if fetcher is None:
                 close()
             else:
@@ -139,7 +138,7 @@ class CudaIpcPlane:
 
 
 class CudaIpcFetcher(MappedFetcher):
-    """Closes the peer's slab once nothing is copied out of it."""
+    """Closes the peer's slab when it detaches, once all copies have ended."""
 
     def __init__(self, device: Device, slab: torch.Tensor, peer: int, close: partial[None]) -> None:
         super().__init__(device, slab, peer)

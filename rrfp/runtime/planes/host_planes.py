@@ -1,13 +1,12 @@
 """Planes whose slots are host memory: shared memory between processes, and the pinned bounce.
 
 A slab of shared memory is an anonymous file of the kernel (`memfd_create`) without a name in any
-directory. Its descriptor travels over the links' own Unix sockets, so that only ranks that have
-proved themselves get it, and the memory is gone with the last process that has it, however that
-ends.
+directory. Its descriptor is sent over the links' own Unix sockets, so that only authenticated ranks
+get it. The kernel frees the memory with the last process that has it, however that ends.
 
 The bounce plane copies tensors to a slot of pinned memory, and the link's socket carries them from
-there. It works wherever the sockets do and costs a copy on either side: for tensors on a device
-that no other plane serves.
+there. It is for tensors on a device that no other plane serves, works wherever the sockets do, and
+costs a copy on either side.
 """
 
 import errno
@@ -60,8 +59,8 @@ class SharedMemoryPlane:
     is_carried = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
-        """Make the slab, of which only written pages take memory. Raises PlaneRefusal where the
-        system has no such memory."""
+        """Make the slab; only its written pages take memory. Raises PlaneRefusal if the system has
+        no such memory."""
         self.device = device
         self.reserved_bytes = slab_bytes
         self._descriptor = sealed_memory(slab_bytes)
@@ -84,7 +83,7 @@ class SharedMemoryPlane:
 
 
 def sealed_memory(num_bytes: int) -> int:
-    """Make an anonymous file of a fixed size, and return its descriptor. Raises PlaneRefusal."""
+    """Make an anonymous file of this fixed size, and return its descriptor. Raises PlaneRefusal."""
     if not hasattr(os, "memfd_create"):
         raise PlaneRefusal("this system has no memfd_create")
     try:
@@ -105,7 +104,7 @@ def sealed_memory(num_bytes: int) -> int:
 
 
 def peer_memory(offer: Offer, peer: int) -> mmap.mmap:
-    """Map the memory that a peer has passed along, after checks. Raises PlaneRefusal."""
+    """Check and map the memory in a peer's offer. Raises PlaneRefusal."""
     num_bytes = offer.values.get("bytes")
     if not isinstance(num_bytes, int) or len(offer.descriptors) != 1:
         raise PlaneRefusal(f"rank {peer} sent no shared memory")

@@ -1,7 +1,11 @@
-"""NIXL's agent on a thread of its own: several threads must not call it.
+"""The plane of NVIDIA's NIXL: one-sided reads between hosts, over any fabric that UCX finds.
 
-Reads are one-sided: the process that is read from only runs NIXL's progress thread. As NIXL's
-Python configures it, that thread spins on a whole core; here it blocks instead.
+NIXL's agent runs on a thread of its own, because several threads must not call it. The process that
+is read from only runs NIXL's progress thread. As NIXL's Python configures it, that thread spins on
+a whole core; here it blocks instead.
+
+Two slabs are registered once per rank. A read lands in the rank's landing slab, and is copied from
+there to the tensors, because tensors of their own would have to be registered each time.
 """
 
 import base64
@@ -55,12 +59,12 @@ _making = Lock()
 
 
 class ReadError(RrfpError):
-    """A peer's memory cannot be read any more."""
+    """Reading a peer's memory failed."""
 
 
 Done = Callable[[torch.Tensor | ReadError], None]
-"""Callback on the agent's thread, with the memory that was read into, which is reused when it
-returns, or with the error."""
+"""Callback on the agent's thread, with the memory that was read into, which is reused after the
+call, or with the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,13 @@ class _Reading:
 
 
 class NixlAgent:
-    """One agent, with two slabs: peers read from the first, and what is read lands in the other."""
+    """One agent with two slabs: peers read from the first, and this rank reads into the second."""
 
     def __init__(
         self, name: str, device: Device, lent: torch.Tensor, landing: torch.Tensor
     ) -> None:
-        """Both slabs lie on the device. Raises PlaneRefusal where NIXL is not installed or does
-        not start."""
+        """Both slabs lie on the device. Raises PlaneRefusal if NIXL is not installed or does not
+        start."""
         self._name = name
         self._device = device
         self._slabs = lent, landing
@@ -150,7 +154,7 @@ class NixlAgent:
     # The thread.
 
     def _begin(self) -> bytes:
-        self._agent = _made(self._name)
+        self._agent = _make_agent(self._name)
         for slab in self._slabs:
             self._registered.append(self._agent.register_memory(slab))
         metadata: bytes = self._agent.get_agent_metadata()
@@ -251,9 +255,9 @@ class NixlAgent:
         self._agent = None
 
 
-def _made(name: str) -> Any:
-    """Make NIXL's own agent. Its class reads its bindings from its module, and sets their delay to
-    0."""
+def _make_agent(name: str) -> Any:
+    """Make NIXL's own agent, with a progress thread that blocks. Its class reads its bindings from
+    its module, and sets their delay to 0; so it gets other bindings."""
     try:
         api = nixl_api()
     except ImportError as error:
@@ -291,12 +295,6 @@ def _failed(error: Exception) -> ReadError:
     return ReadError(f"{type(error).__name__}: {error}")
 
 
-# One-sided reads by NVIDIA's NIXL: between hosts, over whatever fabric UCX finds.
-#
-# Both slabs are registered once. A read lands in this rank's landing slab, and is copied from there
-# to the tensors: memory that comes and goes would have to be registered each time.
-
-
 _TRIAL_S = 2.0
 """Longest trial of a slow link: the run begins only after the trials of all links."""
 
@@ -310,7 +308,7 @@ class NixlPlane:
     is_carried = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
-        """Raises PlaneRefusal where NIXL is not installed or does not start."""
+        """Raises PlaneRefusal if NIXL is not installed or does not start."""
         self.device = device
         self.reserved_bytes = 2 * slab_bytes
         self._on_exit = ExitStack()
@@ -323,8 +321,7 @@ class NixlPlane:
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate memory to be registered. On a GPU CUDA allocates it, not torch: reads of torch's
-        memory are slow where its segments expand
-        (https://github.com/ai-dynamo/nixl/issues/1754)."""
+        expandable segments are slow (https://github.com/ai-dynamo/nixl/issues/1754)."""
         device = self.device
         if device.torch_device.type != "cuda":
             return device.empty([num_bytes], torch.uint8, device.compute_stream())
@@ -362,7 +359,7 @@ class NixlPlane:
         if not isinstance(agent, str) or len(numbers) != len(place):
             raise PlaneRefusal(f"rank {peer} sent no agent of NIXL's")
         if numbers[2] > self.slab.numel():
-            # A message that fits there might have no place to land here.
+            # A message that fits there might not fit into this rank's landing slab.
             raise PlaneRefusal(
                 f"rank {peer} has an outbox of {numbers[2]} bytes and its receiver one of"
                 f" {self.slab.numel()}; give all ranks the same outbox_mb"
@@ -451,7 +448,7 @@ class NixlFetcher:
         return failure
 
     def measure(self, deadline_s: float) -> float:
-        """Read `TRIAL_BYTES`, or for `_TRIAL_S`, and return GB/s. Raises PlaneRefusal."""
+        """Read `TRIAL_BYTES`, or for `_TRIAL_S` seconds, and return GB/s. Raises PlaneRefusal."""
         window = min(WINDOW_BYTES, self._slab_bytes)
         self._read(window, deadline_s)
         begun_s, num_bytes, taken_s = time.perf_counter(), 0, 0.0
@@ -462,6 +459,7 @@ class NixlFetcher:
         return num_bytes / taken_s / 1e9
 
     def _read(self, num_bytes: int, deadline_s: float) -> None:
+        """Read the start of the peer's slab, and wait for it. Raises PlaneRefusal."""
         landed: list[torch.Tensor | ReadError] = []
         is_done = Event()
 
@@ -476,5 +474,5 @@ class NixlFetcher:
             raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
 
     def detach(self, *, waits: bool = True) -> None:
-        # Nothing is fetched any more; NIXL forgets its peers with the agent.
+        # Nothing is being fetched; NIXL forgets its peers with the agent.
         pass

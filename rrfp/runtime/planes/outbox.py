@@ -1,4 +1,4 @@
-"""Slots that a sender fills: tensors wait here for a slot, and in it for their receiver.
+"""The outbox: tensors wait here for a slot, and in the slot for their receiver.
 
 The compute thread stages a message and continues. The outbox's own thread takes a slot, or waits
 for one, orders a copy on its stream behind the compute stream's event, and completes the staging
@@ -72,10 +72,6 @@ class Slots:
                 self.used_bytes += size
                 return offset
         return None
-
-    def size_of(self, offset: int) -> int:
-        """Return the size of a slot in use."""
-        return self._sizes[offset]
 
     def release(self, offset: int) -> bool:
         """Free a slot; return whether there was one."""

@@ -1,4 +1,4 @@
-"""The seam between a link and its data plane: memory beside the socket for large tensors.
+"""The interface between a link and its data plane: memory beside the socket for large tensors.
 
 A plane has two calls. `Stager.stage` makes the tensors of a message available to the peer, and its
 result is a `Descriptor`; the link's socket carries that in the message's frame. `Fetcher.fetch`
@@ -128,8 +128,8 @@ class Completions(Protocol):
         call it between any two instructions, so that it then waits for no lock."""
 
 
-class PlaneRefusal(Exception):  # noqa: N818 - a reason to take another plane, and no error
-    """One sentence: why a plane does not serve a link."""
+class PlaneRefusal(Exception):  # noqa: N818 - a reason to use another plane, not an error
+    """A plane cannot serve a link; the message is one sentence with the reason."""
 
 
 class Stager(Protocol):
@@ -166,11 +166,11 @@ class Fetcher(Protocol):
 
     def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
         """Obtain the tensors of a message. Completes with `Fetched` or `PlaneFailed`, and for a
-        slot that it keeps in use with a later `SlotFreed`."""
+        slot that it continues to use, later with `SlotFreed`."""
 
     def detach(self, *, waits: bool = True) -> None:
         """Stop using the peer's memory, which the peer frees afterwards; later fetches complete
-        with nothing. With `waits=False`, for a lost link, it does not wait for the device, which
+        nothing. With `waits=False`, for a lost link, it does not wait for the device, which
         may hang; what cannot be closed without that stays open until this process ends."""
 
 
@@ -181,7 +181,7 @@ class Offer:
     plane: TransportName
     values: Mapping[str, object]
     descriptors: tuple[int, ...] = ()
-    """File descriptors that are passed along, over a Unix socket."""
+    """File descriptors to send with it, over a Unix socket."""
 
 
 class Attachment(NamedTuple):
@@ -219,15 +219,13 @@ class Plane(Protocol):
         ...
 
     def close(self, *, are_detached: bool) -> None:
-        """Free this rank's memory. `are_detached`: all peers have said that they have detached
-        themselves; else one may still use it, or be lost."""
-
-
-# Fetching from a peer's slab that is mapped into this process: host memory, or a device's.
+        """Free this rank's memory. `are_detached`: all peers have detached from it; otherwise one
+        may still use it, or be lost."""
 
 
 class MappedFetcher:
-    """Fetches on the calling thread. Implements `Fetcher`."""
+    """Copies from a peer's slab that is mapped into this process, host or device memory, on the
+    calling thread. Implements `Fetcher`."""
 
     def __init__(
         self, device: Device, slab: torch.Tensor, peer: int, memory: mmap.mmap | None = None
@@ -283,8 +281,8 @@ class MappedFetcher:
 
 
 class LandingFetcher:
-    """Copies to the device the tensors that the socket has carried, and leaves all others to the
-    plane's own fetcher. Implements `Fetcher`."""
+    """Copies tensors that the socket has carried to the device; uses the plane's own fetcher for
+    all others. Implements `Fetcher`."""
 
     def __init__(self, device: Device, fetcher: Fetcher | None = None) -> None:
         self._device = device
@@ -304,7 +302,7 @@ class LandingFetcher:
 
 
 def beyond_slab(peer: int, ticket: Ticket, slab_bytes: int) -> RrfpError:
-    """Make the error for a message that lies outside of its slab."""
+    """Make the error for a message that lies outside its slab."""
     return RrfpError(
         f"rank {peer} posted {ticket.task} beyond its outbox of {slab_bytes} bytes; see that all"
         " ranks run the same version of rrfp"

@@ -1,6 +1,6 @@
-"""The data planes by name: which there are, which may serve a link, and how each is made.
+"""The data planes by name: their classes, and the ones that may serve a link.
 
-Settings and the command line read this file, so that it imports no torch.
+Settings and the command line import this module, so that it imports no torch.
 """
 
 import importlib
@@ -17,7 +17,7 @@ class TransportName(StrEnum):
     """Transports that a user can ask for."""
 
     AUTO = "auto"
-    """The plane that suits the device and the place of each peer."""
+    """The best plane for the device and for each peer's host."""
     INLINE = "inline"
     """The link's own socket: CPU tensors."""
     SHM = "shm"
@@ -25,7 +25,7 @@ class TransportName(StrEnum):
     CUDA_IPC = "cuda-ipc"
     """Device memory that the processes of a host share: CUDA tensors, between ranks on one host."""
     NIXL = "nixl"
-    """One-sided reads by NVIDIA's NIXL, over whatever fabric it finds: CPU and CUDA tensors."""
+    """One-sided reads by NVIDIA's NIXL, over any fabric that it finds: CPU and CUDA tensors."""
     BOUNCE = "bounce"
     """Through pinned memory of the host and the link's own socket: always works, and is slow."""
 
@@ -37,7 +37,7 @@ PLANES: Mapping[TransportName, str] = {
     TransportName.BOUNCE: "rrfp.runtime.planes.host_planes:BouncePlane",
 }
 """Class of each plane as `module:class`, imported when a rank first needs it. It is called with the
-device and the bytes of a slab, and raises PlaneRefusal."""
+device and the bytes of a slab, and may raise PlaneRefusal."""
 
 _A, _I, _S = TransportName.AUTO, TransportName.INLINE, TransportName.SHM
 _C, _N, _B = TransportName.CUDA_IPC, TransportName.NIXL, TransportName.BOUNCE
@@ -59,27 +59,26 @@ UNENCRYPTED = frozenset({TransportName.NIXL})
 """Planes whose bytes bypass the link's socket, and so its TLS, on their way to another host."""
 
 DEFAULT_OUTBOX_MB = 256
-"""Size of a slab: of each rank, and of each plane in use."""
+"""Size of a slab; each rank has one for each plane in use."""
 MOST_OUTBOX_MB = 2**20
-"""1 TiB, which is more than any host has for it."""
+"""1 TiB, more than any host has for it."""
 
 
-# NIXL's Python package, of which there is one for each release of CUDA. Imports no torch.
-
+# NIXL's Python package; there is one for each release of CUDA.
 
 _NETWORK_DEVICES = "UCX_NET_DEVICES"
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The package that finds this machine's CUDA, then one for each release: any serves the CPU."""
+"""The package that finds this machine's CUDA, then one for each release. On the CPU any works."""
 HOW_TO_INSTALL = install_hint("nixl")
 
 
 def is_installed() -> bool:
-    """Return whether one of them is installed, without importing it."""
+    """Return whether NIXL is installed, without importing it."""
     return any(find_spec(package) is not None for package in _PACKAGES)
 
 
 def nixl_api() -> Any:
-    """Import the module that has `nixl_agent`. The ImportError says what to install."""
+    """Import the module with `nixl_agent`. The ImportError names the package to install."""
     reasons = []
     for package in _PACKAGES:
         try:
@@ -90,7 +89,7 @@ def nixl_api() -> Any:
 
 
 def keep_to_this_host() -> None:
-    """Let UCX, which NIXL reads with, listen at loopback alone, and not at every interface, unless
-    the user has set something else. A process whose peers are all on its host calls it before it
-    makes its first agent."""
+    """Let UCX, which NIXL uses, listen at loopback only, and not at every interface, unless the
+    user has set UCX_NET_DEVICES. A process whose peers are all on its host calls it before it makes
+    its first agent."""
     os.environ.setdefault(_NETWORK_DEVICES, "lo")

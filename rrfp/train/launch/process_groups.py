@@ -21,7 +21,7 @@ from rrfp.megatron.cpu.patches import (
     reduce_one_by_one,
 )
 from rrfp.runtime import launchers as variables
-from rrfp.runtime.net.source_filter import let_in, let_in_nobody, named_sources
+from rrfp.runtime.net.source_filter import accept_nobody, accept_only, run_host_addresses
 from rrfp.runtime.rendezvous import reachable_address
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.train.checks import gpu_index
@@ -72,15 +72,15 @@ def one_device_at(address: str) -> Iterator[None]:
             options._threads = _NUM_THREADS
             options._timeout = timeout
             # The other members learn the port in the constructor, so none connects before.
-            let_in(listening, named_sources())
+            accept_only(listening, run_host_addresses())
             try:
                 super().__init__(store, rank, size, options)
             finally:
-                let_in_nobody(listening)
+                accept_nobody(listening)
 
     (descriptor,) = _listening_descriptors() - others
     with socket.socket(fileno=os.dup(descriptor)) as listening:
-        let_in_nobody(listening)
+        accept_nobody(listening)
         module.ProcessGroupGloo = OnOneDevice
         try:
             yield

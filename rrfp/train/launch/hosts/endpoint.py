@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
-from rrfp.runtime.launchers import Started, started
+from rrfp.runtime.launchers import LaunchPlace, find_place
 from rrfp.train.launch.store import NoAnswerError, call_with_timeout
 from rrfp.train.settings import TrainSettings
 
@@ -25,7 +25,7 @@ def with_launcher_hosts(settings: TrainSettings) -> TrainSettings:
     """Set `nnodes`, `node_rank` and `rdzv_endpoint` from the environment of torchrun or srun,
     unless the settings name hosts themselves. Raises UsageError for an environment that does not
     fit."""
-    place = None if settings.run.nnodes > 1 else started()
+    place = None if settings.run.nnodes > 1 else find_place()
     if place is None or place.count == 1:
         return settings
     num_ranks = settings.layout.world_size
@@ -52,10 +52,10 @@ def local_ranks(settings: TrainSettings) -> range:
     return range(first, first + num_own)
 
 
-def launcher_place(settings: TrainSettings) -> Started | None:
+def launcher_place(settings: TrainSettings) -> LaunchPlace | None:
     """This process' place in the torchrun or srun job that `with_launcher_hosts` used; None if the
     user named the hosts."""
-    place = None if settings.run.nnodes == 1 else started()
+    place = None if settings.run.nnodes == 1 else find_place()
     if place is None or (place.count, place.index) != (settings.run.nnodes, settings.run.node_rank):
         return None
     return place

@@ -25,9 +25,9 @@ from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs import admission_file, order_file, sha256_of
 from rrfp.replay.cost_sources import costs_file
 from rrfp.runtime import launchers as variables
-from rrfp.runtime.launchers import Started
-from rrfp.runtime.net.source_filter import let_in
-from rrfp.runtime.rendezvous import host_identity, own_address_towards, reachable_address
+from rrfp.runtime.launchers import LaunchPlace
+from rrfp.runtime.net.source_filter import accept_only
+from rrfp.runtime.rendezvous import host_identity, own_address_for_reaching, reachable_address
 from rrfp.strict_json import integer, items, mapping, parsed, text
 from rrfp.train.checks import gpu_index, too_few_gpus, visible_gpus
 from rrfp.train.data.tokens import tokenizer_file
@@ -47,7 +47,7 @@ _TORCHRUN_TIMEOUT_S = 30.0
 class TorchrunStore:
     """A client of torchrun's store. Every method may raise torch's DistError."""
 
-    def __init__(self, place: Started) -> None:
+    def __init__(self, place: LaunchPlace) -> None:
         self._place = place
         self._store = TCPStore(
             place.host,
@@ -336,7 +336,7 @@ class _Rendezvous:
     def _join_host_0(self) -> None:
         """Another host: find the store, compare settings, and wait until all have joined."""
         self._find_store()
-        self.own_address = own_address_towards(self.host)
+        self.own_address = own_address_for_reaching(self.host)
         store = self._store = self._open_store(self._silence_s)
         run_token, host_0 = self._announcement(store)
         try:
@@ -355,12 +355,12 @@ class _Rendezvous:
         """Limit the store's port to the run's hosts. A host may use a different address of its own
         towards each of the others."""
         addresses = self._exchange("address", self.own_address, text)
-        own_sources = {own_address_towards(address) for address in addresses} - {""}
+        own_sources = {own_address_for_reaching(address) for address in addresses} - {""}
         by_host = self._exchange("sources", sorted(own_sources), _decode_addresses)
         self.sources = sorted({source for of_host in by_host for source in of_host})
         if self._listening is not None:
             with socket.socket(fileno=os.dup(self._listening)) as listening:
-                let_in(listening, self.sources)
+                accept_only(listening, self.sources)
 
     def _exchange(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
         """Publish a value under a name and return the values of all hosts, by host."""
