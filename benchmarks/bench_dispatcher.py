@@ -36,7 +36,7 @@ def backward_input(microbatch: int) -> InputArrived:
 
 def loaded_dispatcher(name: str, group: Group | None = None) -> Dispatcher:
     """A dispatcher under that hint, its order given, with 256 forwards ready."""
-    hint = hint_named(name).on(SHAPE)
+    hint = hint_named(name).for_shape(SHAPE)
     shape = replace(SHAPE, kinds=kinds_of(hint))
     dispatcher = Dispatcher(shape, RANK, Policy(hint, order=order_of(hint, shape)), group=group)
     for microbatch in range(NUM_READY):

@@ -17,9 +17,8 @@ from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.engine import PipelineRun
+from rrfp.simulate.engine import PipelineRun, StepConditions, TaskTimes
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 
 MS = 1_000_000
 
@@ -33,9 +32,9 @@ def test_bf(
     benchmark: BenchmarkFixture, num_ranks: int, num_microbatches: int, rounds: int
 ) -> None:
     shape = Shape(num_ranks, num_microbatches)
-    policy = Policy(hint_named("bf").on(shape), limit=PAPER_LIMIT)
+    policy = Policy(hint_named("bf").for_shape(shape), limit=PAPER_LIMIT)
     times = [[20 * MS] * num_microbatches] * num_ranks
-    world = World(TaskTimes(times, times, times))
+    world = StepConditions(TaskTimes(times, times, times))
 
     def simulate() -> PipelineRun:
         return play(shape, policy, world)
@@ -52,7 +51,7 @@ def test_bf(
 
 def test_zb_v(benchmark: BenchmarkFixture) -> None:
     shape = Shape(8, 32, 2, Placement.V)
-    hint = hint_named("zb-v").on(shape)
+    hint = hint_named("zb-v").for_shape(shape)
     policy, shape = fitted(Policy(hint, hold=8, w=WeightGradients.RANKED), shape)
     draw = Random(0)
 
@@ -63,6 +62,6 @@ def test_zb_v(benchmark: BenchmarkFixture) -> None:
             for _ in range(shape.num_stages)
         ]
 
-    world = World(TaskTimes(rows(), rows(), rows()))
+    world = StepConditions(TaskTimes(rows(), rows(), rows()))
     run = benchmark(play, shape, policy, world)
     assert run.peak_held == (16,) * shape.num_ranks

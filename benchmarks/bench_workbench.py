@@ -17,10 +17,9 @@ from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.simulate.engine import StepConditions
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import World
+from rrfp.simulate.step import new_recording, simulate_step
 from rrfp.trace.perfetto.writer import write_trace
 
 NUM_EVENTS = 1_000_000
@@ -34,12 +33,12 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run with so many records, and as one that can be replayed."""
     settings = {"hint": "bf", "dispatch": "ready", "limit": PAPER_LIMIT}
     recording = new_recording(SHAPE, 1, 1, {"simulated": True, "settings": settings})
-    policy = Policy(hint_named("bf").on(SHAPE), limit=PAPER_LIMIT)
+    policy = Policy(hint_named("bf").for_shape(SHAPE), limit=PAPER_LIMIT)
     costs, jitter = resolve_costs("language"), parse_jitter("lognormal:0.5")
     step = num_events = 0
     while num_events < NUM_EVENTS:
         times = jitter.times(costs.step(SHAPE, step, 0).times, SHAPE, step, 0)
-        simulate_step(SHAPE, policy, [World(times)], recording=recording, step=step)
+        simulate_step(SHAPE, policy, [StepConditions(times)], recording=recording, step=step)
         step += 1
         num_events = sum(len(r) for rank in recording.ranks for r in rank.by_name().values())
     path = tmp_path_factory.mktemp("traces") / "trace.pftrace"

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from rrfp.planning.trials import Row, Setting, run_settings
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Hold
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Dispatch, Hold, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.toml_files import preset

@@ -24,9 +24,8 @@ from statistics import fmean, geometric_mean, stdev
 from rrfp.errors import UsageError
 from rrfp.planning.candidates import describe_choice
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
-from rrfp.schedule.knobs import ShareOf1F1B
 from rrfp.schedule.named_hints import AUTO, HINTS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Dispatch, Policy, ShareOf1F1B
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.model import Costs, Links, StepCosts

@@ -8,8 +8,7 @@ import numpy as np
 
 from benchmarks.bytes_rows import COSTS, OTHER_SEEDS, V, row_of
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Bytes
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Bytes, Dispatch
 from rrfp.simulate.memory_budgets import peak_of_1f1b
 
 

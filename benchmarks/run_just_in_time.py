@@ -28,8 +28,8 @@ from rrfp.schedule.policy import Policy
 from rrfp.schedule.punctuality import RISK, JustInTime
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import ReceiveRecord, StimulusRecord, task_of
 from tests.doubles.simulated_device import SimulatedDevice
 from tests.e2e.ranks import run_ranks
@@ -130,7 +130,7 @@ def meet(store: Store, step: int, num_ranks: int) -> None:
 def run_rank(hint_name: str, launch_s: float, risk: float, num_steps: int) -> list[Outcome]:
     """One rank's steps; the first is to learn from."""
     reduce_timer_slack()
-    hint = hint_named(hint_name).on(SHAPE)
+    hint = hint_named(hint_name).for_shape(SHAPE)
     shape = replace(SHAPE, kinds=kinds_of(hint))
     device = SimulatedDevice(mean_delay_s=0)
     store = TCPStore(
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--hint", default="bfw")
     parser.add_argument("--steps", type=int, default=4)
     asked = parser.parse_args()
-    hint = hint_named(asked.hint).on(SHAPE)
+    hint = hint_named(asked.hint).for_shape(SHAPE)
     policy, shape = Policy(hint), replace(SHAPE, kinds=kinds_of(hint))
     print("| launch | decided | step, s | over simulated | idle though ready |")
     print("|---|---|---|---|---|")
@@ -198,7 +198,7 @@ def main() -> None:
                 taken_ns = max(each.end_ns for each in of_step) - min(
                     each.start_ns for each in of_step
                 )
-                world = World(
+                world = StepConditions(
                     times_of(number),
                     transfer=partial(_constant, hop_ns(shape, of_step)),
                     launch_ns=round(launch_ms * 1e6),

@@ -11,50 +11,54 @@ from heapq import nsmallest
 from benchmarks.bytes_rows import BUDGETS, SEEDS, V, time_over_load
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import Bytes
-from rrfp.schedule.ready_tracker import NOTHING, ReadySet
+from rrfp.schedule.policy import Bytes
+from rrfp.schedule.ready_tracker import NO_TASK, ReadySet
 
 _HINTS = ("zb-v", "bfw-deep")
 _NUM_AHEAD = (1, 2, 8, 32)
 
 
 def best_of(num_ahead: int) -> Callable[[Dispatcher, ReadySet], int]:
-    """`Dispatcher._best` with overtaking among so many."""
+    """`Dispatcher._best_of_set` with overtaking among so many."""
 
     def best(self: Dispatcher, ready: ReadySet) -> int:
-        bounds, books = self._bounds, self._books
+        bounds, tracker = self._bounds, self._tracker
         for tier in self._tiers:
             found = []
             for place in tier:
                 heap = ready.heaps[place]
                 best_first = nsmallest(len(heap), heap)
-                entries = [each for each in best_first if books.is_left(books.number_of(each))]
-                if place < books.lanes.num_chunks:
-                    first = place * books.num_microbatches
+                entries = [
+                    each
+                    for each in best_first
+                    if tracker.is_unfinished(tracker.number_in_entry(each))
+                ]
+                if place < tracker.index.num_chunks:
+                    first = place * tracker.num_microbatches
                     entries = [
                         each
                         for each in entries[:num_ahead]
-                        if bounds.fits(place, books.number_of(each) - first)
+                        if bounds.fits(place, tracker.number_in_entry(each) - first)
                     ]
                 found += entries[:1]
             if found:
-                return books.number_of(min(found))
-        return NOTHING
+                return tracker.number_in_entry(min(found))
+        return NO_TASK
 
     return best
 
 
 def main() -> None:
-    given = Dispatcher._best
+    given = Dispatcher._best_of_set
     for budget in BUDGETS:
         for hint in _HINTS:
             for admit in Admit:
                 row = []
                 for num_ahead in _NUM_AHEAD:
-                    Dispatcher._best = best_of(num_ahead)  # type: ignore[method-assign,assignment]
+                    Dispatcher._best_of_set = best_of(num_ahead)  # type: ignore[method-assign,assignment]
                     row.append(f"{time_over_load(hint, V, SEEDS, admit, Bytes(budget)):.3f}")
                 print(f"{budget / 1e9:.1f} GB {hint:8} {admit:7} {' '.join(row)}", flush=True)
-    Dispatcher._best = given  # type: ignore[method-assign]
+    Dispatcher._best_of_set = given  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from rrfp.planning.modelled_costs import forecast_step
 from rrfp.planning.order_search import NoisySteps, Plan, StepForecast, plan_all, plan_order
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
-from rrfp.schedule.knobs import Bytes, Hold
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import Bytes, Hold, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.toml_files import preset

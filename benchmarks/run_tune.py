@@ -25,15 +25,13 @@ from rrfp.planning.trials import Setting, run_settings
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import Bytes, Hold, parse_hold, parse_patience
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Bytes, Dispatch, Hold, Policy, parse_hold, parse_patience
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.cut_files import layered_of
 from rrfp.simulate.costs.language_models import FlopCosts
-from rrfp.simulate.costs.layer_costs import CutCosts, Layered, even_cut
-from rrfp.simulate.costs.model import Costs, Uneven
+from rrfp.simulate.costs.layer_costs import CutCosts, even_cut, layered_of
+from rrfp.simulate.costs.model import Costs, Layered, Uneven
 from rrfp.simulate.jitter import parse_jitter
 
 WIDE, AGAIN, AGAIN_SEEDS = 7000, 150, 20
@@ -155,7 +153,7 @@ def _peak_of_1f1b(costs: Costs, shape: Shape) -> int:
     for seed in (*range(1234, 1260), *JUDGED):
         sizes = costs.step(shape, seed, 0).sizes
         assert sizes is not None
-        for rank, row in enumerate(sizes.kept):
+        for rank, row in enumerate(sizes.activations):
             width = shape.num_ranks - rank
             most = max(most, *(sum(row[i : i + width]) for i in range(len(row))))
     return most

@@ -18,7 +18,7 @@ VARIABLE = "RRFP_COMPILED"
 DIGEST_FILE = f"compiled.{sys.implementation.cache_tag}.sha256"
 """Beside this file: of which sources the extensions are."""
 
-_SIMULATOR = ("engine", "transfers", "world")
+_SIMULATOR = ("engine", "transfers")
 
 
 class Core(StrEnum):

@@ -1,4 +1,4 @@
-"""The input of users: settings as they are declared, the files that they name, and layouts.
+"""Settings as they are declared, the files that users name, and layouts.
 
 A setting is declared once, by `setting` or by `rrfp.schedule.policy.knob`. Options of the command
 line, TOML files and validation derive from the declaration.
@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.schedule.admission import Admission, Admit, parse_admission
-from rrfp.schedule.balance import AdmitAcross, Dealing, parse_dealings
-from rrfp.schedule.hints import Hint
+from rrfp.schedule.admission import (
+    Admission,
+    Admit,
+    AdmitAcross,
+    Balancing,
+    parse_admission,
+    parse_assignments,
+)
+from rrfp.schedule.hints import Hint, OrderFile
 from rrfp.schedule.named_hints import AUTO, HINTS, hint_named
-from rrfp.schedule.order import OrderFile
 from rrfp.schedule.policy import KNOBS, Knob, one_of
 
 # Small text files that a user names, and fingerprints of files of any size.
@@ -136,27 +141,27 @@ def admission_file(text: str) -> Path | None:
     return Path(text) if is_file else None
 
 
-# How a global batch is balanced over the replicas, by a name or from a file of assignments.
+# The balancing of a global batch over the replicas, by a name or from an assignment file.
 
 
-def resolve_dealing(text: str) -> Dealing:
-    """The dealing named `text`, or those in the file at that path.
+def resolve_balancing(text: str) -> Balancing:
+    """The balancing named `text`, or the assignments in the file at that path.
 
-    Raises UsageError for an unknown name, an unreadable file, or a line that does not deal every
-    item once and as many to each replica.
+    Raises UsageError for an unknown name, an unreadable file, or a line that does not assign every
+    item once and equally many to each replica.
     """
     if text in list(AdmitAcross):
         return AdmitAcross(text)
-    if dealing_file(text) is None:
+    if assignment_file(text) is None:
         raise UsageError(
-            f"'{text}' is no one to deal a global batch to; choose {' or '.join(AdmitAcross)}, or "
-            "a file with a line per step"
+            f"'{text}' does not say how to balance a global batch; choose "
+            f"{' or '.join(AdmitAcross)}, or a file with a line per step"
         )
-    return parse_dealings(read_text(text, "file of dealings"), text)
+    return parse_assignments(read_text(text, "assignment file"), text)
 
 
-def dealing_file(text: str) -> Path | None:
-    """The path of a file of dealings, or None where `text` is a name."""
+def assignment_file(text: str) -> Path | None:
+    """The path of an assignment file, or None where `text` is a name."""
     is_file = text not in list(AdmitAcross) and means_a_file(text, ".csv", ".txt")
     return Path(text) if is_file else None
 

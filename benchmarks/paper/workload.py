@@ -128,7 +128,7 @@ class Simulation:
         on top of the natural one."""
         shape = Shape(workload.pp, workload.batch // workload.dp)
         name = hint or _HINTS[method]
-        found = hint_named(name).on(shape)
+        found = hint_named(name).for_shape(shape)
         shape = replace(shape, kinds=kinds_of(found))
         is_ready = method in _READY
         policy = Policy(

@@ -9,10 +9,10 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.memory import memory
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.table import format_time
-from rrfp.replay.bottlenecks import LEAST_SAVING, Culprit, CulpritKind
-from rrfp.replay.layer_split import even_split
+from rrfp.replay.bottlenecks import LEAST_SAVING, Bottleneck, BottleneckKind
+from rrfp.replay.measured import even_split
 from rrfp.replay.recorded import RecordedRun
-from rrfp.schedule.knobs import Auto, told_bytes
+from rrfp.schedule.policy import Auto, format_bytes
 from rrfp.trace.records import step_name
 
 _MOST_OF_THEM = 0.8
@@ -26,16 +26,16 @@ class Adviser:
         self._frames = frames
         self._run = run
 
-    def describe(self, culprit: Culprit) -> tuple[str, str, str]:
+    def describe(self, culprit: Bottleneck) -> tuple[str, str, str]:
         """Return the title, the figures and the advice of a bottleneck."""
         return self._describe_place(culprit) or self._describe_whole(culprit)
 
-    def _describe_place(self, culprit: Culprit) -> tuple[str, str, str] | None:
+    def _describe_place(self, culprit: Bottleneck) -> tuple[str, str, str] | None:
         """Describe a stage, rank, replica or link that is slow; None for other bottlenecks."""
         change = culprit.change
         longer = f"{culprit.excess:.0%} longer" if culprit.excess < 10 else "many times longer"
         match culprit.kind:
-            case CulpritKind.SLOW_STAGE:
+            case BottleneckKind.SLOW_STAGE:
                 stage = change.median_stage
                 assert stage is not None
                 return (
@@ -44,7 +44,7 @@ class Adviser:
                     "others wait for it.",
                     f"{self._on_layers(culprit)} Or give stage {stage} a faster device.",
                 )
-            case CulpritKind.SLOW_RANK:
+            case BottleneckKind.SLOW_RANK:
                 assert change.usual_rank is not None
                 return (
                     f"Rank {change.usual_rank} is slower than its peers",
@@ -53,14 +53,14 @@ class Adviser:
                     f"{self._since(change.usual_rank, culprit.excess)}.",
                     "Look at that device and its host: clocks, temperature, what else runs there.",
                 )
-            case CulpritKind.REPLICA:
+            case BottleneckKind.REPLICA:
                 return (
                     f"Replica {change.usual_replica} is slower than the others",
                     f"Its tasks take {longer}, and the others wait for it at the end of a step.",
                     "Look at its hosts, and at what its share of the data costs: longer sequences "
                     "take longer.",
                 )
-            case CulpritKind.SLOW_LINK:
+            case BottleneckKind.SLOW_LINK:
                 assert change.usual_link is not None
                 sender, receiver = change.usual_link
                 return (
@@ -71,11 +71,11 @@ class Adviser:
                 )
         return None
 
-    def _describe_whole(self, culprit: Culprit) -> tuple[str, str, str]:
+    def _describe_whole(self, culprit: Bottleneck) -> tuple[str, str, str]:
         """Describe a bottleneck of the whole run: its work, its messages, its order, its bound."""
         change = culprit.change
         match culprit.kind:
-            case CulpritKind.UNEVEN_MICROBATCHES:
+            case BottleneckKind.UNEVEN_MICROBATCHES:
                 return (
                     "Some microbatches are heavier than others",
                     "All stages take longer for them, and light ones elsewhere do not make up for "
@@ -83,21 +83,21 @@ class Adviser:
                     "Pack sequences to one length, or try --admit pyramid, which lets light "
                     f"microbatches go first and last{_alone(culprit)}.",
                 )
-            case CulpritKind.UNEVEN_LAYERS:
+            case BottleneckKind.UNEVEN_LAYERS:
                 return (
                     "The stages differ in work",
                     "Not one stage alone: a step waits for those with more than their share.",
                     self._on_layers(culprit),
                 )
-            case CulpritKind.LINKS:
-                most = "" if self._run.tells_arrivals else "at most "
+            case BottleneckKind.LINKS:
+                most = "" if self._run.knows_arrivals else "at most "
                 return (
                     "Messages take long on all links",
                     f"One takes {most}{self._message_time()}, the median, and no link stands out.",
                     "Look at the transport, and at what shares the network; larger microbatches "
                     "send fewer messages.",
                 )
-            case CulpritKind.ORDER:
+            case BottleneckKind.ORDER:
                 return (
                     "A binding order keeps ready work waiting",
                     "Each rank runs the next task of its order, also while another one is ready"
@@ -105,7 +105,7 @@ class Adviser:
                     f"Try {change.flags}: the hint then ranks what is ready."
                     + self._readiness_alone(culprit),
                 )
-            case CulpritKind.BOUND:
+            case BottleneckKind.BOUND:
                 return (
                     f"The bound on what a rank holds withholds forwards ({self._run.told})",
                     "They were ready, and would have filled gaps.",
@@ -114,18 +114,18 @@ class Adviser:
                     if self._run.policy.hold is Auto.AUTO
                     else f"Try {change.flags}, if memory allows.",
                 )
-            case CulpritKind.MEMORY:
+            case BottleneckKind.MEMORY:
                 found = memory(self._frames)
                 worst, roomy = found.worst, found.roomiest
                 return (
                     "Ranks hold less than their memory takes, as their bound counts microbatches",
-                    f"Rank {worst.rank} held {told_bytes(worst.peak_held_bytes)} at most; rank "
-                    f"{roomy.rank} could have held {told_bytes(roomy.room_bytes)} more before it "
+                    f"Rank {worst.rank} held {format_bytes(worst.peak_held_bytes)} at most; rank "
+                    f"{roomy.rank} could have held {format_bytes(roomy.room_bytes)} more before it "
                     "held as much.",
                     f"Try {change.flags}: at that bound a step takes {culprit.saving:.0%} less, in "
                     "no more memory on the rank that held most.",
                 )
-            case CulpritKind.UNEVEN_TASKS:
+            case BottleneckKind.UNEVEN_TASKS:
                 return (
                     "Task times scatter",
                     "Tasks of one stage and kind take different times, and a step waits for the "
@@ -141,7 +141,7 @@ class Adviser:
                     "a step make it a smaller share.",
                 )
 
-    def _on_layers(self, culprit: Culprit) -> str:
+    def _on_layers(self, culprit: Bottleneck) -> str:
         """Name the split of the layers that evens out the stages."""
         shape, layers = self._run.shape, self._run.layers
         if layers is None:
@@ -158,7 +158,7 @@ class Adviser:
         return f"Split the {layers} layers as {counts} over the stages{_alone(culprit)}."
 
     @staticmethod
-    def _readiness_alone(culprit: Culprit) -> str:
+    def _readiness_alone(culprit: Bottleneck) -> str:
         """State the saving without a split backward."""
         if culprit.remedy is None:
             return ""
@@ -216,7 +216,7 @@ class Adviser:
         return format_time(median(times) if times else 0)
 
 
-def _alone(culprit: Culprit) -> str:
+def _alone(culprit: Bottleneck) -> str:
     """State the saving of the remedy at hand by itself."""
     is_worth = culprit.remedy_saving >= LEAST_SAVING
     return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""

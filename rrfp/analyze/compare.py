@@ -21,7 +21,7 @@ from rrfp.analyze.frames import Frames, run_settings
 from rrfp.analyze.memory import peak_bytes
 from rrfp.analyze.table import RATIO, TEXT, Column, Table, Times, Unit, format_time
 from rrfp.errors import RrfpError
-from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import format_bytes
 from rrfp.simulate.jitter import uniforms_in_parts
 from rrfp.trace.records import NS_PER_S, step_name
 
@@ -151,7 +151,9 @@ class Comparison:
     @property
     def memory_sentence(self) -> str:
         """The most that both kept, in a sentence; empty if neither trace has bytes."""
-        a, b = ("not known" if each is None else told_bytes(each) for each in self.peak_held_bytes)
+        a, b = (
+            "not known" if each is None else format_bytes(each) for each in self.peak_held_bytes
+        )
         if a == b == "not known":
             return ""
         return f"The most that a rank held is {a} in A and {b} in B."

@@ -21,7 +21,7 @@ from rrfp.analyze.frames import Frames, recording_of, run_settings, step_time_ns
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.table import Column, Table, format_time
 from rrfp.errors import RrfpError
-from rrfp.replay.bottlenecks import Culprit, culprits
+from rrfp.replay.bottlenecks import Bottleneck, find_bottlenecks
 from rrfp.replay.change import replay
 from rrfp.replay.measured import StepSample, measure
 from rrfp.replay.recorded import RecordedRun, read_run
@@ -42,7 +42,7 @@ class Replays:
 
     run: RecordedRun | None
     """None when it was not replayed."""
-    culprits: Sequence[Culprit]
+    culprits: Sequence[Bottleneck]
     """The bottlenecks that are worth fixing, the largest saving first."""
     usual: WhatIf | None
     """The run with each of the sensible changes, where that was asked for."""
@@ -64,7 +64,7 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
         recording = recording_of(frames.of_steps(chosen))
         run = read_run(recording)
         steps = measure(run)
-        found = culprits(run, steps)
+        found = find_bottlenecks(run, steps)
         error = median(
             abs(replay(run, step).makespan_ns - step.window_ns) / step.window_ns for step in steps
         )
@@ -587,7 +587,7 @@ class Finding:
     """One thing that makes a step long."""
 
     kind: str
-    """A `CulpritKind`; of what was not replayed, a `Fault` or the cause of a wait."""
+    """A `BottleneckKind`; of what was not replayed, a `Fault` or the cause of a wait."""
     title: str
     told: str
     advice: str
@@ -628,7 +628,7 @@ def findings(
     frames: Frames,
     found: Blame,
     run: RecordedRun | None = None,
-    culprits: Sequence[Culprit] = (),
+    culprits: Sequence[Bottleneck] = (),
 ) -> list[Finding]:
     """The findings: those that a replay has fixed, by their savings, among those that none can, by
     what they own. Without `run`, nothing was replayed."""
@@ -655,7 +655,7 @@ def _of_share(owned: Share) -> Finding:
     )
 
 
-def _finding_of(adviser: Adviser, culprit: Culprit) -> Finding:
+def _finding_of(adviser: Adviser, culprit: Bottleneck) -> Finding:
     change = culprit.change
     title, told, advice = adviser.describe(culprit)
     return Finding(

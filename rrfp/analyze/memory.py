@@ -16,7 +16,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames, numbers_of
 from rrfp.analyze.table import BYTES, COMPACT, TEXT, Column, Table, outliers, seconds
 from rrfp.errors import RrfpError
-from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import format_bytes
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import NS_PER_S, Phase, step_name
 
@@ -130,16 +130,18 @@ def memory_table(memory: Memory) -> Table:
 
 def _conclusion(memory: Memory) -> str:
     worst, roomy = memory.worst, memory.roomiest
-    most = f"{told_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
+    most = f"{format_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
     if worst.budget_bytes is None:
         said = f"Rank {worst.rank} held most, {most}"
         beyond = " before it held as much"
     else:
-        said = f"Rank {worst.rank} held most, {most}, of {told_bytes(worst.budget_bytes)}"
+        said = f"Rank {worst.rank} held most, {most}, of {format_bytes(worst.budget_bytes)}"
         beyond = ""
     if not roomy.room_bytes:
         return f"{said}; no rank could have held more."
-    return f"{said}; rank {roomy.rank} could have held {told_bytes(roomy.room_bytes)} more{beyond}."
+    return (
+        f"{said}; rank {roomy.rank} could have held {format_bytes(roomy.room_bytes)} more{beyond}."
+    )
 
 
 def memory(frames: Frames) -> Memory:

@@ -47,7 +47,7 @@ from rrfp.analyze.misalignment import link_table, misalignment
 from rrfp.analyze.table import TEXT, Column, Table, format_time
 from rrfp.analyze.whatif import whatif_table
 from rrfp.errors import RrfpError
-from rrfp.replay.bottlenecks import CulpritKind
+from rrfp.replay.bottlenecks import BottleneckKind
 from rrfp.schedule.policy import Dispatch
 from rrfp.trace.check import check_contents, recording_fraction
 from rrfp.trace.initial_view import middle_step
@@ -265,7 +265,7 @@ class _Page:
 
     def _savings_of_bounds(self) -> str:
         """The savings of other bounds, by replay; empty where none was replayed."""
-        run, kinds = self._replays.run, (CulpritKind.MEMORY, CulpritKind.BOUND)
+        run, kinds = self._replays.run, (BottleneckKind.MEMORY, BottleneckKind.BOUND)
         if run is None or run.policy.dispatch is Dispatch.FIXED:
             return ""
         if run.policy.limit is None and run.policy.hold is None:

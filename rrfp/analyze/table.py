@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import format_bytes
 from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ PERCENT = figure(".1f", 100)
 CHANGE = figure("z.1f", 100)
 """Percent that may be negative; it never shows a negative zero."""
 TENTHS = Unit(format_tenths)
-BYTES = Unit(told_bytes)
+BYTES = Unit(format_bytes)
 
 
 @dataclass(frozen=True, slots=True)

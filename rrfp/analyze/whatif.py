@@ -6,7 +6,7 @@ import polars as pl
 
 from rrfp.analyze.table import BYTES, CHANGE, COMPACT, TEXT, Column, Table, format_time, times
 from rrfp.replay.whatif import WhatIf
-from rrfp.schedule.knobs import described_hold
+from rrfp.schedule.policy import hold_as_json
 from rrfp.trace.records import NS_PER_S, STEP, counted
 
 
@@ -17,7 +17,7 @@ def whatif_table(report: WhatIf, step_ns: float) -> Table:
     """
     own, rows = report.as_it_was, report.rows
     policies = [row.policy for row in rows]
-    holds = [described_hold(policy.hold) for policy in policies]
+    holds = [hold_as_json(policy.hold) for policy in policies]
     lengths_ns = [step_ns * (1 - row.saving) for row in rows]
     return Table(
         "What a step would have taken, by replays of the run",

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 from rrfp.errors import RrfpError
 from rrfp.inputs import Declared, declared_in, is_choice
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.named_hints import AUTO, IN_WORDS
+from rrfp.schedule.admission import Admit, AdmitAcross
+from rrfp.schedule.named_hints import AUTO, HINT_DESCRIPTIONS
 from rrfp.schedule.policy import Knob
 from rrfp.trace.run_dir import runs_in
 
@@ -58,7 +57,7 @@ def answer(app: "typer.Typer") -> int:
 
 def hint_names(incomplete: str) -> list[Offer]:
     """The hints."""
-    return [each for each in IN_WORDS.items() if each[0].startswith(incomplete)]
+    return [each for each in HINT_DESCRIPTIONS.items() if each[0].startswith(incomplete)]
 
 
 def hint_names_or_auto(incomplete: str) -> list[Offer]:
@@ -257,8 +256,8 @@ HINT_TABLE = "\n\n\b\n"
 
 def hint_help(about: str) -> str:
     """The help of an option that takes a hint: what it is for, and what each hint is."""
-    width = max(map(len, IN_WORDS))
-    lines = (f"{name:{width}} {words}" for name, words in IN_WORDS.items())
+    width = max(map(len, HINT_DESCRIPTIONS))
+    lines = (f"{name:{width}} {words}" for name, words in HINT_DESCRIPTIONS.items())
     return about + HINT_TABLE + "\n".join(lines)
 
 

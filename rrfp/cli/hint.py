@@ -12,7 +12,7 @@ from rrfp.cli.declared_options import hint_names
 from rrfp.cli.options import Command
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
-from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.hints import Order, format_order
 from rrfp.schedule.rehearsal import (
     Rehearsal,
     deadlock_sentence,
@@ -47,7 +47,7 @@ def rehearsal_of(
             "rehearsed; choose smaller ones"
         )
     shape = Shape(pp, microbatches, chunks, placement)
-    return rehearse(order_of(resolve_hint(hint).on(shape), shape))
+    return rehearse(order_of(resolve_hint(hint).for_shape(shape), shape))
 
 
 def grid_of(rehearsal: Rehearsal) -> str:

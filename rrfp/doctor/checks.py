@@ -28,8 +28,8 @@ from rrfp.runtime.planes.registry import HOW_TO_INSTALL, is_installed, nixl_api
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 from rrfp.system import check_open_files, most_open_files, num_cores, temporary_directory
 from rrfp.train.launch.private_network import (
     NotPermittedError,
@@ -140,11 +140,11 @@ def compiled_core(found: Core | None = None) -> Check:
     """Measure the time of a task in a simulated step. `found` overrides how the core runs."""
     found = core() if found is None else found
     rows = [[1] * _SHAPE.num_microbatches] * _SHAPE.num_stages
-    policy = Policy(HINTS["bf"].on(_SHAPE), limit=PAPER_LIMIT)
+    policy = Policy(HINTS["bf"].for_shape(_SHAPE), limit=PAPER_LIMIT)
     times_s = []
     for _ in range(_NUM_ROUNDS):
         start_s = time.perf_counter()
-        play(_SHAPE, policy, World(TaskTimes(rows, rows, rows)))
+        play(_SHAPE, policy, StepConditions(TaskTimes(rows, rows, rows)))
         times_s.append(time.perf_counter() - start_s)
     num_tasks = _SHAPE.num_ranks * _SHAPE.num_tasks_of_a_rank
     task_us = round(min(times_s) / num_tasks * 1e6, 1)

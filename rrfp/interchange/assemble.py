@@ -89,7 +89,7 @@ def order_name(shape: Shape, ranks: list[RankRecords]) -> str:
         return AS_RECORDED
     for name, order in ORDERS.items():
         if order.fits(shape):
-            wanted = order.on(shape).rows
+            wanted = order.for_shape(shape).rows
             if all(row == wanted[pp_rank] for pp_rank, row in rows):
                 return name
     return AS_RECORDED

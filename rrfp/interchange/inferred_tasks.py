@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from rrfp.errors import RrfpError
 from rrfp.interchange.spans import RankSpans, TaskSpan, TransferSpan
+from rrfp.schedule.hints import Order
 from rrfp.schedule.named_hints import ORDERS
-from rrfp.schedule.order import Order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, WaitRecord
@@ -420,7 +420,7 @@ def _row(name: str, num_chunks: int, place: Place, num_forwards: int) -> tuple[T
 
 @lru_cache(maxsize=16)
 def _order(name: str, shape: Shape) -> Order:
-    return ORDERS[name].on(shape)
+    return ORDERS[name].for_shape(shape)
 
 
 def _runs_as(name: str, num_chunks: int, place: Place, calls: list[Call]) -> bool:

@@ -1,9 +1,9 @@
 """The drop-in: Megatron's forward-backward function, with tasks dispatched by readiness.
 
-`get_forward_backward_func` returns a function with the signature and the contract of
-`megatron.core.pipeline_parallel.get_forward_backward_func()`. It opens links at its first call, and
-runs every step through the runtime's worker. Losses, gradients and gradient norms are those of
-Megatron's own schedule, bit for bit.
+`get_forward_backward_func` returns a function with the signature and the contract of the one that
+Megatron's `get_forward_backward_func` returns. It opens links at its first call and runs every step
+on the runtime's worker. Losses, gradients and gradient norms equal those of Megatron's own schedule
+bit for bit.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, publish_failure
 from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import StepData, data_of
+from rrfp.megatron.step.microbatch_data import StepData, data_per_chunk
 from rrfp.megatron.step.random_streams import RandomStreams
 from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_groups import (
@@ -52,7 +52,7 @@ from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.rendezvous import default_store, publish_early_end
-from rrfp.schedule.knobs import counts_microbatches
+from rrfp.schedule.policy import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
@@ -69,14 +69,14 @@ def get_forward_backward_func(
     pace: Pace | None = None,
     observer: StepObserver | None = None,
 ) -> "ForwardBackward":
-    """The function that a Megatron training loop calls once per step.
+    """Return the function that a Megatron training loop calls once per step.
 
-    Megatron's own arguments come first. Each call passes the ranks and chunks, so `vp_size` is only
-    checked against the placement. `record` receives every trace record of this rank's first
-    pipeline, from several threads. `delays` delays tasks and messages, to show that the result does
-    not depend on timing; `pace` holds those of training steps to modelled times. `observer` is
-    told of every step of this rank. Raises UsageError for chunks that the placement does not allow,
-    and a `schedule_pg_collection` of several modules.
+    The positional arguments are Megatron's. `vp_size` is only checked against the placement,
+    because each call passes its chunks. `record` receives every trace record of this rank's first
+    pipeline, from several threads. `delays` delays tasks and messages at random, to test that the
+    result does not depend on timing. `pace` delays those of training steps to modelled times.
+    `observer` is called for every step. Raises UsageError for chunks that the placement does not
+    allow, and for a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
@@ -87,15 +87,15 @@ def get_forward_backward_func(
             f"placement v takes 2 chunks per rank, not a virtual pipeline size of {vp_size}; "
             "choose 2, or placement loop"
         )
-    # Megatron's loops call this again for training and every evaluation: all share the links.
-    asked = (settings, record or discard, delays, pace, observer)
-    if asked not in _schedules:
-        _schedules[asked] = ForwardBackward(*asked)
-    return _schedules[asked]
+    # Megatron's loops call this for training and for every evaluation; all share the links.
+    key = (settings, record or discard, delays, pace, observer)
+    if key not in _schedules:
+        _schedules[key] = ForwardBackward(*key)
+    return _schedules[key]
 
 
 _schedules: dict[object, "ForwardBackward"] = {}
-"""The functions of this process, by their arguments. Each closes its links as the process ends."""
+"""The functions of this process, by their arguments. Each closes its links at exit."""
 
 _names = itertools.count()
 
@@ -169,26 +169,26 @@ class ForwardBackward:
         self._admission = StepAdmission(settings)
         self._reason_to_look = reason_to_look(settings, admits_given=self._admission.admits_given)
         self._holds_bytes = not counts_microbatches(settings.policy.hold)
-        # Equal on every rank, because all ranks make their functions in the same order.
+        # Equal on every rank, because all ranks create their functions in the same order.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
         self._links: defaultdict[tuple[Place, int], LayoutLinks] = defaultdict(LayoutLinks)
-        """By this rank's place and number of chunks: an actor and a critic in one process may
+        """Keyed by this rank's place and number of chunks. An actor and a critic in one process may
         differ in both."""
         self._recorded: LayoutLinks | None = None
-        """The links whose records are taken: a recording has one pipeline, the first one opened."""
+        """The recorded links. A recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
         at_end.register(self.close)
         at_end.register(publish_early_end)
         self.was_called = False
-        """Whether a step has begun, on any links."""
+        """True once a step has started, on any links."""
         self.report: StepReport | None = None
-        """How the last step went on this rank; None before the first one has ended."""
+        """The report of the last finished step on this rank."""
         self._planes: AcceptedPlanes | None = None
-        """What carries the tensors of the recorded links from this rank; None before these are."""
+        """The data planes of the recorded links from this rank; None before they are open."""
 
     def start_at(self, step: int) -> None:
-        """Number the first training step so, as a run that goes on from a checkpoint does. Call it
+        """Set the number of the first training step, for a run resumed from a checkpoint. Call it
         before the first step, on all ranks."""
         self._links.default_factory = partial(LayoutLinks, num_trained=step)
 
@@ -211,16 +211,16 @@ class ForwardBackward:
         force_all_reduce: bool | None = False,
         **newer: Any,
     ) -> list[Any]:
-        """Run one step, by Megatron's contract. Returns what the loss function returned for each
-        microbatch, in microbatch order, or in admission order with `admit` (empty except on the
-        rank of the last stage).
+        """Run one step with Megatron's arguments. Returns the loss function's result for each
+        microbatch, in microbatch order or, with `admit`, in admission order. The list is empty
+        except on the rank of the last stage.
 
         If a rank has several chunks, `model` and `data_iterator` are lists by chunk;
-        `rrfp.megatron.step.microbatch_data` says which objects work as data iterators.
-        `seq_length`, `micro_batch_size`, `decoder_seq_length` and `adjust_tensor_shapes_fn` are
-        ignored: messages carry their shapes. Raises UsageError for what cannot run out of order,
-        PeerLostError and StallError. After any error the links are closed and the neighbours
-        notified, and so are ranks that wait for links to open.
+        `rrfp.megatron.step.microbatch_data` documents the accepted data iterators. `seq_length`,
+        `micro_batch_size`, `decoder_seq_length` and `adjust_tensor_shapes_fn` are ignored, because
+        messages carry their shapes. Raises UsageError if something cannot run out of order,
+        PeerLostError and StallError. After any error the links are closed, and the neighbors and
+        the ranks that wait for links to open are notified.
         """
         refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
@@ -242,7 +242,7 @@ class ForwardBackward:
         call = StepCall.of(models, p2p_communicator, pg_collection, forward_only=forward_only)
         links = self._links[call.place, len(models)]
         plan = self._open(links, call, data_iterator, num_microbatches)
-        plan = self._look_ahead(links, plan)
+        plan = self._plan_data(links, plan)
         arguments = StepArguments(
             forward_step_func,
             plan.data,
@@ -270,26 +270,26 @@ class ForwardBackward:
         data_iterator: Any,
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
-        """Plan a step as far as its arguments say how it is to run, and open its links unless they
-        are open."""
+        """Plan a step from its arguments, without its data, and open its links unless they are
+        open."""
         step = links.count_step(forward_only=call.forward_only)
         opening = None
         if links.pipeline is None:
             opening = self._next_opening(call.place, len(call.models))
         try:
-            plan = self._planned(links, step, call, data_iterator, num_microbatches)
+            plan = self._plan_step(links, step, call, data_iterator, num_microbatches)
             links.timeout_s = timeout_s_of(call.groups.pp)
             self._connect(links, opening, plan)
         except BaseException as error:
             at_end.note_step_error(error)
             if opening is not None:
                 publish_failure(default_store(), opening, call.place.rank, error)
-            # With a farewell: the neighbours may still be in the step before.
+            # With a farewell, because the neighbors may still be in the previous step.
             links.close()
             raise
         return plan
 
-    def _planned(
+    def _plan_step(
         self,
         links: LayoutLinks,
         step: int,
@@ -297,10 +297,10 @@ class ForwardBackward:
         data_iterator: Any,
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
-        """The plan of a step before anything of its data is looked at. Raises UsageError for what
-        cannot run out of order."""
+        """Plan a step without looking at its data. Raises UsageError if something cannot run out of
+        order."""
         models, config, forward_only = call.models, call.config, call.forward_only
-        given = data_of(data_iterator, len(models))
+        given = data_per_chunk(data_iterator, len(models))
         device = device_of(models, call.groups)
         shape = Shape(
             len(call.place.pipeline), num_microbatches, len(models), self._settings.placement
@@ -320,7 +320,7 @@ class ForwardBackward:
             )
         if not forward_only and call.place.rank == 0:
             self._step_policies.warn_once(shape)
-        # What the step's microbatches keep by the model that paces them.
+        # The activation sizes of the microbatches in the model that paces them.
         pace = None if forward_only else self._pace
         sizes = None if pace is None else pace.sizes(step, policy.shape)
         measures = self._holds_bytes and sizes is None and not forward_only
@@ -332,7 +332,7 @@ class ForwardBackward:
         data = StepData(
             links.ahead.wrap(given) if plans_order else given,
             shape.num_microbatches,
-            links.habits[forward_only, tuple(map(id, models))],
+            links.data_habits[forward_only, tuple(map(id, models))],
             keeps_order=keeps_order,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
             or len(call.place.pipeline),
@@ -350,10 +350,9 @@ class ForwardBackward:
             measures_memory=measures,
         )
 
-    def _look_ahead(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
-        """The plan with the order in which the items enter, and with what their microbatches are
-        expected to keep. If this fails, all ranks of the replica learn of it, and their links stay
-        open."""
+    def _plan_data(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
+        """Add to the plan the order in which the items enter, and their expected activation sizes.
+        A failure is raised on all ranks of the replica, and their links stay open."""
         if plan.admits_given and not plan.measures_memory:
             return plan
         call, data, device = plan.call, plan.data, plan.streams.device
@@ -396,7 +395,8 @@ class ForwardBackward:
     def _run(
         self, links: LayoutLinks, plan: StepPlan, arguments: StepArguments
     ) -> tuple[list[Any], StepReport]:
-        """Run the tasks of a step, and what Megatron does after the last one."""
+        """Run the tasks of a step, then finalize gradients as Megatron does. Returns the loss
+        function's results and the step's report."""
         call, memory = plan.call, plan.memory
         config, shape = call.config, plan.policy.shape
         pace = None
@@ -441,7 +441,7 @@ class ForwardBackward:
         if memory.bound is not None:
             memory.bound.reserve_for_gradients(compute.peak_waiting_gradient_bytes)
             if memory.measures:
-                memory.bound.learn(compute.kept_bytes())
+                memory.bound.learn(compute.activation_bytes())
         if finish_embedding is not None:
             _finalize_gradients(plan, arguments, compute, pipeline)
         if config.timers is not None:
@@ -470,8 +470,8 @@ class ForwardBackward:
         return compute.forward_data(), report
 
     def _connect(self, links: LayoutLinks, opening: str | None, plan: StepPlan) -> None:
-        """Have the pipeline of these links, with enough credit for this step; `opening` is its name
-        if it must be opened first."""
+        """Give the pipeline of these links enough credits for this step. Opens the pipeline under
+        the name `opening` if it is not open."""
         shape = plan.policy.shape
         num_credits = plan.policy.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=plan.call.forward_only
@@ -503,15 +503,15 @@ class ForwardBackward:
             links.pipeline.grant(num_credits)
 
     def _next_opening(self, place: Place, num_chunks: int) -> str:
-        """The name under which the ranks of a layout meet. Each meeting has its own, the same on
-        all ranks, because they open their links in the same order."""
+        """A new name for the rendezvous of a layout's ranks. It is the same on all ranks, because
+        they open their links in the same order."""
         layout = f"{len(place.pipeline)}x{num_chunks}"
         self._num_openings[layout] += 1
         return f"{self._name}/{layout}/{self._num_openings[layout]}"
 
     def close(self) -> None:
-        """Say farewell to the neighbours and close all links, as at exit. Call it between two
-        steps, on all ranks; the next step opens them again."""
+        """Close all links with a farewell to the neighbors, as at exit. Call it between two steps,
+        on all ranks; the next step opens the links again."""
         for links in self._links.values():
             links.close()
 
@@ -527,13 +527,13 @@ def _splits_backward(config: Any) -> bool | None:
 def _finalize_gradients(
     plan: StepPlan, arguments: StepArguments, compute: RankStep, pipeline: Pipeline
 ) -> None:
-    """Have the training loop's function finalize the gradients of a step."""
+    """Call the training loop's `finalize_model_grads_func` for a step."""
     call, shape = plan.call, plan.policy.shape
     per_token = getattr(call.config, "calculate_per_token_loss", False)
     num_tokens = compute.num_tokens if per_token else None
     last_stage_rank = shape.rank_of(shape.num_stages - 1)
     if num_tokens is not None and last_stage_rank != shape.num_ranks - 1:
-        # Megatron takes it from the last rank.
+        # Megatron reads it from the last rank.
         source = pipeline.place.pipeline[last_stage_rank]
         dist.broadcast(num_tokens, source, group=call.groups.pp)
     call.config.finalize_model_grads_func(

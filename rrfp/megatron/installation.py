@@ -1,16 +1,14 @@
-"""Puts functions in the place of Megatron's schedule, in every module that has it.
+"""Replaces Megatron's schedule functions in every module that has them.
 
 Megatron's training loop imports `get_forward_backward_func` from the package
 `megatron.core.pipeline_parallel`, so a patch may be there, in the loop's own module, or in the
-module that defines it. A patch that we overlook would silently override ours, or be overridden by
-it. Some loops import one of the three schedule functions that it chooses from instead.
+module that defines it. A patch that goes unnoticed would silently override rrfp's, or be overridden
+by it. Some loops instead import one of the three schedule functions that the getter chooses from.
 
-Megatron's own functions are kept here, for what runs them on purpose.
-
-A loop may have fetched one of them before `put`, and hold it where no search of modules finds it:
-in a local variable, an attribute, a partial, a closure. So `put` also gives the function objects
-themselves other code, which every holder of one then runs; for callers of rrfp it is a copy of the
-function as it was.
+A loop may have fetched a function before `replace_functions` runs and hold it where no search of
+modules finds it: in a local variable, an attribute, a partial, a closure. `replace_functions`
+therefore also exchanges the code of the function objects themselves. rrfp's own calls of them run a
+copy of the original.
 """
 
 import importlib.util
@@ -31,8 +29,8 @@ from rrfp.megatron.provenance import (
     describe_callable,
     foreign_layer,
     is_ours,
+    may_call,
     namespace_of,
-    wraps,
 )
 
 GETTER = "get_forward_backward_func"
@@ -45,19 +43,20 @@ SCHEDULES = (
 """The functions that Megatron's getter chooses from."""
 
 HOME = "megatron.core.pipeline_parallel.schedules"
-"""The module that defines them all."""
+"""The module that defines all of these functions."""
 
 _CORE = "megatron.core.pipeline_parallel"
 
 _originals: dict[str, Callable[..., Any]] = {}
-"""What stood under each name in that module before `put`."""
+"""The functions of that module, by name, before `replace_functions`."""
 
-_put_by = ""
+_replaced_by = ""
+"""The caller of `replace_functions`, such as `install()`."""
 
 
 def original_function(name: str) -> Callable[..., Any]:
-    """What runs under this name of Megatron's module without us. Raises UsageError if there is no
-    such function."""
+    """Megatron's own function of this name, even after rrfp has replaced it. Raises UsageError if
+    Megatron has none."""
     home = namespace_of(compatibility.schedules())
     if name not in home:
         raise UsageError(
@@ -68,8 +67,8 @@ def original_function(name: str) -> Callable[..., Any]:
 
 
 def refuse_unknown_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError if these arguments of a call, which rrfp does not know, change what
-    Megatron's function of this name would do."""
+    """Raise UsageError if a call of Megatron's function `name` sets an argument that rrfp does not
+    know to another value than its default, and TypeError if Megatron does not know it either."""
     parameters = inspect.signature(original_function(name)).parameters
     for argument, value in arguments.items():
         if argument not in parameters:
@@ -81,8 +80,8 @@ def refuse_unknown_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def check_not_replaced(asker: str) -> None:
-    """Raise UsageError if Megatron's schedule has already been replaced, saying by what, where, and
-    what to do. `asker` (install() or trace_native()) is about to replace it."""
+    """Raise UsageError if something has already replaced Megatron's schedule. `asker`, such as
+    `install()`, is about to replace it. The message names the patch, its place and the remedy."""
     schedules = compatibility.schedules()
     home = namespace_of(schedules)
     places = list(_places())
@@ -92,7 +91,7 @@ def check_not_replaced(asker: str) -> None:
             continue
         *names, last = (name for name, other in places if other is value)
         where = f"{', '.join(names)} and {last}" if names else last
-        if wraps(value, GETTER, vars(schedules)):
+        if may_call(value, GETTER, vars(schedules)):
             does, next_step = "wraps", f"call {asker} before it does, or switch that patch off"
         else:
             does = "has replaced"
@@ -103,41 +102,43 @@ def check_not_replaced(asker: str) -> None:
     if any(is_ours(value) for _, value in places) or is_ours(home.get(SCHEDULES[0])):
         next_step = (
             "call either install() or trace_native(), and only once"
-            if _put_by.endswith("()")
+            if _replaced_by.endswith("()")
             else f"leave out {asker}"
         )
         raise UsageError(
-            f"{_put_by} has replaced Megatron's schedule in this process already; {next_step}"
+            f"{_replaced_by} has replaced Megatron's schedule in this process already; {next_step}"
         )
 
 
-def put(
+def replace_functions(
     functions: Mapping[str, Callable[..., Any]],
     asker: str,
     on_bypass: Callable[[str, str, dict[str, Any]], None] | None = None,
 ) -> None:
-    """Put each of these functions, by its name in Megatron's module, in the place of Megatron's own
-    in every module that has it, under whatever name: a script may have imported it before. `asker`
-    is who asked for it. If a job calls one of Megatron's own schedule functions all the same,
-    `on_bypass` is given its name, the file and line of the call, and the arguments, before it runs.
-    Raises UsageError if Megatron has no such function."""
-    global _put_by
+    """Replace Megatron's functions by these, keyed by name, in every loaded module, also where a
+    script has imported one under another name. `asker`, such as `install()`, appears in messages.
+
+    If a job still calls one of Megatron's own schedule functions, `on_bypass` is called first with
+    the function's name, the file and line of the call, and its arguments. Raises UsageError if
+    Megatron has no function of such a name.
+    """
+    global _replaced_by
     home = namespace_of(compatibility.schedules())
     _originals.update((name, original_function(name)) for name in functions)
-    _put_by = asker
+    _replaced_by = asker
     replaced = {id(home[name]): function for name, function in functions.items()}
-    for _, namespace in _loaded():
+    for _, namespace in _loaded_modules():
         for name, value in namespace.copy().items():
             if id(value) in replaced:
                 namespace[name] = replaced[id(value)]
     for name in SCHEDULES:
         if name in functions and on_bypass is not None:
-            _divert(_originals[name], partial(on_bypass, name))
+            _intercept(_originals[name], partial(on_bypass, name))
 
 
-def _divert(function: Any, on_bypass: Callable[[str, dict[str, Any]], None]) -> None:
-    """Let whoever calls this very function outside of rrfp call `on_bypass` first."""
-    # The code of a closure cannot be exchanged so; Megatron's functions are none.
+def _intercept(function: Any, on_bypass: Callable[[str, dict[str, Any]], None]) -> None:
+    """Change this function object so that calls from outside of rrfp first call `on_bypass`."""
+    # The code of a closure cannot be exchanged like this. Megatron's functions are not closures.
     if type(function) is not FunctionType or function.__closure__:
         return
     code, defaults = function.__code__, function.__defaults__
@@ -152,13 +153,14 @@ def _divert(function: Any, on_bypass: Callable[[str, dict[str, Any]], None]) -> 
         return own(*args, **arguments)
 
     function.__signature__ = signature(function)  # type: ignore[attr-defined]
-    function.__code__ = _diverted.__code__.replace(
+    function.__code__ = _forward.__code__.replace(
         co_name=code.co_name, co_qualname=code.co_qualname
     )
     function.__defaults__, function.__kwdefaults__ = None, {"_rrfp_run": run}
 
 
-def _diverted(*args: Any, _rrfp_run: Callable[..., Any], **arguments: Any) -> Any:
+def _forward(*args: Any, _rrfp_run: Callable[..., Any], **arguments: Any) -> Any:
+    """The code of an intercepted function."""
     return _rrfp_run(*args, **arguments)
 
 
@@ -167,8 +169,8 @@ def _is_of_rrfp(namespace: Mapping[str, Any]) -> bool:
 
 
 def _places() -> Iterator[tuple[str, Any]]:
-    """The modules that have Megatron's getter, and its value there."""
-    for module, namespace in _loaded():
+    """Yield each module of Megatron's that has the getter, and the getter's value there."""
+    for module, namespace in _loaded_modules():
         if module.partition(".")[0] == "megatron" and GETTER in namespace:
             value = namespace[GETTER]
             # Skip unrelated modules that define the same name for themselves.
@@ -176,55 +178,52 @@ def _places() -> Iterator[tuple[str, Any]]:
                 yield module, value
 
 
-def _loaded() -> Iterator[tuple[str, dict[Any, Any]]]:
+def _loaded_modules() -> Iterator[tuple[str, dict[Any, Any]]]:
     # Copied, because another thread may import something meanwhile.
     for name, module in sys.modules.copy().items():
         yield str(name), namespace_of(module)
 
 
-# Acts once a certain module has been imported, by whomever.
-
-
 def call_after_import(name: str, act: Callable[[], None]) -> None:
-    """Call `act` right after the module `name` was executed, before whoever imports it goes on; at
-    once if it was imported already. What `act` raises, the import raises."""
+    """Call `act` at the end of the import of the module `name`, or now if it is imported already.
+    An exception of `act` propagates from the import statement."""
     if name in sys.modules:
         act()
     else:
-        sys.meta_path.insert(0, _Finder(name, act))
+        sys.meta_path.insert(0, _ImportHook(name, act))
 
 
-class _Finder:
-    """Finds the module as the other finders do, and adds the call to its execution."""
+class _ImportHook:
+    """A finder that finds a module as the other finders do and makes its loader call `act`."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name = name
         self._act = act
-        self._is_asking = False
+        self._is_searching = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name or self._is_asking:
+        if name != self._name or self._is_searching:
             return None
-        self._is_asking = True
+        self._is_searching = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._is_asking = False
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
-            self._add_to(spec.loader)
+            self._patch_loader(spec.loader)
         return spec
 
-    def _add_to(self, loader: Loader) -> None:
+    def _patch_loader(self, loader: Loader) -> None:
         execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            # Not before: an import that failed may be tried again.
+            # Not earlier: a failed import may be retried.
             sys.meta_path.remove(self)
             del loader.exec_module
             self._act()
 
-        # On this loader only. Its class stays, and so does what the module says of its loader.
+        # Patches this loader object only, and not its class or the module's reference to it.
         loader.exec_module = execute_and_act  # type: ignore[method-assign]

@@ -13,9 +13,14 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import LoopRandomStates, StepData, is_iterator, shared
-from rrfp.schedule.balance import AdmitAcross
-from rrfp.schedule.knobs import described_hold
+from rrfp.megatron.step.microbatch_data import (
+    LoopRandomStates,
+    StepData,
+    is_iterator,
+    shared_objects,
+)
+from rrfp.schedule.admission import AdmitAcross
+from rrfp.schedule.policy import hold_as_json
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ class AheadIterators:
         `AheadIterator`. An object that other chunks draw from too, or that is no iterator, is
         returned as it is."""
         first = given[0]
-        if not is_iterator(first) or shared(given):
+        if not is_iterator(first) or shared_objects(given):
             return [*given]
         ahead = self._known.get(id(first))
         if ahead is None:
@@ -120,7 +125,7 @@ class StepDataItems:
 def reason_to_look(settings: DispatchSettings, *, admits_given: bool) -> str:
     """The setting for which items are drawn before they are used."""
     if admits_given:
-        return f"hold {described_hold(settings.policy.hold)}"
+        return f"hold {hold_as_json(settings.policy.hold)}"
     if settings.admit_across != AdmitAcross.NONE:
         return f"admit_across '{settings.admit_across}'"
     return f"admit '{settings.admit}'"

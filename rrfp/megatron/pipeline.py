@@ -1,4 +1,4 @@
-"""One rank's end of its pipeline: its place, its links, its group's agreement, and its worker."""
+"""One rank's part of its pipeline: its links, the agreement in its group, and its worker."""
 
 import itertools
 from collections import defaultdict
@@ -27,18 +27,17 @@ from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StallBoard
 from rrfp.runtime.worker import make_worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import Auto, Bytes
 from rrfp.schedule.named_hints import AutoHint
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Auto, Bytes, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import whole_number
 from rrfp.trace.records import Record, evaluation_step
 
-_LEAST_STALL_S = 600.0
+_MIN_STALL_S = 600.0
 
 
 class Pipeline:
-    """This rank's links, from their opening to their close."""
+    """This rank's links and worker, from open to close."""
 
     transport: ClassVar[TransportFactory] = SocketTransport
     """Constructor of the transport."""
@@ -57,13 +56,13 @@ class Pipeline:
         timeout_s: float,
         delays: Delays | None = None,
     ) -> None:
-        """Connect to the ranks that this one works with; all ranks of the run call it together.
+        """Connect to the neighbors and the ranks of the agreement; all ranks of the run call it.
 
-        `shape` is that of any step; only its ranks, chunks and placement are used. `name`
-        distinguishes this opening from others of the same run. Messages carry tensors on `device`,
-        and `num_credits` of them fit on each link. `timeout_s` is how long the pipeline's process
-        group waits, for settings that leave that open. Raises PeerLostError naming a rank that did
-        not come in time.
+        Of `shape`, only ranks, chunks and placement are used. `name` distinguishes this opening
+        from others of the same run. Messages carry tensors on `device`, and a link holds up to
+        `num_credits` of them. `timeout_s`, the timeout of the pipeline's process group, is the
+        default of unset settings. Raises PeerLostError naming a rank that did not come in
+        time.
         """
         self.place = place
         prefix = _prefix(name)
@@ -71,18 +70,18 @@ class Pipeline:
         pipelines = [place.pipeline]
         # With a fixed order there is nothing to agree on.
         if settings.policy.dispatch is Dispatch.READY:
-            meeting = Rendezvous(store, prefix, place.rank, connect_s)
-            pipelines = coupled_pipelines(place, meeting)
+            rendezvous = Rendezvous(store, prefix, place.rank, connect_s)
+            pipelines = coupled_pipelines(place, rendezvous)
         members = [pipeline[place.pp_rank] for pipeline in pipelines]
-        neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
-        neighbours |= _star(place.rank, members)
+        neighbors = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
+        neighbors |= _star(place.rank, members)
         inbox = Inbox()
         self._planes = make_planes(device, settings.transport, settings.outbox_mb)
         self._transport = type(self).transport(
             place.rank,
             store,
-            neighbours,
-            neighbours,
+            neighbors,
+            neighbors,
             inbox,
             num_credits=num_credits,
             prefix=prefix,
@@ -103,34 +102,34 @@ class Pipeline:
             record,
             StallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
-            stall_s=settings.stall_s or max(timeout_s, _LEAST_STALL_S),
+            stall_s=settings.stall_s or max(timeout_s, _MIN_STALL_S),
             device=self._planes.device,
         )
         self._worker.open()
 
     @property
     def planes(self) -> AcceptedPlanes:
-        """What carries the tensors of the links from this rank."""
+        """The data planes of the links from this rank."""
         return self._planes.accepted
 
     def grant(self, num_credits: int) -> None:
-        """Let each link hold at least `num_credits` messages."""
+        """Raise each link's capacity to at least `num_credits` messages."""
         self._transport.grant(num_credits)
 
     def run_step(
         self,
         step: int,
-        steering: StepPolicy,
+        step_policy: StepPolicy,
         memory: StepMemory,
         compute: Compute,
         pace: StepPace | None,
     ) -> StepSummary:
-        """Run every task of one step on this rank, paced if `pace` is given. Raises UsageError for
-        a hold with which the rank could get stuck."""
+        """Run every task of one step on this rank, delayed to `pace` if given. Raises UsageError
+        for a hold with which the rank could deadlock."""
         dispatcher = Dispatcher(
-            steering.shape,
+            step_policy.shape,
             self.place.pp_rank,
-            steering.policy,
+            step_policy.policy,
             self._agreement.group,
             sizes=memory.sizes,
             budget=memory.budget,
@@ -138,13 +137,13 @@ class Pipeline:
         return self._worker.run_step(step, dispatcher, compute, pace)
 
     def close(self, *, farewell: bool) -> None:
-        """Close the links; without a farewell the neighbours consider this rank lost."""
+        """Close the links. Without a farewell, the neighbors treat this rank as lost."""
         self._worker.close()
         self._transport.close(farewell=farewell)
 
 
 def publish_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
-    """Tell the ranks that wait for this one in the opening called `name` that it has failed."""
+    """Publish that this rank has failed, to the ranks that wait for it in the opening `name`."""
     reason = first_line(str(error))
     sentence = reason if isinstance(error, RrfpError) else f"{type(error).__name__}: {reason}"
     Rendezvous(store, _prefix(name), rank, 0.0).fail(sentence)
@@ -155,11 +154,8 @@ def _prefix(name: str) -> str:
 
 
 def _star(rank: int, members: list[int]) -> set[int]:
-    """The ranks that a rank needs links to for agreement: the leader to all, others to it."""
+    """The ranks to which agreement needs links: all others for the leader, else the leader."""
     return set(members if rank == members[0] else members[:1]) - {rank}
-
-
-# The links of one layout: of all models with the same process groups and number of chunks.
 
 
 def discard(_: Record) -> None:
@@ -168,37 +164,36 @@ def discard(_: Record) -> None:
 
 @dataclass(slots=True)
 class LayoutLinks:
-    """State shared by all calls of a layout."""
+    """The state shared by all calls of one layout: models with the same process groups and number
+    of chunks."""
 
     record: Callable[[Record], None] = discard
     pipeline: Pipeline | None = None
     """None before the first step, and after a failure or a close."""
     timeout_s: float = 0.0
-    """How long the pipeline's process group waits."""
+    """The timeout of the pipeline's process group."""
     num_trained: int = 0
     num_evaluated: int = 0
-    habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
+    data_habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
         default_factory=lambda: defaultdict(DataHabits)
     )
-    """By whether a step is an evaluation, and by the ids of the models: several models may have the
-    same groups."""
+    """Keyed by (is an evaluation, ids of the models): several models may have the same groups."""
 
     chooser: HintChooser | None = None
-    """What chooses the hint, with `auto`."""
+    """Chooses the hint of each step, with hint `auto`."""
     planner: OrderPlanner | None = None
-    """What plans the order of entry, with `admit plan`."""
+    """Plans the order of entry, with `admit plan`."""
     ahead: AheadIterators = field(default_factory=AheadIterators)
-    """The iterators whose next items it looks at."""
+    """The data iterators whose next items the planner looks at."""
 
     bounds: dict[tuple[int, ...], MemoryBound] = field(default_factory=dict)
-    """By the ids of the models."""
+    """Memory bounds, by the ids of the models."""
 
     def __post_init__(self) -> None:
         self.num_trained = whole_number(self.num_trained, "the first step")
 
     def hint_chooser(self, policy: Policy) -> HintChooser | None:
-        """What chooses the policies of training steps; None if they have the one that they were
-        given."""
+        """The chooser of training steps' hints, created with hint `auto`; otherwise None."""
         if self.chooser is None and isinstance(policy.hint, AutoHint):
             self.chooser = HintChooser(policy)
         return self.chooser
@@ -206,7 +201,7 @@ class LayoutLinks:
     def memory_bound_of(
         self, models: Sequence[Any], hold: object, device: torch.device
     ) -> MemoryBound:
-        """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
+        """The memory bound of these models' steps. `hold` is a number of bytes or `auto`."""
         assert isinstance(hold, Bytes | Auto)
         key = tuple(map(id, models))
         if key not in self.bounds:
@@ -214,8 +209,8 @@ class LayoutLinks:
         return self.bounds[key]
 
     def count_step(self, *, forward_only: bool) -> int:
-        """The number of a step that begins, in records and on links. A failed step counts too: it
-        may have failed on some ranks only."""
+        """Count a step and return its number in records and on links. A failed step counts too,
+        because it may have failed on some ranks only."""
         if forward_only:
             self.num_evaluated += 1
             return evaluation_step(self.num_evaluated - 1)
@@ -223,8 +218,8 @@ class LayoutLinks:
         return self.num_trained - 1
 
     def close(self, *, farewell: bool = True) -> None:
-        """Close the links. Without a farewell, for a rank that fails, the neighbours consider this
-        rank lost."""
+        """Close the links. Without a farewell, after a failure, the neighbors treat this rank as
+        lost."""
         if self.chooser is not None:
             self.chooser.close()
         if self.pipeline is not None:

@@ -1,6 +1,6 @@
-"""Where a callable comes from, by the code that it runs.
+"""Finds the module that defines a callable's code.
 
-`functools.wraps` gives a wrapper the name and the module of what it wraps, so neither is used.
+`functools.wraps` copies the name and the module of the wrapped function, so neither is used.
 """
 
 import sys
@@ -10,14 +10,15 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _MEGATRONS = ("megatron.core", "torch")
-"""The packages whose code Megatron's own functions consist of: torch decorates some of them."""
+"""Packages of Megatron's own functions; torch decorates some of them."""
 
-_MANY = 100
+_MAX_LAYERS = 100
 _NAMESPACE: Any = vars(ModuleType)["__dict__"]
 
 
 def foreign_layer(value: Any) -> Any | None:
-    """The outermost part of a callable that is not Megatron's own; None if all of it is."""
+    """The outermost layer of a callable (a decorator or wrapper) that is not Megatron's own; None
+    if all layers are Megatron's."""
     for layer in _layers(value):
         if type(layer) is not FunctionType or not _is_in(defining_module(layer), *_MEGATRONS):
             return layer
@@ -25,12 +26,12 @@ def foreign_layer(value: Any) -> Any | None:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether it is rrfp's own."""
+    """True if a callable is defined in rrfp."""
     return _is_in(defining_module(value), "rrfp")
 
 
 def defining_module(value: Any) -> str:
-    """The name of the module with the outermost code of a callable."""
+    """The name of the module that defines the outermost layer of a callable."""
     inner = _inner(value)
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))
@@ -42,7 +43,7 @@ def defining_module(value: Any) -> str:
 
 
 def describe_callable(value: Any) -> str:
-    """A callable by module, name and file, for a sentence."""
+    """Format a callable for a message: module, name and file."""
     inner = _inner(value)
     if type(value) is FunctionType:
         code = value.__code__
@@ -61,23 +62,23 @@ def describe_callable(value: Any) -> str:
     return f"{what} {of.__module__}.{of.__qualname__}" + ("" if path is None else f" ({path})")
 
 
-def wraps(value: Any, function: str, home: Mapping[str, Any]) -> bool:
-    """Whether a callable holds on to the `function` (by name) of the module with the namespace
-    `home`, in order to call it."""
+def may_call(value: Any, function: str, home: Mapping[str, Any]) -> bool:
+    """True if a callable refers, directly or indirectly, to the function named `function` of the
+    module with the namespace `home`, and so may call it."""
     seen: dict[int, Any] = {}
-    todo = list(_kept(value))
-    while todo and len(seen) < _MANY:
-        kept = todo.pop()
-        if is_function(kept, function, home):
+    todo = list(_references(value))
+    while todo and len(seen) < _MAX_LAYERS:
+        each = todo.pop()
+        if is_function(each, function, home):
             return True
-        if id(kept) not in seen:
-            seen[id(kept)] = kept
-            todo += _kept(kept)
+        if id(each) not in seen:
+            seen[id(each)] = each
+            todo += _references(each)
     return False
 
 
 def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
-    """Whether a value is the function `name` of the module with the namespace `home`."""
+    """True if a value is the function `name` of the module with the namespace `home`."""
     return (
         type(value) is FunctionType
         and value.__globals__ is home
@@ -86,8 +87,8 @@ def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
 
 
 def namespace_of(module: object) -> dict[Any, Any]:
-    """A module's current contents, read without its class' own attribute lookup: looking at a lazy
-    module would load it and everything behind it."""
+    """A module's current contents. Bypasses the module's own attribute lookup, which would make a
+    lazy module load everything."""
     try:
         if issubclass(type(module), ModuleType):
             found = _NAMESPACE.__get__(module)
@@ -99,8 +100,8 @@ def namespace_of(module: object) -> dict[Any, Any]:
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    """A callable and what it wraps, as far as that is visible, from the outside in."""
-    for _ in range(_MANY):
+    """Yield a callable and the callables that it visibly wraps, from the outside in."""
+    for _ in range(_MAX_LAYERS):
         if value is None:
             return
         yield value
@@ -108,6 +109,7 @@ def _layers(value: Any) -> Iterator[Any]:
 
 
 def _inner(value: Any) -> Any | None:
+    """The callable that a partial, a method or a wrapper calls."""
     if isinstance(value, partial):
         return value.func
     if type(value) is MethodType:
@@ -116,7 +118,8 @@ def _inner(value: Any) -> Any | None:
     return namespace_of(value).get("__wrapped__")
 
 
-def _kept(value: Any) -> Iterator[Any]:
+def _references(value: Any) -> Iterator[Any]:
+    """Yield the objects that a callable refers to: arguments, closure, defaults, attributes."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif type(value) is MethodType:

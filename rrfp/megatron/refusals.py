@@ -1,4 +1,4 @@
-"""Refuses what cannot run out of Megatron's order, before the first task."""
+"""Refuses models and settings that cannot run out of Megatron's order, before the first task."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.global_state import tracker_of_generators
 from rrfp.megatron.adapters.models import attribute_of
-from rrfp.megatron.step.microbatch_data import is_iterator, shared
-from rrfp.megatron.step.stage import refuse_stateful
+from rrfp.megatron.step.microbatch_data import is_iterator, shared_objects
 from rrfp.megatron.step.weight_gradients import describe_hook, unreachable_hook
 from rrfp.planning.step_policy import StepPolicy, hints_in_order
 from rrfp.runtime.net.transport import check_device
@@ -32,9 +31,9 @@ _REFUSED = {
 }
 
 
-def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: int) -> None:
-    """Raise UsageError if a configuration does not work under this policy, or if the chunks are not
-    this pipeline rank's stages."""
+def refuse(config: Any, models: Sequence[Any], step_policy: StepPolicy, pp_rank: int) -> None:
+    """Raise UsageError if a configuration or model does not work under this policy, or if the
+    chunks are not the stages of this pipeline rank."""
     for name, reason in _REFUSED.items():
         value = getattr(config, name, None)
         # The number 0 counts as set.
@@ -56,25 +55,68 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
             )
     refuse_stateful(models, config)
     for model in models:
-        _refuse_device(model)
+        for parameter in model.parameters():
+            check_device(parameter.device)
         _refuse_sharded(model)
-    _refuse_two_copies_on_a_rank(config, models, steering)
+    _refuse_two_embeddings_on_a_rank(config, models, step_policy)
     for chunk, model in enumerate(models):
-        _refuse_misplaced(model, chunk, steering, pp_rank)
-    if Kind.B in steering.shape.kinds:
-        _refuse_other_splits(config, steering)
-    if steering.shape.splits_backward:
+        _refuse_misplaced(model, chunk, step_policy, pp_rank)
+    if Kind.B in step_policy.shape.kinds:
+        _refuse_other_splits(config, step_policy)
+    if step_policy.shape.splits_backward:
         for model in models:
             _refuse_lost_hooks(model)
 
 
+def refuse_stateful(chunks: Sequence[Any], config: Any) -> None:
+    """Raise UsageError for a model in which a microbatch's forward reads state that another one
+    wrote, because the result would depend on the order of tasks."""
+    # A plain ModelParallelConfig has neither attribute.
+    has_fp8 = bool(getattr(config, "fp8", None))
+    recipe = getattr(config, "fp8_recipe", None) if has_fp8 else None
+    if recipe in ("delayed", "custom"):
+        raise UsageError(
+            f"fp8_recipe {str.__str__(recipe)} cannot run readiness-first: it scales a "
+            "microbatch by what earlier ones held; choose tensorwise, blockwise or mxfp8"
+        )
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if has_fp8 and getattr(config, name, False):
+            raise UsageError(
+                f"{name} cannot run readiness-first: under every recipe Transformer Engine scales "
+                "the attention's scores by what earlier microbatches held; switch it off"
+            )
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            for attribute, (what, next_step) in _STATEFUL.items():
+                if module.training and getattr(module, attribute, None) is not None:
+                    raise UsageError(
+                        f"{name} cannot run readiness-first: {what} follow the order of the "
+                        f"microbatches; {next_step}"
+                    )
+
+
+_STATEFUL = {
+    "running_mean": ("its running statistics", "switch track_running_stats off"),
+    "global_tokens_per_expert": (
+        "the running counts of its global_aux_loss",
+        "choose aux_loss or seq_aux_loss",
+    ),
+    "qb_beta_accum": (
+        "the running averages of its quantile balancing",
+        "choose aux_loss or seq_aux_loss",
+    ),
+    "router_replay": ("the routes that it records", "switch moe_enable_routing_replay off"),
+}
+"""By attribute of a module: the state that depends on the order of tasks, and the remedy."""
+
+
 def refuse_data(
-    given: Sequence[Any], steering: StepPolicy, reason: str, *, keeps_order: bool
+    given: Sequence[Any], step_policy: StepPolicy, reason: str, *, keeps_order: bool
 ) -> None:
-    """Raise UsageError for data objects that need a view per microbatch and cannot have one. They
-    need it if microbatches do not keep their order, if several chunks draw from one object, and for
-    the setting `reason`, which looks at items before they are used."""
-    for each in shared(given):
+    """Raise UsageError for data objects that must be iterators and are not. They must be iterators
+    if microbatches do not keep their order, if several chunks draw from one object, or if the
+    setting `reason` looks at items before they are used."""
+    for each in shared_objects(given):
         if not is_iterator(each):
             raise UsageError(
                 f"several chunks share one {type(each).__name__} as their data, and it has no "
@@ -84,23 +126,23 @@ def refuse_data(
         if each is None or is_iterator(each):
             continue
         fact = f"the data iterator, a {type(each).__name__}, has no __next__"
-        if steering.keeps_microbatch_order:
+        if step_policy.keeps_microbatch_order:
             raise UsageError(
                 f"{fact}, and {reason} takes its items before their microbatches run; leave it "
                 "out, or pass an iterator of one item per microbatch"
             )
-        hints = ", ".join(hints_in_order(steering.shape))
+        hints = ", ".join(hints_in_order(step_policy.shape))
         raise UsageError(
-            f"{fact}, and {steering.hint_name} takes microbatches in another order than they come "
-            f"in; choose a hint that keeps it ({hints}), or pass an iterator of one item per "
+            f"{fact}, and {step_policy.hint_name} takes microbatches in another order than they "
+            f"come in; choose a hint that keeps it ({hints}), or pass an iterator of one item per "
             "microbatch"
         )
 
 
-def _refuse_other_splits(config: Any, steering: StepPolicy) -> None:
-    name, splits = steering.hint_name, steering.shape.splits_backward
+def _refuse_other_splits(config: Any, step_policy: StepPolicy) -> None:
+    name, splits = step_policy.hint_name, step_policy.shape.splits_backward
     if getattr(config, "defer_embedding_wgrad_compute", False) and (
-        splits or not steering.keeps_microbatch_order
+        splits or not step_policy.keeps_microbatch_order
     ):
         raise UsageError(
             f"defer_embedding_wgrad_compute cannot follow {name}: it pairs forwards and backwards "
@@ -133,13 +175,8 @@ def _refuse_shared_random_states(config: Any) -> None:
         )
 
 
-def _refuse_device(model: Any) -> None:
-    for parameter in model.parameters():
-        check_device(parameter.device)
-
-
-def _refuse_misplaced(model: Any, chunk: int, steering: StepPolicy, pp_rank: int) -> None:
-    shape = steering.shape
+def _refuse_misplaced(model: Any, chunk: int, step_policy: StepPolicy, pp_rank: int) -> None:
+    shape = step_policy.shape
     stage = shape.stage_of(pp_rank, chunk)
     for attribute, is_there in (
         ("pre_process", stage == 0),
@@ -164,8 +201,10 @@ def _refuse_sharded(model: Any) -> None:
         )
 
 
-def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], steering: StepPolicy) -> None:
-    shape = steering.shape
+def _refuse_two_embeddings_on_a_rank(
+    config: Any, models: Sequence[Any], step_policy: StepPolicy
+) -> None:
+    shape = step_policy.shape
     is_on_one_rank = shape.rank_of(0) == shape.rank_of(shape.num_stages - 1)
     if shape.num_stages == 1 or not is_on_one_rank:
         return

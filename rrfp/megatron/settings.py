@@ -11,7 +11,7 @@ from rrfp.errors import UsageError
 from rrfp.inputs import (
     FINITE_ABOVE_0,
     admission_file,
-    dealing_file,
+    assignment_file,
     declared_in,
     is_choice,
     read_knob,
@@ -19,29 +19,34 @@ from rrfp.inputs import (
 )
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.admission import Admit, AdmitAcross
 from rrfp.schedule.hints import Hint
-from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.named_hints import AutoHint
-from rrfp.schedule.policy import KNOBS, Dispatch, Policy, check_is_for_a_run, split_knobs
+from rrfp.schedule.policy import (
+    KNOBS,
+    Dispatch,
+    Policy,
+    check_is_for_a_run,
+    counts_microbatches,
+    split_knobs,
+)
 from rrfp.schedule.shape import Placement
 from rrfp.schedule.tasks import plain_integer, plain_real
 
 
 class GradOrder(StrEnum):
-    """The order in which microbatches' gradients are summed."""
+    """The order in which the gradients of microbatches are summed."""
 
     CANONICAL = "canonical"
-    """Microbatch order: gradients are the same to the bit, whatever the order of tasks."""
+    """Microbatch order: gradients are bitwise equal for every order of tasks."""
     ARRIVAL = "arrival"
-    """The order of arrival: no gradient is held back, and the last bits depend on timing."""
+    """Arrival order: gradients never wait, and their last bits depend on timing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings of a step beside its policy: the order in which microbatches enter, how they are
-    measured, and the order in which their gradients are summed."""
+    """The settings of a step in addition to its policy: the order in which microbatches enter, how
+    they are measured, and the order in which their gradients are summed."""
 
     hold_features: str | Callable[[Any], Any] | None = setting(
         None,
@@ -51,7 +56,7 @@ class StepSettings:
         panel="Memory",
         metavar="FUNCTION",
     )
-    """A function may be given itself."""
+    """A name, or the function itself."""
     measure_memory: bool = setting(
         False,
         "Measure what activations take, in every step; a hold in bytes does so while it must.",
@@ -77,7 +82,7 @@ class StepSettings:
         kind=str,
         metavar="COST",
     )
-    """A function from an item to a number may be given itself."""
+    """A name, or the function itself, from an item to a number."""
     plan_ms: float | None = setting(
         None,
         "How long --admit plan searches for a step's order, in ms [a tenth of the last step].",
@@ -92,26 +97,26 @@ class StepSettings:
     )
 
 
-# The rules for combinations of a policy and the settings of a step. Policy itself has the rules
-# for its own knobs, and rrfp.train.checks those that need a layout or a model.
+# Rules for combinations of a policy and the settings of a step. Policy checks its own knobs, and
+# rrfp.train.checks has the rules that need a layout or a model.
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How errors spell settings: as flags of a command, or as keywords of Python."""
+    """Formats settings in error messages, as command-line flags or as Python keywords."""
 
     is_flag: bool
 
     def name(self, keyword: str) -> str:
-        """A setting by itself."""
+        """A setting's name."""
         return f"--{keyword.replace('_', '-')}" if self.is_flag else keyword
 
     def value(self, keyword: str, value: object) -> str:
-        """A setting with a value."""
+        """A setting with its value."""
         return f"{self.name(keyword)} {value}" if self.is_flag else f"{keyword} '{value}'"
 
     def add(self, keyword: str, value: object) -> str:
-        """The advice to give a setting a value."""
+        """Advice to set a setting to a value."""
         return f"{'add' if self.is_flag else 'choose'} {self.value(keyword, value)}"
 
 
@@ -119,12 +124,13 @@ FLAGS, KEYWORDS = Spelling(is_flag=True), Spelling(is_flag=False)
 
 
 def check_step(policy: Policy, step: StepSettings, spelling: Spelling) -> None:
-    """Raise UsageError for settings of a step that do not go together, or not with the policy."""
-    for sentence in _complaints(policy, step, spelling):
-        raise UsageError(sentence)
+    """Raise UsageError for step settings that conflict with each other or with the policy."""
+    for message in _conflicts(policy, step, spelling):
+        raise UsageError(message)
 
 
-def _complaints(policy: Policy, step: StepSettings, spelling: Spelling) -> Iterator[str]:
+def _conflicts(policy: Policy, step: StepSettings, spelling: Spelling) -> Iterator[str]:
+    """Yield an error message for each conflict between settings."""
     admit, across = spelling.value("admit", step.admit), step.admit_across
     if isinstance(policy.hint, AutoHint) and step.grad_order is not GradOrder.CANONICAL:
         yield (
@@ -171,48 +177,44 @@ def _complaints(policy: Policy, step: StepSettings, spelling: Spelling) -> Itera
 
 @dataclass(frozen=True, slots=True, init=False)
 class DispatchSettings(StepSettings):
-    """How tasks are dispatched; the defaults are the paper's.
+    """Settings of the drop-in: the dispatcher's policy, the order of microbatches, and the links.
 
-    Each knob of `rrfp.schedule.policy.Policy` is a keyword, and so is each other setting. Names and
-    holds may be given as text.
+    Keywords are all knobs of `rrfp.schedule.policy.Policy`, which may be text, and the settings
+    below. The defaults are the paper's.
     """
 
     policy: Policy
-    """The dispatcher's policy, made from the keywords that are its knobs."""
+    """The dispatcher's policy, built from the keywords that are its knobs."""
     transport: TransportName = TransportName.AUTO
     """The data plane that carries the tensors of messages."""
     outbox_mb: int = DEFAULT_OUTBOX_MB
     """The memory, in MiB, in which a rank's large messages wait for their receivers."""
     tls: bool = False
-    """Whether messages to ranks on other hosts are encrypted."""
+    """True encrypts messages to ranks on other hosts."""
     placement: Placement = Placement.LOOP
     """The placement of a rank's model chunks among the stages."""
     connect_s: float | None = None
-    """The time that ranks may take to connect at their first step. None: as long as the pipeline's
-    process group waits."""
+    """Seconds that ranks may take to connect at their first step. None: the timeout of the
+    pipeline's process group."""
     silence_s: float = 20.0
-    """The time without anything from a neighbor, heartbeats included, after which it is given
-    up."""
+    """Seconds without any message or heartbeat from a neighbor after which it counts as lost."""
     stall_s: float | None = None
-    """The time that a rank may wait with nothing arriving before it gives up. None: as long as the
-    pipeline's process group waits, and at least 600 s."""
+    """Seconds that a rank waits with nothing arriving before it fails. None: the timeout of the
+    pipeline's process group, and at least 600 s."""
 
     def __init__(
         self, hint: str | Hint | None = None, *, policy: Policy | None = None, **keywords: Any
     ) -> None:
-        """Settings by keyword; what no keyword sets is as in `policy`, or as by default.
+        """Settings by keyword. Knobs without a keyword are as in `policy`, or have their default.
 
-        Raises UsageError for an unknown name, for invalid bounds, and for settings that do not go
-        together; TypeError for an unknown keyword.
+        Raises UsageError for an unknown name, an invalid value and settings that conflict, and
+        TypeError for an unknown keyword.
         """
         given = keywords if hint is None else {"hint": hint, **keywords}
         knobs, others = split_knobs(given)
         if policy is None or knobs:
             base = {} if policy is None else policy.values()
-            policy = Policy(**{**base, **_read(knobs)}).with_usual_limit()
-        self._set(policy, others)
-
-    def _set(self, policy: Policy, others: Mapping[str, Any]) -> None:
+            policy = Policy(**{**base, **_parse_knobs(knobs)}).with_usual_limit()
         defaults = {each.name: each.default for each in fields(type(self)) if each.name != "policy"}
         if unknown := next((name for name in others if name not in defaults), None):
             raise TypeError(f"DispatchSettings has no keyword '{unknown}'")
@@ -222,19 +224,19 @@ class DispatchSettings(StepSettings):
         self._check()
 
     def _convert(self) -> None:
-        """Replace names by the members of their choices, other libraries' numbers by Python's, and
-        relative paths by absolute ones."""
+        """Replace names by enum members, other libraries' numbers by Python's, and relative paths
+        by absolute ones."""
         for name, choices in _CHOICES.items():
             object.__setattr__(self, name, _member(name, getattr(self, name), [*choices]))
         object.__setattr__(self, "outbox_mb", plain_integer(self.outbox_mb))
         for name in ("plan_ms", "connect_s", "silence_s", "stall_s"):
             object.__setattr__(self, name, plain_real(getattr(self, name)))
-        for name, file_of in (("admit", admission_file), ("admit_across", dealing_file)):
+        for name, file_of in (("admit", admission_file), ("admit_across", assignment_file)):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise UsageError(f"{name} is {value!r}; it must be a name or a path, as text")
             if (file := file_of(value)) is not None:
-                # It is read at the first step, and a script may change the directory before.
+                # A script may change the directory before the first step reads the file.
                 object.__setattr__(self, name, str(file.absolute()))
 
     def _check(self) -> None:
@@ -287,8 +289,8 @@ def _member(name: str, value: object, choices: list[StrEnum]) -> StrEnum:
     return choices[choices.index(value)]  # type: ignore[arg-type]  # it is in there
 
 
-def _read(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of knobs that are given as keywords. Numbers are not taken as text."""
+def _parse_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse knobs that are given as keywords. Numbers may not be text."""
     values = {}
     for name, value in knobs.items():
         given = str(value) if isinstance(KNOBS[name].default, StrEnum) else value
@@ -298,7 +300,7 @@ def _read(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _signature() -> inspect.Signature:
-    """The signature of `DispatchSettings`, which `help` shows."""
+    """The signature of `DispatchSettings` that `help()` shows."""
     keyword, positional = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
         inspect.Parameter(name, positional if name == "hint" else keyword, default=each.default)

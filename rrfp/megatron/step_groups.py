@@ -1,9 +1,9 @@
-"""Which ranks must run in step with this one: a step's process groups and the coupling they imply.
+"""The process groups of a step, and the ranks that they force to run tasks in the same order.
 
 Ranks that share a collective inside a task (tensor, sequence, context, expert parallelism) must run
-the same tasks in the same order, or they deadlock inside it. Experts are spread over data-parallel
-replicas, perhaps on some stages only, so whole pipelines are coupled: if two of them share a
-collective on one stage, they agree on all of their stages.
+the same tasks in the same order, or they deadlock in it. Expert parallelism spans data-parallel
+replicas, perhaps on some stages only. So whole pipelines are coupled: if two of them share a
+collective on one stage, they agree on the order on all stages.
 """
 
 import copy
@@ -31,13 +31,13 @@ from rrfp.strict_json import integers, items
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of this process; all ranks are global ranks."""
+    """The pipeline of a rank and the ranks coupled to it. All ranks are global ranks."""
 
     rank: int
     pipeline: tuple[int, ...]
     """The ranks of its pipeline, by pipeline rank."""
     sharers: tuple[int, ...]
-    """The ranks with which it shares a collective inside a task, itself included, sorted."""
+    """The ranks that share a collective inside a task with it, including itself, sorted."""
 
     @property
     def pp_rank(self) -> int:
@@ -45,8 +45,8 @@ class Place:
 
 
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
-    """The process groups of the step, from the caller or from Megatron's parallel state; they have
-    `pp`, `tp` and `cp`."""
+    """The process groups of the step, from Megatron's two arguments or its parallel state. They
+    have `pp`, `tp` and `cp`. Raises UsageError for arguments that do not go together."""
     refuse_multi_module(pg_collection)
     if pg_collection is None and p2p_communicator is None:
         return default_groups()
@@ -56,25 +56,21 @@ def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
             "the process groups of this step have no pp, and neither its p2p_communicator nor "
             "Megatron's parallel state has it; add it to pg_collection"
         )
-    # As in Megatron: without pipelining there is no communicator to pass.
+    # As in Megatron, a communicator is not needed without pipelining.
     if pg_collection is None or (p2p_communicator is None and pipeline.size() > 1):
         raise UsageError(
             "p2p_communicator and pg_collection come together or not at all; pass both or neither"
         )
     if getattr(pg_collection, "pp", None) is not None:
         return pg_collection
-    # The caller's own stays as it is.
+    # The caller's collection must not change.
     groups = copy.copy(pg_collection)
     groups.pp = pipeline
     return groups
 
 
 def place_in(groups: Any, *, has_experts: bool) -> Place:
-    """This process' place in these groups, including the experts' groups with `has_experts`.
-
-    If the collection does not name the experts' groups, they come from Megatron's parallel state,
-    as in Megatron's own modules.
-    """
+    """This process's place in these groups, with the experts' groups if `has_experts`."""
     rank = dist.get_rank()
     shared = sharing_groups(groups, has_experts=has_experts)
     sharers = {rank}.union(*map(ranks_of, shared))
@@ -90,8 +86,7 @@ def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
 
 
 def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
-    """The device of this rank's tensors: that of its parameters or, if its stages have none, that
-    of its process groups."""
+    """The device of this rank's parameters or, if its stages have none, of its process groups."""
     parameters = itertools.chain.from_iterable(model.parameters() for model in models)
     parameter = next(parameters, None)
     if parameter is not None:
@@ -102,14 +97,14 @@ def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
 
 
 def device_for(group: Any) -> torch.device:
-    """Where the tensors of a group's collectives may lie: the CPU if it takes those."""
+    """A device whose tensors the group's collectives accept: the CPU if possible."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def timeout_s_of(group: Any) -> float:
-    """How long the collectives of a process group may take."""
+    """The timeout of a process group's collectives, in seconds."""
     timeouts = [
         getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         for device in getattr(group, "_device_types", ())
@@ -119,19 +114,18 @@ def timeout_s_of(group: Any) -> float:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks of a process group in the world."""
-    # The caller may have computed them with NumPy.
+    """The global ranks of a process group."""
+    # The caller may have made them with NumPy.
     return tuple(map(int, dist.get_process_group_ranks(group)))
 
 
 def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, ...]]:
-    """The pipelines that run the same tasks in the same order as this rank's, its own included; the
-    same list on each of their ranks.
+    """The pipelines that must run tasks in the same order as this rank's pipeline, including it.
+    All of their ranks get the same list.
 
-    Every rank of the run publishes its place and reads those of the ranks that it is coupled to,
-    directly or indirectly. This needs no collective, and a rank without coupling reads only its own
-    pipeline's. Raises PeerLostError naming a rank that has not published its place in time, and
-    UsageError if coupled ranks are on different stages.
+    Every rank of the run publishes its place and reads the places of the ranks coupled to it,
+    directly or indirectly. This needs no collective. Raises PeerLostError naming a rank that has
+    not published its place in time, and UsageError if coupled ranks are on different stages.
     """
     own = [place.pipeline, place.sharers]
     rendezvous.publish(f"place-in-groups/{place.rank}", json.dumps(own))
@@ -151,8 +145,8 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
     return sorted({peer.pipeline for peer in places.values()})
 
 
-def _decode_place(rank: int, told: object) -> Place:
-    pipeline, sharers = map(integers, items(told, 2))
+def _decode_place(rank: int, published: object) -> Place:
+    pipeline, sharers = map(integers, items(published, 2))
     if rank not in pipeline or rank not in sharers:
         raise ValueError(f"the place does not include rank {rank} itself")
     return Place(rank, pipeline, sharers)

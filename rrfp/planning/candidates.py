@@ -8,16 +8,15 @@ from math import sqrt
 from statistics import fmean, stdev
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import counts_microbatches
-from rrfp.schedule.named_hints import CHOSEN_BY_AUTO, HINTS, ORDERS
-from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
+from rrfp.schedule.named_hints import AUTO_CHOICES, HINTS, ORDERS
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy, counts_microbatches
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.engine import StepConditions
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,8 @@ def candidates_of(
         with suppress(UsageError):  # It does not fit the shape or the bounds.
             found.append(Candidate(*fitted(policy, shape, counts_places=False)))
 
-    first = asked.hint.on(shape)
-    names = [first.name, *(name for name in CHOSEN_BY_AUTO if name != first.name)]
+    first = asked.hint.for_shape(shape)
+    names = [first.name, *(name for name in AUTO_CHOICES if name != first.name)]
     hints = [HINTS[name] for name in names]
     for hint in hints:
         if splits not in (None, hint.splits_backward):
@@ -102,7 +101,7 @@ def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
 # Simulations of measured steps under any candidate.
 
 
-MakeWorld = Callable[[Policy], World]
+MakeWorld = Callable[[Policy], StepConditions]
 """The world of one replica's step under a policy, with fresh state."""
 
 
@@ -134,12 +133,12 @@ class MeasuredSteps:
         return simulate_step(shape, policy, worlds).makespan_ns
 
 
-def least_budgets(sizes: Sizes, shape: Shape) -> list[int]:
+def least_budgets(sizes: ActivationSizes, shape: Shape) -> list[int]:
     """The bytes that the heaviest microbatches take on each pipeline rank's chunks."""
     return [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
 
 
-def fits(policy: Policy, shape: Shape, sizes: Sizes, budgets: Sequence[int]) -> bool:
+def fits(policy: Policy, shape: Shape, sizes: ActivationSizes, budgets: Sequence[int]) -> bool:
     """True if a step of these sizes stays within the budgets under a policy. Without a binding
     order the dispatcher enforces them; with one, the order alone decides the peak, and not the
     tasks' times."""
@@ -153,18 +152,18 @@ def fits(policy: Policy, shape: Shape, sizes: Sizes, budgets: Sequence[int]) -> 
     )
 
 
-def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: Sizes) -> int:
+def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: ActivationSizes) -> int:
     """The most bytes that a rank keeps at once if it runs its tasks in this sequence."""
     held = most = 0
     for stage, kind, microbatch in row:
-        size = sizes.kept[stage][microbatch]
+        size = sizes.activations[stage][microbatch]
         if kind is Kind.F:
             held += size
             most = max(most, held)
             continue
         owed = 0
         if shape.splits_backward:
-            owed = size if sizes.owed is None else sizes.owed[stage][microbatch]
+            owed = size if sizes.pending_w is None else sizes.pending_w[stage][microbatch]
         held -= size - owed if kind is Kind.B else owed
     return most
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError, UsageError
 from rrfp.planning.forecast import NUM_ROWS, Numbers
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import integers, items, parsed, text
 
@@ -310,7 +310,9 @@ _DIFFER = (
 )
 
 
-def exchange_items(given: Items, assignment: Hands, replicas: Any, device: torch.device) -> Items:
+def exchange_items(
+    given: Items, assignment: Assignment, replicas: Any, device: torch.device
+) -> Items:
     """Return the items that are assigned to this replica, in the order of its assignment; `given`
     are the items of its own data. All ranks of `replicas` call this together.
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from rrfp.errors import UsageError
 from rrfp.planning.item_costs import Features
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, is_evaluation
 
 Numbers = npt.NDArray[np.float64]
@@ -161,7 +161,7 @@ class PredictedCosts:
     """The expected costs of a step's microbatches, in the order of the data."""
 
     times: TaskTimes
-    sizes: Sizes | None
+    sizes: ActivationSizes | None
     noise: float
     """The standard deviation of the logarithm of real times over predicted ones."""
 
@@ -242,10 +242,10 @@ def times_of(table: npt.NDArray[np.int64]) -> TaskTimes:
     )
 
 
-def sizes_of(table: npt.NDArray[np.int64]) -> Sizes:
+def sizes_of(table: npt.NDArray[np.int64]) -> ActivationSizes:
     """The sizes in a table `[row][stage][microbatch]`."""
     kept, owed = table[3:]
-    return Sizes(kept.tolist(), np.minimum(owed, kept).tolist())
+    return ActivationSizes(kept.tolist(), np.minimum(owed, kept).tolist())
 
 
 # The activation bytes of a single microbatch on a chunk, and an upper bound on them.
@@ -324,8 +324,8 @@ class SizeModel:
 
 @dataclass(slots=True)
 class _Excess:
-    """The relative excess of sizes over their predictions. Sizes below the prediction do not count:
-    a microbatch without images may keep nothing at all."""
+    """The relative excess of sizes over their predictions. ActivationSizes below the prediction do
+    not count: a microbatch without images may keep nothing at all."""
 
     num_checks: int = 0
     largest: float = 0.0
@@ -458,7 +458,7 @@ class _SizeFit:
             return float(np.where(np.isinf(ratios), np.inf, np.maximum(ratios, 1.0) * sizes).min())
 
     def _compute(self) -> None:
-        """Compute the coefficients. Sizes count by their relative error."""
+        """Compute the coefficients. ActivationSizes count by their relative error."""
         means = np.array([max(sample.mean, 1.0) for sample in self._samples.values()])
         relative = np.array([*self._samples]) / means[:, None]
         norms = np.linalg.norm(relative, axis=0)

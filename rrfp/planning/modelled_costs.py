@@ -11,15 +11,22 @@ import numpy as np
 
 from rrfp.errors import UsageError
 from rrfp.planning.order_search import StepForecast
-from rrfp.schedule.admission import Admission, Admit, ListedOrders
-from rrfp.schedule.balance import Hands, ListedDealings, Times, deal
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.admission import (
+    Admission,
+    Admit,
+    Assignment,
+    ListedAssignments,
+    ListedOrders,
+    Times,
+    balance_batch,
+)
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.conditions import Conditions, conditions, order_by_costs
 from rrfp.simulate.costs.model import Costs, StepCosts
+from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import LARGEST_SIGMA, Jitter
-from rrfp.simulate.world import TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 
@@ -67,7 +74,7 @@ class ModelledSteps:
             num_members,
         )
 
-    def assignment(self, step: int) -> Hands:
+    def assignment(self, step: int) -> Assignment:
         """The items of a step's global batch that each replica gets, in the order in which they
         enter. The costs must be `BalancedCosts`."""
         costs, shape, seed = self._costs, self.shape, self._seed + step
@@ -155,7 +162,7 @@ class _BalancedStep:
 
     given: Sequence[StepCosts]
     joined: StepCosts
-    assignment: Hands
+    assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +172,7 @@ class BalancedCosts:
 
     given: Costs
     num_replicas: int
-    listed: ListedDealings | None = None
+    listed: ListedAssignments | None = None
     """The assignments of a file; None: by the times of the items, ascending in each replica."""
     first_seed: int = 0
     """The seed of step 0, to find a step in a file."""
@@ -185,7 +192,7 @@ class BalancedCosts:
             gradient_sync_ns=own.gradient_sync_ns,
         )
 
-    def assignment(self, shape: Shape, seed: int) -> Hands:
+    def assignment(self, shape: Shape, seed: int) -> Assignment:
         """The numbers of the items that each replica gets in the step of this seed."""
         return self._step(shape, seed).assignment
 
@@ -208,7 +215,7 @@ class BalancedCosts:
                 "--admit-across replicas balances by what is known before the step, and these "
                 "costs are drawn task by task; leave it out or choose other costs"
             )
-        assignment = deal(times_by_rank(joined.times, shape), self.num_replicas)
+        assignment = balance_batch(times_by_rank(joined.times, shape), self.num_replicas)
         return _BalancedStep(given, joined, assignment)
 
 
@@ -242,9 +249,9 @@ def _joined(given: Sequence[StepCosts]) -> StepCosts:
             first.links, num_bytes=list(chain.from_iterable(each.links.num_bytes for each in given))
         ),
         is_known=all(each.is_known for each in given),
-        sizes=Sizes(
-            _joined_rows([each.kept for each in sizes]),
-            _joined_rows([each.owed for each in sizes if each.owed is not None]) or None,
+        sizes=ActivationSizes(
+            _joined_rows([each.activations for each in sizes]),
+            _joined_rows([each.pending_w for each in sizes if each.pending_w is not None]) or None,
         )
         if len(sizes) == len(given)
         else None,

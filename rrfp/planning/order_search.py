@@ -25,10 +25,10 @@ from rrfp.schedule.admission import pyramid
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.conditions import weights_ns
-from rrfp.simulate.costs.model import StepCosts
-from rrfp.simulate.jitter import Floats, lognormals
+from rrfp.simulate.costs.model import Floats, StepCosts
+from rrfp.simulate.engine import StepConditions, TaskTimes
+from rrfp.simulate.jitter import lognormals
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 from rrfp.system import num_cores
 
 # The step as a planner knows it before it begins, and simulations of it.
@@ -89,7 +89,7 @@ class NoisySteps:
         forward, input_gradient, weight_gradient = self._noisy(draw)[:, :, order].tolist()
         if links.num_bytes:
             links = costs.permuted(order).links
-        world = World(
+        world = StepConditions(
             TaskTimes(forward, input_gradient, weight_gradient),
             expected=costs.permuted(order).times if forecast.policy.waits else None,
             transfer=None if links.is_free else links,

@@ -26,7 +26,7 @@ from rrfp.planning.planner_process import Requests, answer
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.costs.model import StepCosts
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 
 # Orders of entry of a real run. The process also learns how long tasks take.
 
@@ -265,7 +265,7 @@ def _table(request: ChoiceRequest, number: int) -> Numbers:
 def _world_maker(table: Numbers, request: ChoiceRequest) -> MakeWorld:
     """The world of a step with the times and sizes of this table."""
     rounded = np.rint(np.float64(table)).astype(np.int64)
-    world = World(
+    world = StepConditions(
         times_of(rounded),
         num_members=request.num_members,
         sizes=sizes_of(rounded) if rounded[3].any() else None,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.inputs import resolve_admission, resolve_balancing
 from rrfp.planning.collectives import (
     broadcast_decision,
     broadcast_order,
@@ -25,12 +25,16 @@ from rrfp.planning.modelled_costs import ModelledSteps
 from rrfp.planning.order_planner import OrderPlanner, StepItems
 from rrfp.schedule.admission import (
     Admit,
+    AdmitAcross,
+    Assignment,
+    ListedAssignments,
     ListedOrders,
     admission_order,
+    balance_batch,
     check_replicas,
-    format_admission,
+    equal_times,
+    format_step,
 )
-from rrfp.schedule.balance import AdmitAcross, Hands, ListedDealings, deal, even_times
 from rrfp.trace.records import Record
 from rrfp.trace.safe_files import ReportFile, open_whole
 
@@ -68,10 +72,10 @@ class StepAdmission:
         self._settings = settings
         self._modelled = modelled
         self._admission = resolve_admission(settings.admit, num_microbatches)
-        self._across = resolve_dealing(settings.admit_across)
+        self._across = resolve_balancing(settings.admit_across)
         self._cost = resolve_cost(settings.admit_cost)
         self._features = resolve_features(settings.hold_features)
-        self.assignment: Hands | None = None
+        self.assignment: Assignment | None = None
         """The items of each replica in the step that began last, in the order in which they enter;
         None if nothing is balanced."""
 
@@ -143,7 +147,7 @@ class StepAdmission:
         groups: Any,
         replicas: Any,
         device: torch.device,
-    ) -> Hands:
+    ) -> Assignment:
         """Balance the global batch of a step over the replicas. Returns the numbers of each
         replica's items in the order in which they enter, and remembers them as `assignment`.
 
@@ -164,7 +168,7 @@ class StepAdmission:
         task = "balance the step's microbatches over the replicas"
 
         def weigh() -> Sequence[float]:
-            is_listed = isinstance(self._across, ListedDealings)
+            is_listed = isinstance(self._across, ListedAssignments)
             return [0.0] * num_microbatches if is_listed else self._cost.weigh(items())
 
         def decide() -> torch.Tensor:
@@ -182,10 +186,10 @@ class StepAdmission:
         assert self.assignment is not None
         return self.assignment
 
-    def _balanced(self, step: int, weights: torch.Tensor, num_ranks: int) -> Hands:
+    def _balanced(self, step: int, weights: torch.Tensor, num_ranks: int) -> Assignment:
         """Balance items by their weights, a row per replica, and order each replica's items."""
         num_replicas, num_microbatches = weights.shape
-        if isinstance(self._across, ListedDealings):
+        if isinstance(self._across, ListedAssignments):
             return self._across.of_step(step, num_replicas, num_microbatches)
         by_number = weights.flatten().tolist()
 
@@ -194,7 +198,10 @@ class StepAdmission:
             order = admission_order(self._admission, step, len(numbers), lambda: own)
             return [numbers[index] for index in order]
 
-        return [in_order(each) for each in deal(even_times(by_number, num_ranks), num_replicas)]
+        return [
+            in_order(each)
+            for each in balance_batch(equal_times(by_number, num_ranks), num_replicas)
+        ]
 
     def features(
         self,
@@ -242,14 +249,14 @@ class StepFile:
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         # An interrupted write leaves half a line.
         complete = [line for line in lines if line.endswith("\n")][:first_step]
-        complete += [format_admission(given)] * (first_step - len(complete))
+        complete += [format_step(given)] * (first_step - len(complete))
         with open_whole(path) as file:
             file.write("".join(complete).encode())
         self._file = ReportFile(path)
 
     def write(self, orders: Orders) -> None:
         """Write the line of the next step, which has ended."""
-        self._file.write(format_admission(orders))
+        self._file.write(format_step(orders))
 
     def close(self) -> None:
         self._file.close()

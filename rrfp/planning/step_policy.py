@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.hints import Order, WeightGradients
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted, order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
@@ -106,7 +105,7 @@ def hints_in_order(shape: Shape) -> list[str]:
     found = []
     for name in HINTS:
         with suppress(UsageError):  # it does not fit the shape
-            if _keeps_microbatch_order(order_of(hint_named(name).on(shape), shape)):
+            if _keeps_microbatch_order(order_of(hint_named(name).for_shape(shape), shape)):
                 found.append(name)
     return found
 

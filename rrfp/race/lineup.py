@@ -18,9 +18,8 @@ from rrfp.race.presets import PAPER_BOUND, Contest, Measure, Preset, Scale
 from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, peer_problem
 from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Hold, parse_hold
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Hold, Policy, parse_hold
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.conditions import weights_ns
 from rrfp.simulate.costs.toml_files import PRESETS as COST_PRESETS

@@ -34,7 +34,7 @@ from rrfp.race.systems import PEERS, Project
 from rrfp.replay.cost_sources import costs_file, resolve_costs
 from rrfp.runtime.pace import StepPace
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
@@ -138,7 +138,7 @@ class _RoundPace:
         self.round: int | None = None
         """The current round; None for an unpaced step."""
 
-    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+    def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
         return self.pacer.sizes(self.round or 0, shape)
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
@@ -158,16 +158,20 @@ class _Records:
         elif isinstance(record, TaskRecord):
             self._tasks.append(record)
 
-    def take_peak_bytes(self, sizes: Sizes, kinds: Sequence[Kind]) -> int:
+    def take_peak_bytes(self, sizes: ActivationSizes, kinds: Sequence[Kind]) -> int:
         """Peak activation bytes in the tasks since the last call, computed from the sizes of the
         rank's chunks in the same way for every system."""
         tasks, self._tasks = self._tasks, []
         held = peak = 0
         for task in sorted(tasks):
-            size = sizes.kept[task.chunk][task.microbatch]
+            size = sizes.activations[task.chunk][task.microbatch]
             owed = 0
             if Kind.W in kinds:
-                owed = size if sizes.owed is None else sizes.owed[task.chunk][task.microbatch]
+                owed = (
+                    size
+                    if sizes.pending_w is None
+                    else sizes.pending_w[task.chunk][task.microbatch]
+                )
             match task.kind:
                 case Kind.F:
                     held += size
@@ -374,7 +378,7 @@ def _shape_of(entry: Entry) -> Shape:
     shape = settings.shape
     if entry.peer is not None:
         return PEERS[entry.peer].shape(settings.layout.pp, settings.data.microbatches)
-    return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
+    return replace(shape, kinds=kinds_of(settings.hint.for_shape(shape)))
 
 
 def virtual_pipeline_of(settings: TrainSettings) -> AbstractContextManager[None]:

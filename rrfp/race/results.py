@@ -16,7 +16,7 @@ from rrfp.race.entries import Failure, Turn
 from rrfp.race.lineup import Lineup, LineupRow
 from rrfp.race.runner import ModelledTimes
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import described_hold
+from rrfp.schedule.policy import hold_as_json
 
 MOST_DIFFERENCE = 1e-5
 """Largest accepted gradient difference relative to the norm; the order of sums changes last
@@ -95,7 +95,7 @@ class ResultRow:
             "chunks": system.chunks,
             "placement": system.placement,
             "limit": lineup_row.limit,
-            "hold": described_hold(lineup_row.hold),
+            "hold": hold_as_json(lineup_row.hold),
             "admit": lineup_row.admit,
             "steps": self.steps,
             "step_time_s": None if self.step_time_s is None else self.step_time_s.as_json(),

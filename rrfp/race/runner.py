@@ -18,7 +18,7 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.rehearsal import fitted
-from rrfp.simulate.costs.language_models import check_divided
+from rrfp.simulate.costs.layer_costs import check_divided
 from rrfp.simulate.costs.model import Costs, ScaledCosts
 from rrfp.simulate.jitter import Jitter, parse_jitter
 from rrfp.trace.records import NS_PER_S
@@ -295,7 +295,7 @@ def check(lineup: Lineup, hosts: Hosts, out: Path) -> None:
     for entry in lineup.entries.values():
         settings = entry.settings
         check_settings(hosts.applied(settings, out))
-        kinds = kinds_of(settings.hint.on(settings.shape))
+        kinds = kinds_of(settings.hint.for_shape(settings.shape))
         model = (settings.run.pace, settings.run.jitter, settings.shape, kinds, settings.layout.tp)
         if model not in modelled:
             try:

@@ -24,9 +24,8 @@ from rrfp.replay.measured import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import Hint
-from rrfp.schedule.knobs import Auto, Bytes, doubled
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Auto, Bytes, Dispatch, doubled
 from rrfp.schedule.tasks import Kind
 
 # The two parts of a bubble: what the schedule leaves, and what jitter adds.
@@ -131,7 +130,7 @@ _ONE_STAGE = 0.6
 does."""
 
 
-class CulpritKind(StrEnum):
+class BottleneckKind(StrEnum):
     """What may be wrong with a run."""
 
     SLOW_STAGE = "slow_stage"
@@ -148,14 +147,14 @@ class CulpritKind(StrEnum):
     PIPELINE_DEPTH = "pipeline_depth"
 
 
-BACKGROUND = (CulpritKind.LINKS, CulpritKind.UNEVEN_TASKS, CulpritKind.PIPELINE_DEPTH)
+BACKGROUND = (BottleneckKind.LINKS, BottleneckKind.UNEVEN_TASKS, BottleneckKind.PIPELINE_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class Bottleneck:
     """One thing that is wrong, and what mending it would save."""
 
-    kind: CulpritKind
+    kind: BottleneckKind
     change: Change
     pp_rank: int | None = None
     """Where: of a stage or a rank."""
@@ -185,7 +184,7 @@ class Culprit:
         return max(self.saving, self.hides)
 
 
-def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
+def find_bottlenecks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Bottleneck]:
     """What is worth mending, the largest saving first. `steps` are the run's, measured.
 
     Raises RrfpError for a step that takes no time.
@@ -204,7 +203,7 @@ def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
         if suspect.remedy is not None:
             remedy_saving = _saving(run, steps, own_ns, suspect.remedy)
             mended = replace(mended, remedy_saving=remedy_saving)
-        if suspect.kind is CulpritKind.UNEVEN_MICROBATCHES:
+        if suspect.kind is BottleneckKind.UNEVEN_MICROBATCHES:
             hides = _saving(run, steps, own_ns, Change(usual_microbatches=True))
             mended = replace(mended, hides=hides)
         found.append(mended)
@@ -237,7 +236,7 @@ def _saving(
 
 def _suspects(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
-) -> Iterator[Culprit]:
+) -> Iterator[Bottleneck]:
     """What may be wrong, not replayed yet. `most_bytes` is what a rank held at most; 0 where that
     is not known."""
     stages = list(_slow_stages(run, steps))
@@ -249,27 +248,29 @@ def _suspects(
     most = max(whole, key=lambda each: each.excess, default=None)
     if most is not None and most.excess > LEAST_EXCESS_OF_STAGE:
         change = Change(even_stages=True)
-        yield replace(most, kind=CulpritKind.UNEVEN_LAYERS, change=change, remedy=None)
-    if run.tells_arrivals:
+        yield replace(most, kind=BottleneckKind.UNEVEN_LAYERS, change=change, remedy=None)
+    if run.knows_arrivals:
         yield from _worst(_slow_links(run, steps))
-    yield Culprit(CulpritKind.LINKS, Change(free_links=True))
-    yield Culprit(
-        CulpritKind.UNEVEN_MICROBATCHES,
+    yield Bottleneck(BottleneckKind.LINKS, Change(free_links=True))
+    yield Bottleneck(
+        BottleneckKind.UNEVEN_MICROBATCHES,
         Change(even_microbatches=True),
         remedy=Change(admit=Admit.PYRAMID),
     )
-    yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
+    yield Bottleneck(BottleneckKind.UNEVEN_TASKS, Change(without_jitter=True))
     if run.policy.dispatch is Dispatch.FIXED:
-        yield Culprit(CulpritKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
+        yield Bottleneck(BottleneckKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
     else:
         # A bound withholds nothing from an order that binds.
         yield from _bounds(run, steps, most_bytes)
     if Kind.W not in run.shape.kinds:
         for hint in ("bfw", "bfw-deep")[: run.shape.num_chunks]:
-            yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(HINTS[hint]))
+            yield Bottleneck(BottleneckKind.PIPELINE_DEPTH, Change(HINTS[hint]))
 
 
-def _bounds(run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int) -> Iterator[Culprit]:
+def _bounds(
+    run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
+) -> Iterator[Bottleneck]:
     """Twice the run's bound; and where that counts microbatches, one in bytes that lets every rank
     hold what one of them has held."""
     limit, hold = run.policy.limit, run.policy.hold
@@ -277,14 +278,14 @@ def _bounds(run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int) ->
         budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
         hold = Bytes(max(budgets)) if budgets else None
     if limit is not None:
-        yield Culprit(CulpritKind.BOUND, Change(limit=2 * limit))
+        yield Bottleneck(BottleneckKind.BOUND, Change(limit=2 * limit))
     elif hold is not None:
         wider = doubled(hold)
         if isinstance(wider, Bytes):
             wider = _rounded_down(wider.num)
-        yield Culprit(CulpritKind.BOUND, Change(hold=wider))
+        yield Bottleneck(BottleneckKind.BOUND, Change(hold=wider))
     if most_bytes and (limit is not None or isinstance(hold, int | Fraction)):
-        yield Culprit(CulpritKind.MEMORY, Change(hold=_rounded_down(most_bytes)))
+        yield Bottleneck(BottleneckKind.MEMORY, Change(hold=_rounded_down(most_bytes)))
 
 
 def _rounded_down(num_bytes: int) -> Bytes:
@@ -299,12 +300,12 @@ def _own_ready_hint(run: RecordedRun) -> Hint:
     return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
 
 
-def _worst(suspects: Iterable[Culprit], least_excess: float = _LEAST_EXCESS) -> list[Culprit]:
+def _worst(suspects: Iterable[Bottleneck], least_excess: float = _LEAST_EXCESS) -> list[Bottleneck]:
     found = [each for each in suspects if each.excess > least_excess]
     return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
 
 
-def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
     """Stages with more work than the median one; some for a few long tasks alone."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
@@ -314,8 +315,8 @@ def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cu
     excesses = _excesses(run, {key: fmean(each) for key, each in times_ns.items()})
     usual = _excesses(run, {key: _usually_at_most(each) for key, each in times_ns.items()})
     for stage, excess in enumerate(excesses):
-        yield Culprit(
-            CulpritKind.SLOW_STAGE,
+        yield Bottleneck(
+            BottleneckKind.SLOW_STAGE,
             Change(median_stage=stage),
             run.shape.rank_of(stage),
             excess,
@@ -338,7 +339,7 @@ def _usually_at_most(times_ns: Sequence[int]) -> int:
     return sorted(times_ns)[3 * (len(times_ns) - 1) // 4]
 
 
-def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
     """Ranks with more work than the same ranks of the other replicas; in a run of one, than those
     that run their tasks with them."""
     busy_ns = _busy_ns(run, steps)
@@ -350,10 +351,10 @@ def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
             if others:
                 rank = _slowest_member(run, number, pp_rank)
                 excess = ns / max(1, median(others)) - 1
-                yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+                yield Bottleneck(BottleneckKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
 
 
-def _slow_members(run: RecordedRun) -> Iterator[Culprit]:
+def _slow_members(run: RecordedRun) -> Iterator[Bottleneck]:
     """Ranks whose tasks take longer than those of the ranks that run them with them."""
     for pp_rank in range(run.shape.num_ranks):
         work_ns = _members_work_ns(run, 0, pp_rank)
@@ -361,7 +362,7 @@ def _slow_members(run: RecordedRun) -> Iterator[Culprit]:
             others = [other for each, other in work_ns.items() if each != rank]
             if others:
                 excess = ns / max(1, median(others)) - 1
-                yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+                yield Bottleneck(BottleneckKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
 
 
 def _slowest_member(run: RecordedRun, replica: int, pp_rank: int) -> int:
@@ -379,14 +380,14 @@ def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, 
     return work_ns
 
 
-def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
     """Replicas with more work than the others."""
     busy_ns = _busy_ns(run, steps)
     for number, of_ranks in enumerate(busy_ns):
         others = [sum(each) for each in busy_ns if each is not of_ranks]
         if others:
             excess = sum(of_ranks) / max(1, median(others)) - 1
-            yield Culprit(CulpritKind.REPLICA, Change(usual_replica=number), excess=excess)
+            yield Bottleneck(BottleneckKind.REPLICA, Change(usual_replica=number), excess=excess)
 
 
 def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]:
@@ -399,7 +400,7 @@ def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]
     return totals_ns
 
 
-def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
     """Links whose messages take longer than the median link's."""
     times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for step in steps:
@@ -413,19 +414,21 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
         return
     usual_ns = max(1, median_low(medians_ns.values()))
     for link, ns in medians_ns.items():
-        yield Culprit(CulpritKind.SLOW_LINK, Change(usual_link=link), link[1], ns / usual_ns - 1)
+        yield Bottleneck(
+            BottleneckKind.SLOW_LINK, Change(usual_link=link), link[1], ns / usual_ns - 1
+        )
 
 
-def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
+def _told_apart(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
     """Without what is part of another culprit, or only seems to be one because of it."""
-    by_kind: defaultdict[CulpritKind, list[Culprit]] = defaultdict(list)
+    by_kind: defaultdict[BottleneckKind, list[Bottleneck]] = defaultdict(list)
     for each in found:
         by_kind[each.kind].append(each)
-    ranks, replicas = by_kind[CulpritKind.SLOW_RANK], by_kind[CulpritKind.REPLICA]
-    stages = [each for each in by_kind[CulpritKind.SLOW_STAGE] if not each.is_scattered]
-    dropped: list[Culprit] = []
+    ranks, replicas = by_kind[BottleneckKind.SLOW_RANK], by_kind[BottleneckKind.REPLICA]
+    stages = [each for each in by_kind[BottleneckKind.SLOW_STAGE] if not each.is_scattered]
+    dropped: list[Bottleneck] = []
     # All microbatches of a slow replica look heavy.
-    for heavy in by_kind[CulpritKind.UNEVEN_MICROBATCHES]:
+    for heavy in by_kind[BottleneckKind.UNEVEN_MICROBATCHES]:
         dropped += _parts(heavy, replicas + ranks, _SAME_SHARE)
     # A slow rank makes its replica and its stage look slow.
     for rank in ranks:
@@ -439,16 +442,16 @@ def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
             if stage.pp_rank == rank.pp_rank:
                 dropped += _parts(stage, [rank], _SAME_SHARE)
     # One slow stage, or rank, makes them all uneven.
-    for uneven in by_kind[CulpritKind.UNEVEN_LAYERS]:
+    for uneven in by_kind[BottleneckKind.UNEVEN_LAYERS]:
         is_one = _parts(uneven, stages + ranks + replicas, _ONE_STAGE)
         dropped += is_one or stages
     # A wider bound gains little over one that fills the memory which was used anyway.
-    for bound in by_kind[CulpritKind.BOUND]:
-        dropped += _parts(bound, by_kind[CulpritKind.MEMORY], _SAME_SHARE)
+    for bound in by_kind[BottleneckKind.BOUND]:
+        dropped += _parts(bound, by_kind[BottleneckKind.MEMORY], _SAME_SHARE)
     # Of several hints that fill the drain the best is enough.
-    depths = sorted(by_kind[CulpritKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
+    depths = sorted(by_kind[BottleneckKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
     dropped += depths[1:]
-    orders = by_kind[CulpritKind.ORDER]
+    orders = by_kind[BottleneckKind.ORDER]
     if orders and depths and depths[0].saving > orders[0].saving:
         # Who gives up an order that keeps work waiting may as well fill the drain.
         dropped += [orders[0], depths[0]]
@@ -456,7 +459,7 @@ def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
     return [each for each in found if each not in dropped]
 
 
-def _with_remedy(order: Culprit, depth: Culprit) -> Culprit:
+def _with_remedy(order: Bottleneck, depth: Bottleneck) -> Bottleneck:
     """A binding order, mended by a hint that fills the drain too; readiness alone is the remedy."""
     return replace(
         order,
@@ -467,6 +470,6 @@ def _with_remedy(order: Culprit, depth: Culprit) -> Culprit:
     )
 
 
-def _parts(whole: Culprit, parts: Sequence[Culprit], share: float) -> list[Culprit]:
+def _parts(whole: Bottleneck, parts: Sequence[Bottleneck], share: float) -> list[Bottleneck]:
     """The whole, if one of its parts saves so large a share of what it does; else nothing."""
     return [whole] if any(each.saving >= share * whole.saving for each in parts) else []

@@ -8,16 +8,25 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.replay.measured import MeasuredStep
-from rrfp.replay.recorded import RecordedRun, told_hold
+from rrfp.replay.recorded import RecordedRun, format_hold
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import Hint, WeightGradients
-from rrfp.schedule.knobs import Auto, Bytes, Hold, ShareOf1F1B, counts_microbatches
-from rrfp.schedule.policy import KNOBS, Dispatch, Policy, split_knobs
+from rrfp.schedule.policy import (
+    KNOBS,
+    Auto,
+    Bytes,
+    Dispatch,
+    Hold,
+    Policy,
+    ShareOf1F1B,
+    counts_microbatches,
+    split_knobs,
+)
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import SimulatedStep, simulate_step
-from rrfp.simulate.world import TaskTimes, World
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -210,8 +219,8 @@ class Change:
         for name, value in self.knobs.items():
             if name == "hold":
                 resolved = absolute(value, run)
-                known = "" if resolved == value else f" ({told_hold(resolved)})"
-                words.append(f"hold {told_hold(value)}{known}")
+                known = "" if resolved == value else f" ({format_hold(resolved)})"
+                words.append(f"hold {format_hold(value)}{known}")
             elif name not in ("hint", "dispatch"):
                 words.append(f"{name} {KNOBS[name].describe(value)}")
         if self.without_jitter:
@@ -290,7 +299,7 @@ def replay(
             "give a hold"
         )
     worlds = [
-        World(
+        StepConditions(
             task_times(replica.durations_ns, shape, w_share),
             replica.transfer,
             replica.stretch,

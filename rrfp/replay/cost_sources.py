@@ -12,11 +12,11 @@ from rrfp.errors import UsageError, did_you_mean
 from rrfp.replay.change import W_SHARE, task_times
 from rrfp.replay.measured import MeasuredStep, measure
 from rrfp.replay.recorded import read_run
-from rrfp.schedule.bounds import Rows, Sizes
+from rrfp.schedule.bounds import ActivationSizes, Rows
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.costs.cut_files import CUT, parse_cut
 from rrfp.simulate.costs.language_models import parse_flops
+from rrfp.simulate.costs.layer_costs import CUT, parse_cut
 from rrfp.simulate.costs.model import Costs, Links, StepCosts
 from rrfp.simulate.costs.rows import parse_rows
 from rrfp.simulate.costs.toml_files import PRESETS, parse_table, preset
@@ -63,7 +63,7 @@ class RecordedCosts:
             sizes=self._sizes(shape, seed, replica),
         )
 
-    def _sizes(self, shape: Shape, seed: int, replica: int) -> Sizes | None:
+    def _sizes(self, shape: Shape, seed: int, replica: int) -> ActivationSizes | None:
         """What microbatches keep; drawn ones keep what one recorded microbatch did everywhere. None
         where the run does not tell."""
         if not self.drawn:
@@ -79,8 +79,10 @@ class RecordedCosts:
             whole = [[*chain.from_iterable(of_stage)] for of_stage in zip(*found, strict=True)]
             return [[row[int(draw * len(row))] for draw in draws] for row in whole]
 
-        owed = [sizes.owed for sizes in known if sizes.owed is not None]
-        return Sizes(rows([sizes.kept for sizes in known]), rows(owed) if owed else None)
+        owed = [sizes.pending_w for sizes in known if sizes.pending_w is not None]
+        return ActivationSizes(
+            rows([sizes.activations for sizes in known]), rows(owed) if owed else None
+        )
 
     def _check(self, shape: Shape) -> None:
         own = self.shape

@@ -22,7 +22,6 @@ from statistics import mean, median, median_low
 
 from rrfp.errors import RrfpError
 from rrfp.replay.blocking import Span, meet, spans_of
-from rrfp.replay.layer_split import even_split, work_after
 from rrfp.replay.recorded import (
     Members,
     RecordedRun,
@@ -32,12 +31,12 @@ from rrfp.replay.recorded import (
     sizes_of_replica,
 )
 from rrfp.schedule.admission import pyramid
-from rrfp.schedule.bounds import Rows, Sizes
+from rrfp.schedule.bounds import ActivationSizes, Rows
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.knobs import counts_microbatches
+from rrfp.schedule.policy import counts_microbatches
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, RunTask, Task, format_task
-from rrfp.simulate.world import Stretch, Transfer
+from rrfp.simulate.engine import Stretch, Transfer
 from rrfp.trace.records import (
     StimulusRecord,
     are_known,
@@ -50,38 +49,42 @@ from rrfp.trace.records import (
 # What microbatches keep once a replay has evened them, or the stages. Their sums stay.
 
 
-def evened(of_replicas: Sequence[Sizes | None]) -> list[Sizes | None]:
+def evened(of_replicas: Sequence[ActivationSizes | None]) -> list[ActivationSizes | None]:
     """The sizes of replicas whose microbatches all keep the same on a stage, to the byte."""
     known = [sizes for sizes in of_replicas if sizes is not None]
     if len(known) < len(of_replicas):
         return list(of_replicas)
-    kept = _evened([sizes.kept for sizes in known])
-    owed = [sizes.owed for sizes in known if sizes.owed is not None]
+    kept = _evened([sizes.activations for sizes in known])
+    owed = [sizes.pending_w for sizes in known if sizes.pending_w is not None]
     if not owed:
-        return [Sizes(rows) for rows in kept]
-    return [Sizes(*rows) for rows in zip(kept, _evened(owed), strict=True)]
+        return [ActivationSizes(rows) for rows in kept]
+    return [ActivationSizes(*rows) for rows in zip(kept, _evened(owed), strict=True)]
 
 
-def without_heavy(sizes: Sizes) -> Sizes:
+def without_heavy(sizes: ActivationSizes) -> ActivationSizes:
     """No microbatch keeps more on a stage than the median one does."""
 
     def rows(of: Rows) -> Rows:
         return [[min(size, median_low(row)) for size in row] for row in of]
 
-    return Sizes(rows(sizes.kept), None if sizes.owed is None else rows(sizes.owed))
+    return ActivationSizes(
+        rows(sizes.activations), None if sizes.pending_w is None else rows(sizes.pending_w)
+    )
 
 
-def divided(sizes: Sizes, divide: Callable[[Sequence[int]], Sequence[float]]) -> Sizes:
+def divided(
+    sizes: ActivationSizes, divide: Callable[[Sequence[int]], Sequence[float]]
+) -> ActivationSizes:
     """Each microbatch's bytes divided anew over the stages; `divide` gives the shares of one, from
     what it keeps by stage."""
-    kept = _divided(sizes.kept, divide)
-    if sizes.owed is None:
-        return Sizes(kept)
+    kept = _divided(sizes.activations, divide)
+    if sizes.pending_w is None:
+        return ActivationSizes(kept)
     owed = [
         [min(pair) for pair in zip(*rows, strict=True)]
-        for rows in zip(_divided(sizes.owed, divide), kept, strict=True)
+        for rows in zip(_divided(sizes.pending_w, divide), kept, strict=True)
     ]
-    return Sizes(kept, owed)
+    return ActivationSizes(kept, owed)
 
 
 def _evened(of_replicas: Sequence[Rows]) -> list[Rows]:
@@ -110,6 +113,51 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
+# The split of a model's layers over its stages that evens out the stages' work.
+
+
+def work_after(work_ns: Sequence[int], split: Sequence[int], even: Sequence[int]) -> list[float]:
+    """What stages with so much work under one split would have under another, both in layers a
+    stage.
+
+    A stage in the middle consists of its layers. In the first and in the last one a layer takes as
+    long as in the median stage of the middle, and the rest, the embedding or the loss, stays.
+    """
+    return [
+        rest + rate * layers
+        for (rest, rate), layers in zip(_stage_costs(work_ns, split), even, strict=True)
+    ]
+
+
+def even_split(work_ns: Sequence[int], split: Sequence[int], shape: Shape) -> tuple[int, ...]:
+    """The split of the same layers whose busiest pipeline rank has least to do, by the costs of
+    `work_after`. Every stage keeps a layer. `work_ns` is by stage, under `split`."""
+    costs = _stage_costs(work_ns, split)
+    found = [1] * len(split)
+
+    def load_with_another(stage: int) -> tuple[float, float]:
+        """That of its rank; of equals, the stage with less itself."""
+        rank = shape.rank_of(stage)
+        of_rank = [each for each in range(len(split)) if shape.rank_of(each) == rank]
+        loads = [costs[each][0] + costs[each][1] * found[each] for each in of_rank]
+        return sum(loads) + costs[stage][1], loads[of_rank.index(stage)]
+
+    for _ in range(sum(split) - len(split)):
+        found[min(range(len(split)), key=load_with_another)] += 1
+    return tuple(found)
+
+
+def _stage_costs(work_ns: Sequence[int], split: Sequence[int]) -> list[tuple[float, float]]:
+    """By stage, what it does besides layers, and what a layer takes."""
+    rates = [ns / layers for ns, layers in zip(work_ns, split, strict=True)]
+    usual = median_low(rates[1:-1] or [min(rates)])
+    last = len(rates) - 1
+    return [
+        (ns - min(usual, rate) * layers, min(usual, rate)) if stage in (0, last) else (0.0, rate)
+        for stage, (ns, rate, layers) in enumerate(zip(work_ns, rates, split, strict=True))
+    ]
+
+
 # What a step consisted of, and the same step without what slowed it.
 
 
@@ -129,7 +177,7 @@ class ReplicaStep:
     """The time of the message for a task, if another rank sends one."""
     members_ns: Mapping[int, Means] = field(default_factory=dict)
     """The mean times of each rank's own tasks, where several ranks run them together."""
-    sizes: Sizes | None = None
+    sizes: ActivationSizes | None = None
     """What microbatches kept in memory, by stage; None where it is not known."""
     budgets: tuple[int, ...] = ()
     """The bounds in bytes that were in force, by pipeline rank; empty without any."""
@@ -197,7 +245,7 @@ class ReplicaStep:
         }
         return replace(self, transfers_ns=transfers_ns)
 
-    def with_microbatches_of(self, means_ns: Means, sizes: Sizes | None) -> "ReplicaStep":
+    def with_microbatches_of(self, means_ns: Means, sizes: ActivationSizes | None) -> "ReplicaStep":
         """The same step with microbatches that all weigh as much as one whose tasks take these
         means, and keep what `sizes` say. They keep what else makes their tasks differ."""
         return replace(self._weighing(means_ns, lambda _: 1.0), sizes=sizes)

@@ -13,21 +13,25 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.bounds import Rows, Sizes
-from rrfp.schedule.knobs import (
-    Bytes,
-    Hold,
-    check_is_absolute,
-    counts_microbatches,
-    told_bytes,
-)
+from rrfp.schedule.bounds import ActivationSizes, Rows
+from rrfp.schedule.hints import Order
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.order import Order
-from rrfp.schedule.policy import KNOBS, PAPER_LIMIT, Dispatch, Policy, usual_limit
+from rrfp.schedule.policy import (
+    KNOBS,
+    PAPER_LIMIT,
+    Bytes,
+    Dispatch,
+    Hold,
+    Policy,
+    check_hold_is_absolute,
+    counts_microbatches,
+    format_bytes,
+    usual_limit,
+)
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape, shape_of_stages
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.memory_budgets import by_rank, widest_of_1f1b
+from rrfp.simulate.memory_budgets import by_rank, peak_bytes_of_1f1b
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 from rrfp.trace.records import (
     Phase,
@@ -124,7 +128,7 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
 # What the microbatches of a recorded step kept in memory, and the bounds in force.
 
 
-def sizes_of_rank(shape: Shape, rank: RankStep) -> Sizes:
+def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
     """The sizes of one rank's chunks in a step; zeros where they are not known.
 
     Raises RrfpError for bytes that do not add up.
@@ -144,19 +148,21 @@ def sizes_of_rank(shape: Shape, rank: RankStep) -> Sizes:
             owed[chunk][task.microbatch] = left
             # Where W needs more than F kept, that is what a bound must leave room for.
             kept[chunk][task.microbatch] = max(kept[chunk][task.microbatch], left)
-    return Sizes(kept, owed if shape.splits_backward else None)
+    return ActivationSizes(kept, owed if shape.splits_backward else None)
 
 
-def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> Sizes | None:
+def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> ActivationSizes | None:
     """The sizes of a replica's stages in a step, the largest where several ranks run a stage; None
     where they are not known. Raises RrfpError for bytes that do not add up."""
     if not are_any_known(rank for members in replica for rank in members):
         return None
     of_ranks = [_largest([sizes_of_rank(shape, rank) for rank in members]) for members in replica]
     places = [(shape.rank_of(stage), shape.chunk_of(stage)) for stage in range(shape.num_stages)]
-    kept = [of_ranks[rank].kept[chunk] for rank, chunk in places]
-    owed = [(of_ranks[rank].owed or of_ranks[rank].kept)[chunk] for rank, chunk in places]
-    return Sizes(kept, owed if shape.splits_backward else None)
+    kept = [of_ranks[rank].activations[chunk] for rank, chunk in places]
+    owed = [
+        (of_ranks[rank].pending_w or of_ranks[rank].activations)[chunk] for rank, chunk in places
+    ]
+    return ActivationSizes(kept, owed if shape.splits_backward else None)
 
 
 def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
@@ -178,11 +184,13 @@ def are_any_known(ranks: Iterable[RankStep]) -> bool:
     return any(are_known(rank.tasks) for rank in ranks)
 
 
-def _largest(found: Sequence[Sizes]) -> Sizes:
+def _largest(found: Sequence[ActivationSizes]) -> ActivationSizes:
     if len(found) == 1:
         return found[0]
-    owed = [sizes.owed for sizes in found if sizes.owed is not None]
-    return Sizes(_largest_rows([sizes.kept for sizes in found]), _largest_rows(owed) or None)
+    owed = [sizes.pending_w for sizes in found if sizes.pending_w is not None]
+    return ActivationSizes(
+        _largest_rows([sizes.activations for sizes in found]), _largest_rows(owed) or None
+    )
 
 
 def _largest_rows(found: Sequence[Rows]) -> list[list[int]]:
@@ -258,7 +266,7 @@ class RecordedSettings:
         with suppress(UsageError):
             if type(value) is str and str in knob.kinds:
                 found = knob.read(value, name, in_run=True)
-                check_is_absolute(found)
+                check_hold_is_absolute(found)
                 return found
         if knob.default is None and (value is None or (type(value) is int and value >= 1)):
             return value
@@ -280,7 +288,7 @@ class RecordedSettings:
 def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Policy:
     """What steered every rank of the run."""
     name = settings.text("hint")
-    hint = hint_named(name).on(shape) if name in HINTS else _order_as_run(name, shape, step)
+    hint = hint_named(name).for_shape(shape) if name in HINTS else _order_as_run(name, shape, step)
     order = order_of(hint, shape)
     if order.shape.kinds != shape.kinds:
         raise RrfpError(
@@ -432,7 +440,7 @@ class RecordedRun:
     """Of the whole model, where the stages share them evenly; None where the run does not tell."""
 
     @property
-    def tells_arrivals(self) -> bool:
+    def knows_arrivals(self) -> bool:
         """Whether it is known when messages came. Of an imported run whose transfers do not block
         it is only known when each left, and when it was taken up."""
         return self.is_blocking or not self.is_imported
@@ -447,7 +455,7 @@ class RecordedRun:
         if policy.limit is not None:
             words.append(f"limit {policy.limit}")
         if policy.hold is not None:
-            words.append(f"hold {told_hold(policy.hold)}")
+            words.append(f"hold {format_hold(policy.hold)}")
         return ", ".join(words)
 
     def peak_of_1f1b(self) -> int | None:
@@ -459,7 +467,7 @@ class RecordedRun:
             for replica in step.replicas
         ]
         known = [by_rank(each, self.shape) for each in sizes if each is not None]
-        return max(map(widest_of_1f1b, known), default=None)
+        return max(map(peak_bytes_of_1f1b, known), default=None)
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The replica and the pipeline rank of a rank. Raises UsageError if the run has no such
@@ -484,9 +492,9 @@ class RecordedRun:
         return own.limit, None
 
 
-def told_hold(hold: Hold) -> str:
+def format_hold(hold: Hold) -> str:
     """A hold in words; one in bytes is rounded."""
-    return told_bytes(hold.num) if isinstance(hold, Bytes) else str(hold)
+    return format_bytes(hold.num) if isinstance(hold, Bytes) else str(hold)
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:

@@ -140,7 +140,7 @@ class _WhatIf:
         changes.append(Change(HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]))
         for name in ("zb-v", "interleaved", "1f1b"):
             if ORDERS[name].fits(run.shape):
-                changes.append(Change(ORDERS[name].on(run.shape), Dispatch.FIXED))
+                changes.append(Change(ORDERS[name].for_shape(run.shape), Dispatch.FIXED))
                 break
         changes = [change for change in changes if self._is_other(change)]
         changes.append(Change(without_jitter=True))

@@ -46,6 +46,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: flo
 def _run_process(
     function: Callable[..., Any], arguments: tuple[object, ...], limit_s: float
 ) -> Any:
+    """Run the function in a new process, and return its result; kill it at the end."""
     command = (sys.executable, "-m", __name__, function.__module__, function.__name__)
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
@@ -81,6 +82,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _describe_failure(exit_code: int, stderr: IO[bytes]) -> str:
+    """Return the signal that killed a process, or the last line of its stderr."""
     if exit_code < 0:
         return f"it was killed: {signal.strsignal(-exit_code)}"
     stderr.seek(0)

@@ -229,6 +229,7 @@ def _place_by_srun(environment: Mapping[str, str]) -> LaunchPlace:
 
 
 def _read_nodes(environment: Mapping[str, str], name: str) -> list[str]:
+    """Return the hosts in a variable of srun. Raises UsageError."""
     text = environment.get(name)
     if text is None:
         raise UsageError(
@@ -270,6 +271,7 @@ def _read_tasks_per_node(
 
 
 def _srun_port(environment: Mapping[str, str]) -> int:
+    """Return MASTER_PORT, or else a port that follows from the job's and the step's number."""
     if "MASTER_PORT" in environment:
         return _read_port(environment, _SRUN)
     # Other code does not need these two, so that replacements of srun may lack them.
@@ -318,6 +320,7 @@ def missing_torch_environment(environment: Mapping[str, str] = os.environ) -> di
 
 
 def _place_by_torch(environment: Mapping[str, str]) -> LaunchPlace:
+    """Return the place by torchrun's variables. Raises UsageError."""
     by = "torchrun" if _ELASTIC in environment else "whoever has set RANK"
     index, count = _read_index_and_count(environment, *_TORCH_INDEX_AND_COUNT, by)
     local_index, local_count = 0, None

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S
@@ -82,7 +82,7 @@ class StepPace(Protocol):
 class Pace(Hashable, Protocol):
     """Paces a rank's steps."""
 
-    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+    def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
         """Return the modeled activation bytes of the step's microbatches on this rank's chunks;
         None if the model has none."""
         ...

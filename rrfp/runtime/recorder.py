@@ -167,6 +167,7 @@ class Recorder:
         self._ring = None
 
     def _close_spill(self) -> None:
+        """Write the remaining records, and close the spill file."""
         if self._rows:
             self.flush(self._step)
         if self._writer is not None:
@@ -200,6 +201,7 @@ class Recorder:
             yield self._rows.popleft()
 
     def _warn_of_loss(self, step: int, num_lost: int) -> None:
+        """Log the first loss of records."""
         if not self._has_warned_of_loss:
             self._has_warned_of_loss = True
             _log.warning(
@@ -211,6 +213,7 @@ class Recorder:
             )
 
     def _switch_off(self, error: Exception) -> None:
+        """Stop recording after an error, with one warning."""
         writer, self._writer = self._writer, None
         self._rows.clear()
         reason = f"{self._path}: {reason_of(error)}"

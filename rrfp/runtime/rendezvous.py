@@ -140,6 +140,7 @@ class Rendezvous:
             self.log_missing(sorted(others | {peer}))
 
     def _raise_if_ended(self, peer: int, key: str) -> None:
+        """Raise PeerLostError if a peer has ended without publishing a key."""
         ended = f"{_ENDED}/{peer}"
         # What it published before it ended is still there.
         if self._store.check([ended]) and not self._store.check([key]):
@@ -185,6 +186,7 @@ class Rendezvous:
         return f"{self._prefix}/{name}"
 
     def _read(self, name: str, peer: int | None, data: bytes, read: Callable[[bytes], T]) -> T:
+        """Decode a published value. Raises RrfpError, with its key and rank, on ValueError."""
         try:
             return read(data)
         except ValueError as error:
@@ -244,6 +246,7 @@ def _format_s(seconds: float) -> str:
 
 
 def _store_failed(error: RuntimeError) -> RrfpError:
+    """Make the error for a store that does not answer."""
     lines = str(error).splitlines() or ["no reason given"]
     return RrfpError(
         f"the rendezvous store failed ({lines[0]}); see whether the process that hosts it, on the"
@@ -304,6 +307,7 @@ def reachable_address() -> str:
 
 
 def _resolve(name: str) -> str:
+    """Return the first address of a host name; empty if there is none."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

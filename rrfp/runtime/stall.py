@@ -211,15 +211,15 @@ def make_stall_row(
 ) -> StallRow:
     """Describe this rank's current wait."""
     pp_rank = dispatcher.rank
-    story = dispatcher.story()
-    best = story.best_waiting
+    status = dispatcher.status()
+    best = status.best_waiting
     lacks = []
     for needed in () if best is None else best.lacks:
         needed_rank = dispatcher.shape.rank_of(needed.stage)
         is_own = needed_rank == pp_rank
         lacks.append(f"{needed} here" if is_own else f"{needed} from rank {pp_ranks[needed_rank]}")
     pending: dict[int, str] = {}
-    for here in story.ready:
+    for here in status.ready:
         for peer, what in agreement.pending_messages(here.missing_members).items():
             pending.setdefault(peer, f"for {here.task} {what} from rank {peer}")
     return StallRow(
@@ -227,7 +227,7 @@ def make_stall_row(
         pp_rank=pp_rank,
         waited_s=waited_s,
         cause=cause,
-        ready=format_first([each.task for each in story.ready]),
+        ready=format_first([each.task for each in status.ready]),
         best_waiting="-" if best is None else str(best.task),
         lacks="; ".join(format_first(part) for part in (lacks, [*pending.values()]) if part) or "-",
     )

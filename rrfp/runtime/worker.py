@@ -56,8 +56,8 @@ from rrfp.runtime.stall import (
     pending_messages,
 )
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import Bytes, told_bytes
-from rrfp.schedule.punctuality import Durations, JustInTime, Punctuality, punctuality_of
+from rrfp.schedule.policy import Bytes, format_bytes
+from rrfp.schedule.punctuality import Durations, JustInTime, Punctuality, new_punctuality
 from rrfp.schedule.tasks import (
     Cause,
     ComputeIdle,
@@ -104,9 +104,9 @@ def explain_wait(
 ) -> BegunRecord:
     """Add the task whose output a wait is for, and the rank that will send it. Takes time linear in
     the tasks of the step."""
-    story = dispatcher.story()
-    best = () if story.best_waiting is None else (story.best_waiting,)
-    for waiting in (*best, *story.tasks):
+    status = dispatcher.status()
+    best = () if status.best_waiting is None else (status.best_waiting,)
+    for waiting in (*best, *status.tasks):
         for stage, kind, microbatch in waiting.lacks:
             pp_rank = dispatcher.shape.rank_of(stage)
             if pp_rank != dispatcher.rank:
@@ -149,7 +149,7 @@ def explain_out_of_memory(
         )
         if not is_allocation:
             raise
-        size = "" if held_bytes == 0 else f"{told_bytes(held_bytes)} of "
+        size = "" if held_bytes == 0 else f"{format_bytes(held_bytes)} of "
         raise OutOfMemoryError(
             f"rank {rank} ran out of memory in {task}, with {size}activations of "
             f"{held_microbatches:g} microbatches held; "
@@ -273,6 +273,7 @@ class Worker:
                         return self._summary(step_start_ns, busy_ns)
 
     def _begin_step(self, step: int, dispatcher: Dispatcher, pace: StepPace | None) -> None:
+        """Reset the state for a step, and handle its events that came early."""
         self._step = step
         self._dispatcher = dispatcher
         self._pace = pace
@@ -291,7 +292,7 @@ class Worker:
         """Send and use forecasts in this step if the policy asks for it; in a group only the
         leaders do, because they decide. Measurements stay valid for later steps."""
         dispatcher, group = self._dispatcher, self._agreement.group
-        fresh = punctuality_of(dispatcher.policy, dispatcher.shape.num_chunks)
+        fresh = new_punctuality(dispatcher.policy, dispatcher.shape.num_chunks)
         if fresh is None or (group is not None and not group.leads):
             self._punctuality = None
         elif self._punctuality is None or self._punctuality.asked != fresh.asked:
@@ -381,6 +382,7 @@ class Worker:
     def _explain_out_of_memory(
         self, compute: Compute, run: RunTask
     ) -> AbstractContextManager[None]:
+        """Wrap a task in `explain_out_of_memory` with the activations held now."""
         dispatcher = self._dispatcher
         num_held = run.held / dispatcher.shape.num_chunks
         rank = self._pp_ranks[dispatcher.rank]
@@ -502,6 +504,7 @@ class Worker:
         self._record(wait)
 
     def _make_stall_error(self, own: StallRow, call: int) -> StallError:
+        """Make the error with the rows of all ranks that answered a call."""
         pending = "; ".join(
             f"rank {peer} owes {what}" for peer, what in self._pending_messages().items()
         )

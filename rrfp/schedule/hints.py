@@ -5,13 +5,17 @@ which kinds go first. To add a hint, write a class with the members of `Hint`, a
 `HINTS` in `rrfp.schedule.named_hints`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import csv
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Protocol
 
-from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
-from rrfp.schedule.tasks import Kind, Value
+from rrfp.errors import UsageError
+from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
+from rrfp.schedule.tasks import Kind, Task, Value, format_task, parse_task
 
 Tier = tuple[Kind, ...]
 """Kinds whose ready tasks compete by their keys. A tier gets its chance when no task of the tiers
@@ -63,7 +67,7 @@ class Hint(Protocol):
         """Whether weight gradients have places among the other tasks."""
         ...
 
-    def on(self, shape: Shape) -> "Hint":
+    def for_shape(self, shape: Shape) -> "Hint":
         """The hint for a pipeline of this shape; the shape's kinds are ignored. Raises UsageError,
         saying what to change, for a shape that the hint does not support."""
         ...
@@ -81,3 +85,246 @@ class Hint(Protocol):
 def kinds_of(hint: Hint) -> tuple[Kind, ...]:
     """The kinds of task that a training step has under this hint."""
     return SPLIT_BACKWARD if hint.splits_backward else WHOLE_BACKWARD
+
+
+# Orders: a sequence of tasks for every pipeline rank, and their CSV form.
+#
+# An order file is torch.distributed.pipelining's CSV: one line per rank, one task per cell in
+# torch's letters (`2F0`), empty cells ignored.
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Value):
+    """The tasks of every rank, in sequence. As a hint it ranks by place: the first ready entry is
+    best. Under fixed dispatch it binds."""
+
+    name: str
+    shape: Shape
+    rows: tuple[tuple[Task, ...], ...]
+    _numbers: dict[int, list[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.shape.splits_backward
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return self.splits_backward
+
+    def for_shape(self, shape: Shape) -> "Order":
+        """Itself; raises UsageError for a shape other than its own."""
+        if replace(shape, kinds=self.shape.kinds) != self.shape:
+            raise UsageError(
+                f"order {self.name} is for {self.shape}, not for {shape}; choose another hint"
+            )
+        return self
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        """Ranked by place in the rank's row."""
+        keys = self._keys.get(rank)
+        if keys is None:
+            keys = self._keys[rank] = [0] * shape.num_tasks_of_a_rank
+            for place, number in enumerate(self.numbers(rank)):
+                keys[number] = place
+        return keys
+
+    def numbers(self, rank: int) -> list[int]:
+        """A rank's row as the indices of its tasks in `Shape.tasks_of`."""
+        numbers = self._numbers.get(rank)
+        if numbers is None:
+            numbers = self._numbers[rank] = [self.shape.index_of(task) for task in self.rows[rank]]
+        return numbers
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        return order_rounds(w)
+
+    def peak_depth(self, rank: int) -> int:
+        """The largest D (chunk-forwards minus chunk-backwards run) that a rank reaches."""
+        return _peak(self.rows[rank], ends=Kind.B)
+
+    def peak_held(self, rank: int) -> int:
+        """The most activations that a rank keeps at once, from F until W (until B where B is
+        whole), in slots of one chunk and one microbatch."""
+        return _peak(self.rows[rank], ends=Kind.W if self.shape.splits_backward else Kind.B)
+
+    def forwards(self) -> "Order":
+        """This order in a step without backwards: its forwards alone."""
+        rows = tuple(tuple(task for task in row if task.kind is Kind.F) for row in self.rows)
+        return Order(self.name, replace(self.shape, kinds=FORWARD_ONLY), rows)
+
+
+def order_rounds(w: WeightGradients) -> Rounds:
+    """An order's rounds: all kinds compete by place, or weight gradients run only when nothing else
+    may."""
+    if w is WeightGradients.RANKED:
+        return Rounds(((Kind.F, Kind.B, Kind.W),), {})
+    return Rounds(((Kind.F, Kind.B),), {})
+
+
+def _peak(row: tuple[Task, ...], ends: Kind) -> int:
+    """The most forwards at once whose task of kind `ends` has not run yet."""
+    steps = {Kind.F: 1, ends: -1}
+    return max(accumulate((steps.get(task.kind, 0) for task in row), initial=0))
+
+
+class OrderProgress:
+    """How far a rank has progressed through an order whose entries may run out of sequence."""
+
+    def __init__(self, numbers: list[int], positions: list[int], unmet: list[int]) -> None:
+        """`numbers` are the order's tasks in sequence, `positions` the place of each number there,
+        and `unmet` is `ReadyTracker.unmet`: negative for tasks that were dispatched."""
+        self._numbers = numbers
+        self._positions = positions
+        self._unmet = unmet
+        self._best = 0
+        # Positions that `take` has counted: all before the first, and those ahead of it, sorted.
+        self._first = 0
+        self._taken_ahead: list[int] = []
+
+    @property
+    def best(self) -> int:
+        """The number of the first unfinished task, of which there must be one."""
+        while self._unmet[self._numbers[self._best]] < 0:
+            self._best += 1
+        return self._numbers[self._best]
+
+    def unfinished(self) -> Iterator[int]:
+        """The numbers of the unfinished tasks, in the order's sequence."""
+        return (number for number in self._numbers if self._unmet[number] >= 0)
+
+    def take(self, number: int) -> tuple[int, int]:
+        """Count a dispatched task; return its position and how many uncounted tasks precede it."""
+        position = self._positions[number]
+        ahead = self._taken_ahead
+        if position > self._first:
+            place = bisect_left(ahead, position)
+            ahead.insert(place, position)
+            return position, position - self._first - place
+        self._first += 1
+        done = 0
+        while done < len(ahead) and ahead[done] == self._first:
+            self._first += 1
+            done += 1
+        del ahead[:done]
+        return position, 0
+
+
+def parse_order(text: str, shape: Shape, name: str) -> Order:
+    """Read an order file for a pipeline of this shape; the file says whether backwards are split.
+
+    If any backward of the file is split into I and W, a whole one (B) is read as I immediately
+    followed by W. Raises UsageError, with the line, if a cell is not a task, is on the wrong rank's
+    line, repeats a task or contradicts how it is split, if a task is missing, and if the text is
+    not CSV.
+    """
+    lines = _cells(text, name)
+    while lines and not any(lines[-1]):
+        lines.pop()
+    if len(lines) != shape.num_ranks:
+        raise UsageError(
+            f"{name} has {len(lines)} lines for {shape.num_ranks} pipeline ranks; "
+            "an order file has one line per rank"
+        )
+    shape = replace(shape, kinds=SPLIT_BACKWARD if _splits(lines) else WHOLE_BACKWARD)
+    rows = tuple(
+        _parse_row(cells, shape, rank, f"{name}, line {rank + 1}")
+        for rank, cells in enumerate(lines)
+    )
+    return Order(name, shape, rows)
+
+
+def splits(text: str, name: str) -> bool:
+    """Whether an order file splits its backwards; raises UsageError if the text is not CSV."""
+    return _splits(_cells(text, name))
+
+
+def _cells(text: str, name: str) -> list[list[str]]:
+    reader = csv.reader(text.splitlines(), strict=True)
+    try:
+        return [[cell.strip() for cell in row] for row in reader]
+    except csv.Error as error:
+        raise UsageError(f"{name}, line {reader.line_num}: {error}; write plain CSV") from None
+
+
+def _splits(lines: list[list[str]]) -> bool:
+    return any("I" in cell or "W" in cell for cells in lines for cell in cells)
+
+
+def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
+    """The tasks of one line, in sequence."""
+    cell_of: dict[Task, str] = {}
+    for cell in filter(None, cells):
+        for task in _parse_cell(cell, shape, rank, where):
+            if task in cell_of:
+                raise UsageError(f"{where}: {_twice(cell_of[task], cell)}")
+            cell_of[task] = cell
+    for task in shape.tasks_of(rank):
+        if task not in cell_of:
+            missing = format_task(task, split=shape.splits_backward)
+            raise UsageError(f"{where}: {missing} is missing; add it to the line")
+    return tuple(cell_of)
+
+
+def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
+    """The task of a cell; a whole backward in an order that splits others yields two."""
+    try:
+        task, split = parse_task(cell)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if not shape.holds(rank, task):
+        raise UsageError(
+            f"{where}: {cell} is not a task of rank {rank}, which has stages "
+            f"{', '.join(map(str, shape.stages_of(rank)))} and microbatches "
+            f"0 to {shape.num_microbatches - 1}"
+        )
+    if shape.splits_backward and task.kind is Kind.B and not split:
+        return task, task._replace(kind=Kind.W)
+    return (task,)
+
+
+def _twice(before: str, cell: str) -> str:
+    """What is wrong with two cells for the same task."""
+    if ("B" in before) != ("B" in cell):
+        return (
+            f"{before} and {cell} cannot both be there; the backward of a microbatch on a stage "
+            "is either B, or I and W"
+        )
+    return f"{cell} is listed twice; a task runs once"
+
+
+def format_order(order: Order) -> str:
+    """Write an order as CSV, which `parse_order` reads back."""
+    split = order.shape.splits_backward
+    lines = (",".join(format_task(task, split=split) for task in row) for row in order.rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFile(Value):
+    """A hint that is the order in a file, parsed once the step's shape is known."""
+
+    name: str
+    """The file's path."""
+    text: str
+
+    @property
+    def splits_backward(self) -> bool:
+        return splits(self.text, self.name)
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return self.splits_backward
+
+    def for_shape(self, shape: Shape) -> Order:
+        """Parse the order. Raises UsageError, with the line, if the file does not hold an order of
+        this shape."""
+        return parse_order(self.text, shape, self.name)
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        return self.for_shape(shape).keys(shape, rank)
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        return order_rounds(w)

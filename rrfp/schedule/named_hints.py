@@ -13,8 +13,7 @@ from itertools import count
 from typing import Final, Self
 
 from rrfp.errors import UsageError, did_you_mean
-from rrfp.schedule.hints import Hint, Rounds, WeightGradients
-from rrfp.schedule.order import Order, order_rounds
+from rrfp.schedule.hints import Hint, Order, Rounds, WeightGradients, order_rounds
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task, Value
 
@@ -43,7 +42,7 @@ class Alternation(Value):
     def ranks_weight_gradients(self) -> bool:
         return False
 
-    def on(self, shape: Shape) -> Self:
+    def for_shape(self, shape: Shape) -> Self:
         """Itself: it fits any shape."""
         return self
 
@@ -299,7 +298,7 @@ class NamedOrder(Value):
         """Whether this order can be generated for this shape."""
         return self.chunks.fits(shape) and self._fits_microbatches(shape)
 
-    def on(self, shape: Shape) -> Order:
+    def for_shape(self, shape: Shape) -> Order:
         """The order for a shape; the shape's kinds are replaced by this order's own.
 
         Raises UsageError, naming what it needs, for a shape that it does not fit.
@@ -330,7 +329,7 @@ class NamedOrder(Value):
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
         """Ranked by place in the rank's row."""
-        return self.on(shape).keys(shape, rank)
+        return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
         return order_rounds(w)
@@ -450,7 +449,8 @@ ORDERS = {
 }
 
 
-# Every named hint. A new one takes a line in `HINTS`, and one in `IN_WORDS` that describes it.
+# Every named hint. A new one takes a line in `HINTS`, and one in `HINT_DESCRIPTIONS` that describes
+# it.
 
 
 HINTS: dict[str, Hint] = {
@@ -459,7 +459,7 @@ HINTS: dict[str, Hint] = {
 }
 
 
-IN_WORDS: dict[str, str] = {
+HINT_DESCRIPTIONS: dict[str, str] = {
     "bf": "in turns: a backward, a forward",
     "fb": "in turns: a forward, a backward",
     "b-first": "any ready backward before forwards",
@@ -477,7 +477,7 @@ IN_WORDS: dict[str, str] = {
 }
 """What each hint is, in a few words."""
 
-CHOSEN_BY_AUTO: Final[tuple[str, ...]] = (
+AUTO_CHOICES: Final[tuple[str, ...]] = (
     "bf",
     "bfw",
     "bf-deep",
@@ -547,17 +547,17 @@ class AutoHint(Value):
     def ranks_weight_gradients(self) -> bool:
         return False
 
-    def on(self, shape: Shape) -> Hint:
+    def for_shape(self, shape: Shape) -> Hint:
         """The hint to begin with."""
         name = self.first
         if name is None and shape.placement is Placement.V:
             name = "zb-v"
         if name is None:
             name = "bfw" if shape.num_chunks == 1 else "bfw-deep"
-        return HINTS[name].on(shape)
+        return HINTS[name].for_shape(shape)
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        return self.on(shape).keys(shape, rank)
+        return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
         raise TypeError("a choice of a hint is fitted to a shape before it steers anything")

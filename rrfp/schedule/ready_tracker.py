@@ -1,6 +1,9 @@
-"""A rank's books of one step: what each of its tasks still lacks, and which are ready.
+"""The state of a rank's tasks in one step: the inputs that each still needs, and which are ready.
 
-Tasks go by their numbers (`rrfp.schedule.ready_tracker`).
+Tasks are identified by numbers, because indexing a list is much faster than hashing a task. The
+tasks of a rank form a table with a row for each kind and chunk (by kind, then chunk) and a column
+for each microbatch. The number of a task is `row * num_microbatches + microbatch`, which is its
+index in `Shape.tasks_of`.
 """
 
 from collections import Counter
@@ -13,83 +16,76 @@ from rrfp.schedule.hints import Tier
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 
-# Lanes: what a rank runs of one kind on one chunk.
-#
-# Lanes run by kind, then chunk. A task's *number* is its index among the tasks of its rank
-# (`Shape.tasks_of`): `lane * num_microbatches + microbatch`. Whoever decides or simulates goes by
-# numbers, because indexing a list is much faster than hashing a task.
-
-
 FORWARD: Final = 0
 BACKWARD: Final = 1
 WEIGHT_GRADIENT: Final = 2
 KINDS: Final = (Kind.F, Kind.B, Kind.W)
-"""Kinds by their places in a shape's."""
+"""The kinds by their indices."""
 
-NOTHING: Final = -1
-"""In the place of a task's number: none."""
+NO_TASK: Final = -1
+"""Stands in for the number of a task where there is none."""
 NO_RANK: Final = -1
+"""Stands in for a rank where there is none."""
 
 
-class Lanes:
-    """The lanes of one rank, which are the same in every step of a shape."""
+class TaskIndex:
+    """The table of one rank's tasks: constants of every step of a shape, in lists by row."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
         self.shape = shape
         self.rank = rank
         self.num_chunks = shape.num_chunks
         self.num_microbatches = shape.num_microbatches
-        self.num_of_a_kind = shape.num_chunks * shape.num_microbatches
-        """The tasks of a kind, which is also how far a task's number is from that of the next kind
-        on its stage."""
+        self.num_per_kind = shape.num_chunks * shape.num_microbatches
+        """The number of tasks of a kind. Adding it to a task's number gives the number of the next
+        kind of the same microbatch on the same stage."""
         self.num_tasks = shape.num_tasks_of_a_rank
-        # Of each lane:
         self.kinds: list[int] = []
-        """Its kind, as a place in `KINDS`."""
+        """Indices into `KINDS`."""
         self.chunks: list[int] = []
         self.stages: list[int] = []
-        self.num_lacked: list[int] = []
-        """How many tasks of this rank must run before each of its tasks."""
-        self.comes: list[bool] = []
-        """Whether another rank sends its tasks' inputs."""
-        self.hands_over: list[bool] = []
-        """Whether this rank takes its tasks' outputs."""
-        self.to_rank: list[int] = []
-        """The other rank that takes its tasks' outputs, or `NO_RANK`."""
-        self.to_lane: list[int] = []
-        """The lane of the tasks that take them, on whatever rank."""
+        self.num_local_inputs: list[int] = []
+        """How many tasks of this rank must run before each of the row's tasks."""
+        self.has_remote_input: list[bool] = []
+        """Whether another rank sends the tasks' inputs."""
+        self.feeds_own_rank: list[bool] = []
+        """Whether this rank consumes the tasks' outputs."""
+        self.output_rank: list[int] = []
+        """The other rank that consumes the tasks' outputs, or `NO_RANK`."""
+        self.output_row: list[int] = []
+        """The row of the tasks that consume the outputs, on this rank or another."""
         for kind, name in enumerate(shape.kinds):
             for chunk, stage in enumerate(shape.stages_of(rank)):
                 first = Task(stage, name, 0)
-                givers = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
+                sources = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
                 self.kinds.append(kind)
                 self.chunks.append(chunk)
                 self.stages.append(stage)
-                self.num_lacked.append(givers.count(rank))
-                self.comes.append(any(giver != rank for giver in givers))
-                taker = shape.receiver(first)
-                taken_by = NO_RANK if taker is None else shape.rank_of(taker.stage)
-                self.hands_over.append(taken_by == rank)
-                self.to_rank.append(NO_RANK if taken_by == rank else taken_by)
-                self.to_lane.append(
-                    0 if taker is None else shape.index_of(taker) // shape.num_microbatches
+                self.num_local_inputs.append(sources.count(rank))
+                self.has_remote_input.append(any(source != rank for source in sources))
+                consumer = shape.receiver(first)
+                to_rank = NO_RANK if consumer is None else shape.rank_of(consumer.stage)
+                self.feeds_own_rank.append(to_rank == rank)
+                self.output_rank.append(NO_RANK if to_rank == rank else to_rank)
+                self.output_row.append(
+                    0 if consumer is None else shape.index_of(consumer) // shape.num_microbatches
                 )
 
     def task(self, number: int) -> Task:
-        """The task of this number."""
-        lane, microbatch = divmod(number, self.num_microbatches)
-        return Task(self.stages[lane], KINDS[self.kinds[lane]], microbatch)
+        """The task with this number."""
+        row, microbatch = divmod(number, self.num_microbatches)
+        return Task(self.stages[row], KINDS[self.kinds[row]], microbatch)
 
     def number(self, task: Task) -> int:
-        """The number of a task; `NOTHING` if this rank does not have it."""
+        """The number of a task; `NO_TASK` if this rank does not run it."""
         shape = self.shape
-        return shape.index_of(task) if shape.holds(self.rank, task) else NOTHING
+        return shape.index_of(task) if shape.holds(self.rank, task) else NO_TASK
 
 
 @lru_cache(maxsize=4096)
-def lanes_of(shape: Shape, rank: int) -> Lanes:
-    """The lanes of a rank of a pipeline of this shape."""
-    return Lanes(shape, rank)
+def task_index(shape: Shape, rank: int) -> TaskIndex:
+    """The cached task index of a pipeline rank."""
+    return TaskIndex(shape, rank)
 
 
 # Compiled code finds these faster than a module's globals.
@@ -97,15 +93,15 @@ _pop: Final = heappop
 _push: Final = heappush
 
 
-Tiers = tuple[tuple[int, ...], ...]
-"""Heaps of a ready set whose tasks compete, by their places in it, the best tier first."""
+HeapTiers = tuple[tuple[int, ...], ...]
+"""The tiers of a hint, best first, as indices of a ready set's heaps."""
 
 
 class ReadySet:
-    """The tasks ready at all members of `mask` (one bit per member), best first.
+    """The tasks that are ready at all members of `mask` (one bit per member), best first.
 
-    An entry packs the hint's key and the task's number into one integer. It stays when its task
-    is dispatched, and is dropped when it reaches the top.
+    An entry packs the hint's key and the task's number into one integer. It stays when its task is
+    dispatched, and is dropped when it reaches the top.
     """
 
     def __init__(self, mask: int, num_chunks: int) -> None:
@@ -113,7 +109,7 @@ class ReadySet:
         self.heaps: list[list[int]] = [[] for _ in range(num_chunks + 2)]
         """The forwards of each chunk, because bounds withhold them by chunk; then all backwards,
         and all weight gradients."""
-        self.heap_of_lane = [
+        self.heap_of_row = [
             *self.heaps[:num_chunks],
             *([self.heaps[num_chunks]] * num_chunks),
             *([self.heaps[num_chunks + 1]] * num_chunks),
@@ -121,8 +117,8 @@ class ReadySet:
 
 
 @lru_cache(maxsize=256)
-def by_heap(tiers: tuple[Tier, ...], num_chunks: int) -> Tiers:
-    """The tiers as places of a ready set's heaps."""
+def heaps_by_tier(tiers: tuple[Tier, ...], num_chunks: int) -> HeapTiers:
+    """Convert tiers of kinds to tiers of heap indices (`ReadySet.heaps`)."""
     heaps = {
         Kind.F: tuple(range(num_chunks)),
         Kind.B: (num_chunks,),
@@ -131,94 +127,96 @@ def by_heap(tiers: tuple[Tier, ...], num_chunks: int) -> Tiers:
     return tuple([tuple([heap for kind in tier for heap in heaps[kind]]) for tier in tiers])
 
 
-class Books:
-    """What one rank, perhaps the leader of a group, knows about its tasks. A task counts as done
-    once dispatched."""
+class ReadyTracker:
+    """Tracks which tasks of one rank, perhaps the leader of a group, are ready. A task counts as
+    done once it is dispatched."""
 
     def __init__(
         self, shape: Shape, rank: int, keys: list[int], num_members: int, masks: Iterable[int]
     ) -> None:
-        """`keys` come from the hint. Each mask (a set of members) gets its own sorted ready set."""
+        """Start a step. `keys` are the hint's, by task number. Each of `masks` (a set of members,
+        as bits) gets a ready set of its own."""
         self.shape = shape
         self.rank = rank
-        self.lanes = lanes = lanes_of(shape, rank)
-        self.num_tasks = self.num_left = lanes.num_tasks
-        self.num_microbatches = lanes.num_microbatches
-        self.num_of_a_kind = lanes.num_of_a_kind
-        self.everybody = (1 << num_members) - 1
-        self.lacks: list[int] = []
+        self.index = index = task_index(shape, rank)
+        self.num_tasks = self.num_unfinished = index.num_tasks
+        self.num_microbatches = index.num_microbatches
+        self.num_per_kind = index.num_per_kind
+        self.all_members = (1 << num_members) - 1
+        self.unmet: list[int] = []
         """By number: how many tasks of this rank must be dispatched first; negative once the task
         itself was dispatched."""
         self.missing: list[int] = []
         """By number: the members at which its input has yet to arrive, one bit each."""
-        num_lanes = len(KINDS) * shape.num_chunks
-        self.num_ready = [0] * num_lanes
-        """By lane: how many tasks are ready at all members."""
-        # A rank without a group counts both as one.
+        num_rows = len(KINDS) * shape.num_chunks
+        self.num_ready = [0] * num_rows
+        """By row: how many tasks are ready at all members."""
+        # Without a group, both counts are the same list.
         self._is_alone = num_members == 1
-        self.num_here = self.num_ready if self._is_alone else [0] * num_lanes
-        """By lane: how many are ready as far as this rank's own inputs go."""
+        self.num_ready_here = self.num_ready if self._is_alone else [0] * num_rows
+        """By row: how many tasks are ready as far as this rank's own inputs are concerned."""
         self.ready_sets = [ReadySet(mask, shape.num_chunks) for mask in masks]
         self._keys = keys
         self._num_bits = self.num_tasks.bit_length()
         self._number_bits = (1 << self._num_bits) - 1
         self._last_kind = len(shape.kinds) - 1
-        self._hands_over = lanes.hands_over
-        for lane in range(len(lanes.kinds)):
-            lacked = lanes.num_lacked[lane]
-            comes = lanes.comes[lane]
-            self.lacks += [lacked] * self.num_microbatches
-            self.missing += [self.everybody if comes else 0] * self.num_microbatches
-            if not lacked and not comes:
-                self._begins_ready(lane)
+        self._feeds_own_rank = index.feeds_own_rank
+        for row in range(len(index.kinds)):
+            unmet = index.num_local_inputs[row]
+            is_remote = index.has_remote_input[row]
+            self.unmet += [unmet] * self.num_microbatches
+            self.missing += [self.all_members if is_remote else 0] * self.num_microbatches
+            if not unmet and not is_remote:
+                self._add_ready_row(row)
 
-    def _begins_ready(self, lane: int) -> None:
-        """A lane lacks nothing from the start."""
-        self.num_here[lane] = self.num_ready[lane] = self.num_microbatches
-        first = lane * self.num_microbatches
+    def _add_ready_row(self, row: int) -> None:
+        """Mark all tasks of a row as ready from the start."""
+        self.num_ready_here[row] = self.num_ready[row] = self.num_microbatches
+        first = row * self.num_microbatches
         for ready in self.ready_sets:
-            heap = ready.heap_of_lane[lane]
+            heap = ready.heap_of_row[row]
             heap += [self.entry(number) for number in range(first, first + self.num_microbatches)]
             heapify(heap)
 
     # Queries.
 
-    def comes(self, number: int) -> bool:
+    def has_remote_input(self, number: int) -> bool:
         """Whether another rank sends this task's input."""
-        return self.lanes.comes[number // self.num_microbatches]
+        return self.index.has_remote_input[number // self.num_microbatches]
 
-    def is_left(self, number: int) -> bool:
-        return self.lacks[number] >= 0
+    def is_unfinished(self, number: int) -> bool:
+        """Whether a task has yet to be dispatched."""
+        return self.unmet[number] >= 0
 
-    def is_here(self, number: int) -> bool:
+    def is_ready_here(self, number: int) -> bool:
         """Whether all of a task's inputs are on this rank."""
-        return self.lacks[number] == 0 and not self.missing[number] & 1
+        return self.unmet[number] == 0 and not self.missing[number] & 1
 
     def is_ready(self, number: int, mask: int) -> bool:
         """Whether all of a task's inputs have arrived at all members of the mask."""
-        return self.lacks[number] == 0 and not self.missing[number] & mask
+        return self.unmet[number] == 0 and not self.missing[number] & mask
 
     def entry(self, number: int) -> int:
-        """What stands for a task in a ready set."""
+        """The entry of a task in the heaps of ready sets; the smaller of two is better."""
         return self._keys[number] << self._num_bits | number
 
-    def number_of(self, entry: int) -> int:
-        """The task that an entry stands for."""
+    def number_in_entry(self, entry: int) -> int:
+        """The number of the task that a heap's entry stands for."""
         return entry & self._number_bits
 
     def best(self, heap: list[int]) -> int:
-        """The best entry of a ready set's heap; `NOTHING` if it is empty."""
-        lacks, number_bits = self.lacks, self._number_bits
+        """The best entry of a ready set's heap, or `NO_TASK`; drops entries of dispatched tasks."""
+        unmet, number_bits = self.unmet, self._number_bits
         while heap:
             entry = heap[0]
-            if lacks[entry & number_bits] >= 0:
+            if unmet[entry & number_bits] >= 0:
                 return entry
             _pop(heap)
-        return NOTHING
+        return NO_TASK
 
-    def best_forward(self, chunk: int, mask: int) -> int:
-        """The number of the best forward of a chunk that is ready at all members of the mask, of
-        which there must be one."""
+    def best_ready_forward(self, chunk: int, mask: int) -> int:
+        """The number of the best forward of a chunk that is ready at all members of the mask. At
+        least one must be."""
         first = chunk * self.num_microbatches
         ready = [
             number
@@ -227,78 +225,81 @@ class Books:
         ]
         return min(ready, key=self._keys.__getitem__)
 
-    def lacking(self, number: int) -> tuple[Task, ...]:
+    def unmet_prerequisites(self, number: int) -> tuple[Task, ...]:
         """The tasks whose output a task still needs on this rank."""
-        needed = self.shape.prerequisites(self.lanes.task(number))
-        return tuple([each for each in needed if self._owes(each, number)])
+        needed = self.shape.prerequisites(self.index.task(number))
+        return tuple([each for each in needed if self._is_unmet(each, number)])
 
-    def _owes(self, needed: Task, number: int) -> bool:
-        """Whether a prerequisite of a task has not been dispatched, or not arrived, here."""
+    def _is_unmet(self, needed: Task, number: int) -> bool:
+        """Whether a prerequisite of the task `number` has not been dispatched here, or its output
+        has not arrived here."""
         if self.shape.rank_of(needed.stage) == self.rank:
-            return self.lacks[self.shape.index_of(needed)] >= 0
+            return self.unmet[self.shape.index_of(needed)] >= 0
         return bool(self.missing[number] & 1)
 
     # Changes.
 
-    def arrived(self, number: int, bit: int) -> None:
-        """Note that an input a task lacked has arrived at a member."""
+    def mark_arrived(self, number: int, bit: int) -> None:
+        """Record that the missing input of a task has arrived at a member, given as a bit."""
         self.missing[number] ^= bit
-        if self.lacks[number] == 0:
-            self._becomes_ready(number, bit)
+        if self.unmet[number] == 0:
+            self._mark_ready(number, bit)
 
-    def dispatched(self, number: int, lane: int) -> None:
-        """Count a task as done."""
-        self.lacks[number] = -1
-        self.num_left -= 1
-        self.num_ready[lane] -= 1
+    def mark_dispatched(self, number: int, row: int) -> None:
+        """Count a task as done. `credit_dependents` must follow."""
+        self.unmet[number] = -1
+        self.num_unfinished -= 1
+        self.num_ready[row] -= 1
         if not self._is_alone:
-            self.num_here[lane] -= 1
+            self.num_ready_here[row] -= 1
 
-    def hand_over(self, number: int, kind: int, lane: int) -> None:
-        """Credit a dispatched task to the tasks waiting for it on this rank: the next kind on its
-        own stage, and the same kind on the next stage if that is here too."""
+    def credit_dependents(self, number: int, kind: int, row: int) -> None:
+        """Credit a dispatched task to the tasks of this rank that need it: the next kind on its own
+        stage, and the same kind on the next stage if that is here too."""
         if kind != self._last_kind:
-            self._one_less(number + self.num_of_a_kind)
-        if self._hands_over[lane]:
-            ahead = kind == FORWARD
-            self._one_less(number + (self.num_microbatches if ahead else -self.num_microbatches))
+            self._decrement_unmet(number + self.num_per_kind)
+        if self._feeds_own_rank[row]:
+            goes_up = kind == FORWARD
+            step = self.num_microbatches if goes_up else -self.num_microbatches
+            self._decrement_unmet(number + step)
 
-    def _one_less(self, number: int) -> None:
-        lacked = self.lacks[number] - 1
-        self.lacks[number] = lacked
-        if lacked == 0:
-            members = self.everybody & ~self.missing[number]
+    def _decrement_unmet(self, number: int) -> None:
+        """Record that one more of a task's prerequisites on this rank is met."""
+        unmet = self.unmet[number] - 1
+        self.unmet[number] = unmet
+        if unmet == 0:
+            members = self.all_members & ~self.missing[number]
             if members:
-                self._becomes_ready(number, members)
+                self._mark_ready(number, members)
 
-    def _becomes_ready(self, number: int, members: int) -> None:
-        """A task has become ready at these members (bits)."""
-        lane = number // self.num_microbatches
+    def _mark_ready(self, number: int, members: int) -> None:
+        """Add a task that has become ready at these members (bits) to counts and ready sets."""
+        row = number // self.num_microbatches
         missing = self.missing[number]
         if missing == 0:
-            self.num_ready[lane] += 1
+            self.num_ready[row] += 1
         if not self._is_alone and members & 1:
-            self.num_here[lane] += 1
+            self.num_ready_here[row] += 1
         for ready in self.ready_sets:
             if members & ready.mask and not missing & ready.mask:
-                _push(ready.heap_of_lane[lane], self.entry(number))
+                _push(ready.heap_of_row[row], self.entry(number))
 
     # Invariants.
 
-    def contradiction(self) -> str | None:
-        """Which part of the books contradicts the rest, in a few words; None if all agree. Takes
-        time linear in the tasks of the step."""
-        left = [number for number in range(self.num_tasks) if self.is_left(number)]
-        here = [number for number in left if self.is_here(number)]
-        ready = [number for number in left if self.is_ready(number, self.everybody)]
-        agreements = {
-            "the count of tasks left": self.num_left == len(left),
-            "the counts of tasks that are ready": self.num_ready == self._by_lane(ready),
-            "the counts of tasks that are here": self.num_here == self._by_lane(here),
-            "what a task lacks here": all(
-                self.lacks[number] == self._num_owed_here(number) for number in left
+    def find_inconsistency(self) -> str | None:
+        """Name the part of the state that contradicts the rest; None if all agree. Takes time
+        linear in the tasks of the step."""
+        left = [number for number in range(self.num_tasks) if self.is_unfinished(number)]
+        here = [number for number in left if self.is_ready_here(number)]
+        ready = [number for number in left if self.is_ready(number, self.all_members)]
+        checks = {
+            "the count of unfinished tasks": self.num_unfinished == len(left),
+            "the counts of ready tasks": self.num_ready == self._count_by_row(ready),
+            "the counts of tasks ready here": self.num_ready_here == self._count_by_row(here),
+            "a task's unmet prerequisites": all(
+                self.unmet[number] == self._count_unmet(number) for number in left
             ),
-            "a task that is ready and not in its heap": all(
+            "a ready task that is not in its heap": all(
                 self.entry(number) in entries
                 for each in self.ready_sets
                 for entries in [set().union(*each.heaps)]
@@ -306,23 +307,23 @@ class Books:
                 if self.is_ready(number, each.mask)
             ),
         }
-        return next((what for what, holds in agreements.items() if not holds), None)
+        return next((what for what, holds in checks.items() if not holds), None)
 
     def depth(self) -> int:
-        """The forwards minus the backwards dispatched, counted anew."""
+        """Count the forwards minus the backwards dispatched, from the state of each task."""
         return self._num_dispatched(FORWARD) - self._num_dispatched(BACKWARD)
 
     def _num_dispatched(self, kind: int) -> int:
-        of_kind = self.lacks[kind * self.num_of_a_kind : (kind + 1) * self.num_of_a_kind]
-        return sum([lacked < 0 for lacked in of_kind])
+        of_kind = self.unmet[kind * self.num_per_kind : (kind + 1) * self.num_per_kind]
+        return sum([unmet < 0 for unmet in of_kind])
 
-    def _by_lane(self, numbers: Iterable[int]) -> list[int]:
+    def _count_by_row(self, numbers: Iterable[int]) -> list[int]:
         counts = Counter([number // self.num_microbatches for number in numbers])
-        return [counts[lane] for lane in range(len(self.num_here))]
+        return [counts[row] for row in range(len(self.num_ready_here))]
 
-    def _num_owed_here(self, number: int) -> int:
-        """How many tasks of this rank have yet to be dispatched before this one."""
+    def _count_unmet(self, number: int) -> int:
+        """Count the prerequisites of a task on this rank that have yet to be dispatched."""
         rank_of = self.shape.rank_of
-        needed = self.shape.prerequisites(self.lanes.task(number))
-        mine = [self.shape.index_of(each) for each in needed if rank_of(each.stage) == self.rank]
-        return sum([self.is_left(each) for each in mine])
+        needed = self.shape.prerequisites(self.index.task(number))
+        local = [self.shape.index_of(each) for each in needed if rank_of(each.stage) == self.rank]
+        return sum([self.is_unfinished(each) for each in local])

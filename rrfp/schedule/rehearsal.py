@@ -12,8 +12,7 @@ from itertools import chain, zip_longest
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints import Hint, kinds_of
-from rrfp.schedule.order import Order
+from rrfp.schedule.hints import Hint, Order, kinds_of
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import ComputeIdle, InputArrived, RunTask, Task, Value, format_task
@@ -75,7 +74,7 @@ def order_of(hint: Hint, shape: Shape) -> Order:
     The hint says whether the backward is split; the kinds of `shape` are ignored. Raises UsageError
     for a shape that the hint does not support.
     """
-    hint = hint.on(shape)
+    hint = hint.for_shape(shape)
     if isinstance(hint, Order):
         return hint
     shape = replace(shape, kinds=kinds_of(hint))
@@ -100,7 +99,7 @@ def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple
     takes as long as the step. Raises UsageError for a shape that the hint does not support, and for
     a binding order that deadlocks or exceeds a bound.
     """
-    hint = policy.hint.on(shape)
+    hint = policy.hint.for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     binds = policy.dispatch is not Dispatch.READY
     order = order_of(hint, shape) if binds or counts_places else None

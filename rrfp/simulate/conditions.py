@@ -9,9 +9,9 @@ from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.engine import StepConditions, Stretch, TaskTimes
 from rrfp.simulate.jitter import Jitter, uniforms
 from rrfp.simulate.time_bounds import Floor, floor
-from rrfp.simulate.world import Stretch, TaskTimes, World
 
 # The admission order of a simulated step, by what its microbatches are known to cost.
 
@@ -98,11 +98,13 @@ def conditions(
     return Conditions(shape, of_step, times, links, jitter, seed, replica)
 
 
-def world_of(met: Conditions, policy: Policy, num_members: int = 1, *, blocking: bool) -> World:
+def world_of(
+    met: Conditions, policy: Policy, num_members: int = 1, *, blocking: bool
+) -> StepConditions:
     """The world of a replica's step, with fresh state, under a policy."""
     costs, links = met.costs, met.links
     binds = policy.dispatch is Dispatch.FIXED
-    return World(
+    return StepConditions(
         met.times,
         transfer=None if links.is_free else links,
         stretch=met.stretch(),

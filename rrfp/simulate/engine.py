@@ -8,21 +8,23 @@ What is simulated without a record goes by the numbers of tasks (`rrfp.schedule.
 asks dispatchers to `decide`, which leaves out what only records tell.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final, Protocol
 
 from rrfp.errors import RrfpError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.dispatcher import Dispatcher, Group
 from rrfp.schedule.policy import Policy
-from rrfp.schedule.punctuality import NEVER
-from rrfp.schedule.ready_tracker import KINDS, NOTHING, Lanes, lanes_of
+from rrfp.schedule.punctuality import NEVER, RISK
+from rrfp.schedule.ready_tracker import KINDS, NO_TASK, TaskIndex, task_index
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import (
     ComputeIdle,
     DecideAhead,
     InputArrived,
+    Kind,
     RunTask,
     Stimulus,
     Task,
@@ -30,7 +32,93 @@ from rrfp.schedule.tasks import (
     Value,
     Waited,
 )
-from rrfp.simulate.world import World
+
+# Everything about a simulated step that dispatchers do not decide: how long tasks and messages
+# take, and what delays them. All times are whole nanoseconds, so that sums are exact and the same
+# on every machine.
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTimes(Value):
+    """Nanoseconds of every task of a step, `[stage][microbatch]`.
+
+    `input_gradient` and `weight_gradient` are the two parts of a backward; a whole one takes their
+    sum.
+    """
+
+    forward: Sequence[Sequence[int]]
+    input_gradient: Sequence[Sequence[int]]
+    weight_gradient: Sequence[Sequence[int]]
+
+    def by_kind(self, *, split: bool) -> dict[Kind, Sequence[Sequence[int]]]:
+        """The times of F, B and W tasks, or of F and whole B ones."""
+        if split:
+            return {
+                Kind.F: self.forward,
+                Kind.B: self.input_gradient,
+                Kind.W: self.weight_gradient,
+            }
+        whole = [
+            [b + w for b, w in zip(*rows, strict=True)]
+            for rows in zip(self.input_gradient, self.weight_gradient, strict=True)
+        ]
+        return {Kind.F: self.forward, Kind.B: whole}
+
+
+class Transfer(Protocol):
+    """How long the message for a task takes from one pipeline rank to another, in ns."""
+
+    def __call__(self, sender: int, receiver: int, task: Task) -> int: ...
+
+
+class Stretch(Protocol):
+    """How long a task really takes, which may depend on what its rank ran before and on when it
+    starts. Called once per task, in the order in which a rank starts them."""
+
+    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int: ...
+
+
+class Lateness(Protocol):
+    """How much later a message reaches this member than its group's first member, in ns."""
+
+    def __call__(self, member: int, task: Task) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepConditions(Value):
+    """Everything about one pipeline's step that dispatchers do not decide."""
+
+    times: TaskTimes
+    transfer: Transfer | None = None
+    """None: messages take no time."""
+    stretch: Stretch | None = None
+    blocking: bool = False
+    """A transfer starts when both ranks are there and blocks both, as in Megatron's own schedules.
+    Otherwise messages travel while ranks compute, one at a time on a directed link, in order."""
+    num_members: int = 1
+    """Ranks that run each pipeline rank's tasks together and must agree (tensor parallelism)."""
+    lateness: Lateness | None = None
+    num_bytes: Sequence[int] = ()
+    """Message sizes by microbatch, for the records; empty: 0."""
+    sizes: ActivationSizes | None = None
+    """What microbatches keep in memory, by stage; None: not known."""
+    budgets: Sequence[int] = ()
+    """Bounds in bytes, by pipeline rank, in the place of the policy's; empty: the policy's."""
+    expected: TaskTimes | None = None
+    """What ranks know of their tasks' times beforehand, if they announce when they will be done;
+    None: only what their earlier tasks took."""
+    launch_ns: int = 0
+    """How long a rank's host takes to launch a task on its device, which decides just in time
+    (`rrfp.schedule.punctuality`). 0: ranks decide when a task has ended."""
+    launch_risk: float = RISK
+    """What a rank risks by waiting with its decision (`JustInTime`)."""
+    agreement_ns: int = 0
+    """The time of a round of agreement. It is hidden if it is over before the task that runs
+    meanwhile; otherwise the group waits."""
+
+
+# The event loop.
+
 
 ENDED: Final = 0
 CAME: Final = 1
@@ -93,7 +181,9 @@ class Step:
     deadlock: str
     """Why a step of this kind gets stuck, and what to do."""
 
-    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+    def __init__(
+        self, shape: Shape, policy: Policy, world: StepConditions, log: Log | None
+    ) -> None:
         self.shape = shape
         self.world = world
         self.log = log
@@ -105,7 +195,7 @@ class Step:
         ]
         """The dispatchers of each rank, its leader's first."""
         self.leaders = [of_rank[0] for of_rank in self.members]
-        self.lanes = [lanes_of(shape, rank) for rank in range(shape.num_ranks)]
+        self.indices = [task_index(shape, rank) for rank in range(shape.num_ranks)]
         # Future events, each packed into one integer: its time, what it is, its rank and member,
         # and the number of its task on that rank.
         self._events: list[int] = []
@@ -121,24 +211,24 @@ class Step:
         self._ends_ns = [0] * shape.num_ranks
         self._busy_ns = [0] * shape.num_ranks
         self._times = world.times.by_kind(split=shape.splits_backward)
-        self._times_ns = [self._times_of(lanes) for lanes in self.lanes]
+        self._times_ns = [self._times_of(index) for index in self.indices]
         # With a log: what each rank decided last.
         self._runs: list[RunTask | None] = [None] * shape.num_ranks
 
     def _dispatcher(self, policy: Policy, rank: int, member: int) -> Dispatcher:
         world, shape = self.world, self.shape
-        sizes: Sizes | None = None
+        sizes: ActivationSizes | None = None
         if world.sizes is not None:
             sizes = world.sizes.of(shape.stages_of(rank))
         group = Group(world.num_members, member == 0) if world.num_members > 1 else None
         budget = world.budgets[rank] if world.budgets else None
         return Dispatcher(shape, rank, policy, group, sizes=sizes, budget=budget)
 
-    def _times_of(self, lanes: Lanes) -> list[int]:
+    def _times_of(self, index: TaskIndex) -> list[int]:
         """The times of a rank's tasks, by number."""
         times = self._times
         times_ns: list[int] = []
-        for kind, stage in zip(lanes.kinds, lanes.stages, strict=True):
+        for kind, stage in zip(index.kinds, index.stages, strict=True):
             times_ns += times[KINDS[kind]][stage]
         return times_ns
 
@@ -168,12 +258,12 @@ class Step:
         )
 
     def decide(self, rank: int, now_ns: int, *, is_idle: bool = True) -> int:
-        """Let a rank decide; the number of the task to run next, or `NOTHING`."""
+        """Let a rank decide; the number of the task to run next, or `NO_TASK`."""
         if self.log is None:
             return self.leaders[rank].decide(now_ns, is_idle=is_idle)
         run = self.handle(rank, 0, now_ns, IDLE if is_idle else AHEAD)
         self._runs[rank] = run
-        return NOTHING if run is None else self.lanes[rank].number(run.task)
+        return NO_TASK if run is None else self.indices[rank].number(run.task)
 
     def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
         """Pass a stimulus to a dispatcher and log what follows; return what it says to run now."""
@@ -191,7 +281,7 @@ class Step:
         """Let every member of a rank run the task that it decided; return when it ends."""
         time_ns = self._times_ns[rank][number]
         if self.world.stretch is not None:
-            task = self.lanes[rank].task(number)
+            task = self.indices[rank].task(number)
             time_ns = self.world.stretch(rank, start_ns, task, time_ns)
         end_ns = start_ns + time_ns
         self._num_left -= 1
@@ -210,9 +300,9 @@ class Step:
         """The input of a task has arrived at a member: the member counts it, and so does its
         leader."""
         if self.log is None:
-            self.leaders[rank].arrived(number, member)
+            self.leaders[rank].input_arrived(number, member)
             return
-        task = self.lanes[rank].task(number)
+        task = self.indices[rank].task(number)
         self.handle(rank, 0, now_ns, InputArrived(task, member))
         if member:
             self.handle(rank, member, now_ns, InputArrived(task))

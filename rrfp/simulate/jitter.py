@@ -16,7 +16,6 @@ from itertools import chain
 from math import factorial
 
 import numpy as np
-import numpy.typing as npt
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
@@ -24,12 +23,13 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
     FACTORS,
     LONGEST_S,
+    Floats,
     Links,
     check_link,
     check_rank,
     parse_ranges,
 )
-from rrfp.simulate.world import Stretch, TaskTimes
+from rrfp.simulate.engine import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 # Random draws that are the same to the bit on every machine.
@@ -40,8 +40,6 @@ from rrfp.trace.records import NS_PER_S
 # IEEE 754 rounds exactly (+ - * / sqrt, comparisons, scaling by powers of two), because the
 # logarithms and exponentials of C libraries differ between machines in their last bit.
 
-
-Floats = npt.NDArray[np.float64]
 
 LARGEST_SIGMA = 3.0
 """Of a lognormal factor. One deviation is a factor of e**3 = 20; more is a typing error."""

@@ -14,15 +14,13 @@ from itertools import accumulate
 from math import sqrt
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.knobs import Bytes, ShareOf1F1B, told_bytes
-from rrfp.schedule.order import Order
-from rrfp.schedule.policy import Dispatch, Policy, filling_limit
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.hints import Order, kinds_of
+from rrfp.schedule.policy import Bytes, Dispatch, Policy, ShareOf1F1B, filling_limit, format_bytes
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.costs.model import Costs
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 
 _TASK_NS = 1000
 
@@ -38,7 +36,7 @@ _NUM_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Unfilled:
+class UnfilledPipeline:
     """A bound that cannot fill the pipeline."""
 
     flag: str
@@ -64,7 +62,7 @@ class Unfilled:
         )
 
 
-def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
+def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:
     """The bound that a user has set as a number, if it cannot fill a pipeline of this shape; None
     for any other policy. Raises UsageError for a hint that does not fit the shape."""
     flag, bound = ("limit", policy.limit) if policy.hold is None else ("hold", policy.hold)
@@ -89,7 +87,9 @@ def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
     price = under_it_ns / best_ns
     if price <= _TOLERANCE:
         return None
-    return Unfilled(flag, bound, shape.num_stages, price, _enough(policy, flag, bound, shape))
+    return UnfilledPipeline(
+        flag, bound, shape.num_stages, price, _enough(policy, flag, bound, shape)
+    )
 
 
 def unbounded(policy: Policy, shape: Shape) -> str | None:
@@ -111,7 +111,7 @@ def unbounded(policy: Policy, shape: Shape) -> str | None:
 
 def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
     """What fills the pipeline, if it is more than this bound."""
-    limit = filling_limit(policy.hint.on(shape), shape)
+    limit = filling_limit(policy.hint.for_shape(shape), shape)
     if limit is None:
         return None
     enough = limit if flag == "limit" else -(-limit // shape.num_chunks)
@@ -145,10 +145,10 @@ def _time_of_1f1b_ns(shape: Shape) -> int:
 
 
 def _time_ns(policy: Policy, shape: Shape) -> int:
-    hint = policy.hint.on(shape)
+    hint = policy.hint.for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     rows = [[_TASK_NS] * shape.num_microbatches] * shape.num_stages
-    world = World(TaskTimes(rows, rows, rows))
+    world = StepConditions(TaskTimes(rows, rows, rows))
     return play(shape, replace(policy, hint=hint, order=None), world).makespan_ns
 
 
@@ -198,9 +198,9 @@ def _check_suffices(
         least = max(least, *(each.least_budget for each in of_ranks))
     if hold.num < least:
         raise UsageError(
-            f"the hold of {told_bytes(hold.num)} ({hold.num} bytes) is below the "
-            f"{told_bytes(least)} that the heaviest microbatches of these steps take on their way "
-            f"through a rank's chunks; set it to {least}B or more"
+            f"the hold of {format_bytes(hold.num)} ({hold.num} bytes) is below the "
+            f"{format_bytes(least)} that the heaviest microbatches of these steps take on "
+            f"their way through a rank's chunks; set it to {least}B or more"
         )
 
 
@@ -220,21 +220,21 @@ def peak_of_1f1b(costs: Costs, shape: Shape, seed: int, replica: int) -> int | N
         )
     if whole is None:
         return None
-    return widest_of_1f1b(whole)
+    return peak_bytes_of_1f1b(whole)
 
 
-def widest_of_1f1b(whole: Sizes) -> int:
+def peak_bytes_of_1f1b(whole: ActivationSizes) -> int:
     """The largest sum that 1F1B keeps at once on any rank; `whole` has a row for each."""
-    num_ranks = len(whole.kept)
+    num_ranks = len(whole.activations)
     # Rank r starts the microbatch num_ranks - r places after the one whose backward it ends.
-    return max(_widest(row, num_ranks - rank) for rank, row in enumerate(whole.kept))
+    return max(_widest(row, num_ranks - rank) for rank, row in enumerate(whole.activations))
 
 
-def by_rank(sizes: Sizes, shape: Shape) -> Sizes:
+def by_rank(sizes: ActivationSizes, shape: Shape) -> ActivationSizes:
     """Sizes of whole ranks, all chunks of a rank added up."""
-    return Sizes(
+    return ActivationSizes(
         [
-            [sum(each) for each in zip(*sizes.of(shape.stages_of(rank)).kept, strict=True)]
+            [sum(each) for each in zip(*sizes.of(shape.stages_of(rank)).activations, strict=True)]
             for rank in range(shape.num_ranks)
         ]
     )

@@ -26,7 +26,7 @@ from operator import add
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.world import TaskTimes, Transfer
+from rrfp.simulate.engine import TaskTimes, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
-from rrfp.schedule.order import Order
+from rrfp.schedule.hints import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.punctuality import NEVER, Durations, JustInTime, Punctuality
-from rrfp.schedule.ready_tracker import KINDS, NO_RANK, NOTHING
+from rrfp.schedule.ready_tracker import KINDS, NO_RANK, NO_TASK
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Announced, Cause, Kind, Task, Waited
 from rrfp.simulate.engine import (
@@ -34,17 +34,18 @@ from rrfp.simulate.engine import (
     Log,
     PipelineRun,
     Step,
+    StepConditions,
+    TaskTimes,
 )
-from rrfp.simulate.world import TaskTimes, World
 
 # Announcements in virtual time: what ranks expect of their tasks, and make of what they hear.
 
 
-class Announcing:
+class AnnouncementModel:
     """The announcements of steps of the same costs. As in the runtime, ranks learn from what came
     how punctual announcements are."""
 
-    def __init__(self, shape: Shape, world: World, heard: Sequence[Punctuality]) -> None:
+    def __init__(self, shape: Shape, world: StepConditions, heard: Sequence[Punctuality]) -> None:
         """`heard` is what each rank makes of announcements."""
         self._shape = shape
         self._known_ns = (
@@ -111,11 +112,13 @@ class _Rank:
 
 class BlockingStep(Step):
     """A step whose ranks meet for every message. Its order must bind, because a receiver must know
-    beforehand which message comes next."""
+    beforehand which message has_remote_input next."""
 
     deadlock = "its order deadlocks over blocking transfers; choose --links async or another hint"
 
-    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+    def __init__(
+        self, shape: Shape, policy: Policy, world: StepConditions, log: Log | None
+    ) -> None:
         if policy.dispatch is not Dispatch.FIXED or policy.order is None:
             raise UsageError(
                 "blocking links need a binding order; add --dispatch fixed or choose --links async"
@@ -167,7 +170,7 @@ class BlockingStep(Step):
             self._exchange(rank, 0, None)
         while (now_ns := self.next_ns()) != NEVER:
             what, rank, _, number = self.take()
-            task = self.lanes[rank].task(number)
+            task = self.indices[rank].task(number)
             if what == ENDED:
                 self._ranks[rank].is_busy = False
                 self._ranks[rank].ended_ns = now_ns
@@ -208,11 +211,11 @@ class BlockingStep(Step):
             if self.log is not None:
                 for member in range(self.world.num_members):
                     self.log.passed(sender, receiver, member, now_ns, end_ns, task)
-            self.push(end_ns, CAME, receiver, 0, self.lanes[receiver].number(task))
+            self.push(end_ns, CAME, receiver, 0, self.indices[receiver].number(task))
 
     def _passed(self, now_ns: int, task: Task) -> None:
         sender, receiver = self._links[task]
-        number = self.lanes[receiver].number(task)
+        number = self.indices[receiver].number(task)
         for member in range(self.world.num_members):
             self.came(receiver, member, now_ns, number)
         for rank in (sender, receiver):
@@ -231,7 +234,7 @@ class BlockingStep(Step):
         if this.open and this.row[this.num_run].kind is not Kind.W:
             return
         number = self.decide(rank, now_ns)
-        assert number != NOTHING, "its input has passed, and its row binds"
+        assert number != NO_TASK, "its input has passed, and its row binds"
         if self.log is not None and now_ns > this.ended_ns:
             cause = Cause.TRANSFER if this.num_run else Cause.WARMUP
             for member in range(self.world.num_members):
@@ -241,16 +244,16 @@ class BlockingStep(Step):
         self.run(rank, now_ns, number)
 
 
-def check_meets(order: Order) -> None:
+def check_blocking_transfers(order: Order) -> None:
     """Raise RrfpError if an order deadlocks over blocking transfers. Durations do not matter: what
     a rank sends and receives after each task follows from its row alone."""
     shape = order.shape
     times = [[1] * shape.num_microbatches] * shape.num_stages
     policy = Policy(order, dispatch=Dispatch.FIXED)
-    BlockingStep(shape, policy, World(TaskTimes(times, times, times)), None).play()
+    BlockingStep(shape, policy, StepConditions(TaskTimes(times, times, times)), None).play()
 
 
-class TravellingStep(Step):
+class AsyncStep(Step):
     """A step whose messages travel while ranks compute."""
 
     deadlock = "its order deadlocks as a binding one; reorder it or choose --dispatch ready"
@@ -259,9 +262,9 @@ class TravellingStep(Step):
         self,
         shape: Shape,
         policy: Policy,
-        world: World,
+        world: StepConditions,
         log: Log | None,
-        announcing: Announcing | None = None,
+        announcing: AnnouncementModel | None = None,
     ) -> None:
         """With `announcing`, ranks tell each other when to expect their output."""
         super().__init__(shape, policy, world, log)
@@ -333,7 +336,7 @@ class TravellingStep(Step):
             number, agreed_ns = self._ahead.pop(rank)
         else:
             number = self.decide(rank, now_ns)
-            if number == NOTHING:
+            if number == NO_TASK:
                 deadline_ns = self.leaders[rank].deadline_ns
                 if deadline_ns != NEVER:
                     self._deadline_ns[rank] = deadline_ns
@@ -359,9 +362,9 @@ class TravellingStep(Step):
 
     def _decide_in_time(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
         """Let a rank decide on its next task while its device runs this one."""
-        lanes, in_time = self.lanes[rank], self._in_time[rank]
-        lane = number // lanes.num_microbatches
-        kind, chunk = KINDS[lanes.kinds[lane]], lanes.chunks[lane]
+        index, in_time = self.indices[rank], self._in_time[rank]
+        row = number // index.num_microbatches
+        kind, chunk = KINDS[index.kinds[row]], index.chunks[row]
         self._began_ns[rank] = start_ns
         in_time.launched(kind, chunk, self._launch_ns + self._agreement_ns)
         due_ns = in_time.due_ns(kind, chunk, start_ns)
@@ -372,10 +375,10 @@ class TravellingStep(Step):
 
     def _ran(self, rank: int, now_ns: int, number: int) -> None:
         """The device of a rank has ended a task."""
-        lanes = self.lanes[rank]
-        lane = number // lanes.num_microbatches
+        index = self.indices[rank]
+        row = number // index.num_microbatches
         taken_ns = now_ns - self._began_ns[rank]
-        self._in_time[rank].ran(KINDS[lanes.kinds[lane]], lanes.chunks[lane], taken_ns)
+        self._in_time[rank].ran(KINDS[index.kinds[row]], index.chunks[row], taken_ns)
 
     def _idle_followers(self, rank: int, now_ns: int) -> None:
         # Without a log there are none.
@@ -384,37 +387,37 @@ class TravellingStep(Step):
 
     def _decide_ahead(self, rank: int, now_ns: int) -> None:
         number = self.decide(rank, now_ns, is_idle=False)
-        if number != NOTHING:
+        if number != NO_TASK:
             agreed_ns = now_ns + self._agreement_ns
             self._ahead[rank] = (number, agreed_ns)
             self._log_round(rank, now_ns, agreed_ns, number)
 
     def _log_round(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
         if self.log is not None and self.world.num_members > 1:
-            self.log.agreed(rank, start_ns, end_ns, self.lanes[rank].task(number))
+            self.log.agreed(rank, start_ns, end_ns, self.indices[rank].task(number))
 
     def _announce(
-        self, announcing: Announcing, rank: int, start_ns: int, end_ns: int, number: int
+        self, announcing: AnnouncementModel, rank: int, start_ns: int, end_ns: int, number: int
     ) -> None:
         """Tell the rank of the task that takes this one's output when to expect it."""
-        lanes = self.lanes[rank]
-        taking_ns = announcing.taking_ns(rank, lanes.task(number), end_ns - start_ns)
-        lane, microbatch = divmod(number, lanes.num_microbatches)
-        to_rank = lanes.to_rank[lane]
-        if to_rank == NO_RANK or taking_ns is None:
+        index = self.indices[rank]
+        taking_ns = announcing.taking_ns(rank, index.task(number), end_ns - start_ns)
+        row, microbatch = divmod(number, index.num_microbatches)
+        output_rank = index.output_rank[row]
+        if output_rank == NO_RANK or taking_ns is None:
             return
-        takes = lanes.to_lane[lane] * lanes.num_microbatches + microbatch
-        receiver = self.lanes[to_rank].task(takes)
+        takes = index.output_row[row] * index.num_microbatches + microbatch
+        receiver = self.indices[output_rank].task(takes)
         transfer = self.world.transfer
-        hop_ns = 0 if transfer is None else transfer(rank, to_rank, receiver)
+        hop_ns = 0 if transfer is None else transfer(rank, output_rank, receiver)
         # It overtakes messages and takes as long as one, so that its hop is the output's, too.
         announcing.announce(receiver, taking_ns)
-        self.push(start_ns + hop_ns, ANNOUNCED, to_rank, 0, takes)
+        self.push(start_ns + hop_ns, ANNOUNCED, output_rank, 0, takes)
 
     def _heard(self, rank: int, now_ns: int, number: int) -> None:
         """An announcement has reached a rank."""
         assert self._announcing is not None
-        announced = self._announcing.heard(rank, self.lanes[rank].task(number), now_ns)
+        announced = self._announcing.heard(rank, self.indices[rank].task(number), now_ns)
         if self.log is None:
             self.leaders[rank].handle(now_ns, announced)
         else:
@@ -423,38 +426,38 @@ class TravellingStep(Step):
     def _came(self, rank: int, member: int, now_ns: int, number: int) -> None:
         """The input of a task has reached a member of its rank."""
         if self._announcing is not None and member == 0:
-            self._announcing.arrived(rank, self.lanes[rank].task(number), now_ns)
+            self._announcing.arrived(rank, self.indices[rank].task(number), now_ns)
         self.came(rank, member, now_ns, number)
         self._ask(rank)
 
     def _send_output(self, rank: int, now_ns: int, number: int) -> None:
         """Deliver a task's output to the rank of the task that takes it."""
-        lanes, world = self.lanes[rank], self.world
-        lane = number // lanes.num_microbatches
-        to_rank = lanes.to_rank[lane]
-        if to_rank == NO_RANK:
+        index, world = self.indices[rank], self.world
+        row = number // index.num_microbatches
+        output_rank = index.output_rank[row]
+        if output_rank == NO_RANK:
             return
-        takes = number + (lanes.to_lane[lane] - lane) * lanes.num_microbatches
+        takes = number + (index.output_row[row] - row) * index.num_microbatches
         start_ns = end_ns = now_ns
         if world.transfer is not None:
-            link = rank, to_rank
+            link = rank, output_rank
             start_ns = max(now_ns, self._free_ns[link])
-            receiver = self.lanes[to_rank].task(takes)
-            end_ns = start_ns + world.transfer(rank, to_rank, receiver)
+            receiver = self.indices[output_rank].task(takes)
+            end_ns = start_ns + world.transfer(rank, output_rank, receiver)
             self._free_ns[link] = end_ns
         for member in range(world.num_members):
             came_ns = end_ns
             if member and world.lateness is not None:
                 # A member's own link stays in order too.
-                end = rank, to_rank, member
-                late_ns = world.lateness(member, self.lanes[to_rank].task(takes))
+                end = rank, output_rank, member
+                late_ns = world.lateness(member, self.indices[output_rank].task(takes))
                 came_ns = max(self._last_came_ns[end], end_ns + late_ns)
                 self._last_came_ns[end] = came_ns
             if self.log is not None:
-                task = self.lanes[to_rank].task(takes)
-                self.log.passed(rank, to_rank, member, start_ns, came_ns, task)
+                task = self.indices[output_rank].task(takes)
+                self.log.passed(rank, output_rank, member, start_ns, came_ns, task)
             if came_ns == now_ns:
                 # It arrives at this instant, before any rank decides, so it needs no event.
-                self._came(to_rank, member, now_ns, takes)
+                self._came(output_rank, member, now_ns, takes)
             else:
-                self.push(came_ns, CAME, to_rank, member, takes)
+                self.push(came_ns, CAME, output_rank, member, takes)

@@ -10,8 +10,7 @@ from rrfp.requirements import install_hint
 from rrfp.runtime.device.cuda_runtime import Gpu, check_cuda, has_bindings
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import TransportName, is_installed
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.admission import Admit, AdmitAcross
 from rrfp.schedule.policy import Dispatch, check_is_for_a_run
 from rrfp.schedule.shape import Placement
 from rrfp.system import check_open_files, num_cores, temporary_directory

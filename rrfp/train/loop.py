@@ -190,37 +190,80 @@ class Trainer:
         return shared[0].item(), shared[1].item()
 
 
-# The metrics of every step, over all ranks: one line of `metrics.jsonl` each.
+# The files of the run that describe its steps.
 
 
-class Metrics:
-    """Gathers each step's numbers from all ranks; rank 0 writes and flushes them."""
+class StepReports:
+    """Writes the steps that have ended: a line of `metrics.jsonl` with figures of all ranks, the
+    policies and the transport in `run.json`, and the orders of their microbatches."""
 
     def __init__(
-        self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool, is_needed: bool
+        self,
+        session: Session,
+        settings: TrainSettings,
+        layout: Layout,
+        info: RankInfo,
+        batches: OrderedBatches,
+        pace: StepPacer | None,
     ) -> None:
-        """Open the file on rank 0. With `is_needed`, the run ends if its directory is removed."""
+        """Open the files on rank 0. Without checkpoints, the run ends if its directory is
+        removed."""
+        self._settings = settings
         self._layout = layout
         self._offset_ns = info.clock_offset_ns
-        self._is_traced = is_traced
-        self._file = ReportFile(path, is_needed=is_needed) if layout.rank == 0 else None
+        self._batches = batches
+        self._pace = None if pace is None or pace.modelled is None else pace
+        run, is_first = session.run, layout.rank == 0
+        is_needed = settings.run.save is None
+        self._metrics = ReportFile(run.metrics, is_needed=is_needed) if is_first else None
+        self._policies = PolicyLog(run.run_json) if is_first else None
+        batches.open_file(run, session.first_step)
+        ranks = range(layout.world_size) if is_first else ()
+        self._transport = TransportLog(default_store(), "train", run, layout.rank, ranks)
 
-    def write(
-        self,
-        step: int,
-        result: StepResult,
-        summary: StepSummary,
-        seconds: float,
-        tally: PaceTally | None,
-        plan: dict[str, object] | None = None,
-        hint: str | None = None,
-        choice: dict[str, object] | None = None,
-    ) -> None:
-        """Write a finished step that took `seconds` in all; every rank calls this. `tally` is this
-        rank's, if tasks have modelled times. `plan` says how the order of entry was chosen, `hint`
-        names the policy, and `choice` says how it was chosen, if it was in this step."""
-        layout = self._layout
-        own_tally = tally or PaceTally()
+    def log_transport(self, report: StepReport) -> None:
+        """Log the planes that carry the tensors; Megatron's own schedule has none."""
+        if report.planes is not None:
+            self._transport.publish(report.planes)
+
+    def write(self, step: int, result: StepResult, report: StepReport, seconds: float) -> None:
+        """Write a finished step that took `seconds` in all; every rank calls this. The next steps
+        are planned under its policy."""
+        plan, policy = self._batches.plan_figures(), report.policy
+        hint, choice = f"{self._settings.hint.name} {self._settings.policy.dispatch}", None
+        if policy is not None:
+            self._batches.follow(policy)
+            if self._policies is not None:
+                self._policies.steered(step, policy.policy.described())
+            hint = describe_choice(policy.policy)
+            choice = None if policy.choice is None else policy.choice.described()
+        ranks = self._gather(report.summary)
+        if self._metrics is not None:
+            line = {
+                "step": step,
+                "loss": result.loss,
+                "heldout_loss": result.heldout_loss,
+                "grad_norm": result.grad_norm,
+                "step_time_s": seconds,
+                "tokens": result.tokens,
+                **self._figures(ranks),
+                "plan": plan,
+                "hint": hint,
+                "choice": choice,
+                "over_pace": None
+                if self._pace is None
+                else {
+                    "tasks": int(ranks[:, 6].sum()),
+                    "of": int(ranks[:, 5].sum()),
+                    "worst_s": float(ranks[:, 7].max()) / NS_PER_S,
+                },
+            }
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._batches.write_step()
+
+    def _gather(self, summary: StepSummary) -> torch.Tensor:
+        """Gather the figures of a step from all ranks, a row each."""
+        tally = PaceTally() if self._pace is None else self._pace.tally
         # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
         own = torch.tensor(
             [
@@ -229,58 +272,46 @@ class Metrics:
                 summary.busy_ns,
                 summary.peak_held,
                 summary.peak_held_bytes or 0,
-                own_tally.num_tasks,
-                own_tally.num_over,
-                own_tally.worst_over_ns,
-                *_bytes_on_gpu(layout.device),
+                tally.num_tasks,
+                tally.num_over,
+                tally.worst_over_ns,
+                *_bytes_on_gpu(self._layout.device),
             ],
             dtype=torch.float64,
         )
-        ranks = [torch.empty_like(own) for _ in range(layout.world_size)]
+        ranks = [torch.empty_like(own) for _ in range(self._layout.world_size)]
         dist.all_gather(ranks, own)
-        if self._file is None:
-            return
-        table = torch.stack(ranks)
-        window_ns = float(table[:, 1].max() - table[:, 0].min())
+        return torch.stack(ranks)
+
+    def _figures(self, ranks: torch.Tensor) -> dict[str, object]:
+        """The figures of a step in a line of `metrics.jsonl`, from those of all ranks."""
+        pp = self._layout.pp
+        window_ns = float(ranks[:, 1].max() - ranks[:, 0].min())
         # Pipeline rank varies slowest in the numbering of ranks.
-        busy = (table[:, 2] / window_ns).reshape(layout.pp, -1)
-        peak_held = table[:, 3].reshape(layout.pp, -1).amax(dim=1)
-        peak_bytes = table[:, 4].reshape(layout.pp, -1).amax(dim=1)
-        on_gpu = table[:, 8:].reshape(layout.pp, -1, 2).amax(dim=1)
-        line = {
-            "step": step,
-            "loss": result.loss,
-            "heldout_loss": result.heldout_loss,
-            "grad_norm": result.grad_norm,
-            "step_time_s": seconds,
-            "tokens": result.tokens,
-            "bubble_fraction": 1.0 - float(busy.mean()) if self._is_traced else None,
+        busy = (ranks[:, 2] / window_ns).reshape(pp, -1)
+        peak_held = ranks[:, 3].reshape(pp, -1).amax(dim=1)
+        peak_bytes = ranks[:, 4].reshape(pp, -1).amax(dim=1)
+        on_gpu = ranks[:, 8:].reshape(pp, -1, 2).amax(dim=1)
+        is_traced = not self._settings.run.no_trace
+        return {
+            "bubble_fraction": 1.0 - float(busy.mean()) if is_traced else None,
             "peak_held": peak_held.tolist(),
             "peak_held_bytes": [int(each) for each in peak_bytes] if peak_bytes.any() else None,
             "allocated_bytes": on_gpu[:, 0].long().tolist() if on_gpu.any() else None,
             "peak_allocated_bytes": on_gpu[:, 1].long().tolist() if on_gpu.any() else None,
             "busy_fraction": busy.mean(dim=1).tolist(),
-            "plan": plan,
-            "hint": hint,
-            "choice": choice,
-            "over_pace": None
-            if tally is None
-            else {
-                "tasks": int(table[:, 6].sum()),
-                "of": int(table[:, 5].sum()),
-                "worst_s": float(table[:, 7].max()) / NS_PER_S,
-            },
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
-    def copy_to(self, path: Path) -> None:
+    def copy_metrics_to(self, path: Path) -> None:
         """Write all lines so far into another file, on rank 0. May raise OSError."""
-        if self._file is not None:
-            self._file.copy_to(path)
+        if self._metrics is not None:
+            self._metrics.copy_to(path)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Write pending lines and close the files."""
+        self._batches.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 def _bytes_on_gpu(device: torch.device) -> tuple[int, int]:
@@ -403,23 +434,16 @@ def _train(
 ) -> None:
     """Set up this rank's training, run its steps, and close all of its files and links."""
     recorder.begin(session.first_step, Doing.SETTING_UP)
-    metrics = Metrics(
-        session.run.metrics,
-        layout,
-        info,
-        is_traced=not settings.run.no_trace,
-        is_needed=settings.run.save is None,
-    )
     pace = pace_of(settings, layout)
     data = open_data(settings)
     batches = OrderedBatches(settings, layout, data, recorder.record, pace)
+    reports = StepReports(session, settings, layout, info, batches, pace)
     schedule = schedule_of(settings, layout.pp_rank, batches.record, pace=pace)
     schedule.start_at(session.first_step)
     model = build_model(settings, layout, data)
     trainer = Trainer(settings, layout, model, batches, schedule, recorder.record, pace=pace)
-    reports = _StepReports(session, settings, layout, batches, metrics, pace)
     evaluation = evaluation_of(settings, layout, model, data.heldout)
-    checkpoints = checkpoints_of(session, settings, layout, model, metrics)
+    checkpoints = checkpoints_of(session, settings, layout, model, reports)
     for step in range(session.first_step, settings.num_steps):
         enter(f"in step {step}")
         start_s = time.monotonic()
@@ -454,53 +478,7 @@ def _train(
     if evaluation is not None:
         evaluation.close()
     schedule.close()
-    batches.close()
-    metrics.close()
-
-
-class _StepReports:
-    """Writes the steps that have ended to the files of the run."""
-
-    def __init__(
-        self,
-        session: Session,
-        settings: TrainSettings,
-        layout: Layout,
-        batches: OrderedBatches,
-        metrics: Metrics,
-        pace: StepPacer | None,
-    ) -> None:
-        self._settings = settings
-        self._batches = batches
-        self._metrics = metrics
-        self._pace = pace
-        run = session.run
-        batches.open_file(run, session.first_step)
-        ranks = range(layout.world_size) if layout.rank == 0 else ()
-        self._transport = TransportLog(default_store(), "train", run, layout.rank, ranks)
-        self._policies = PolicyLog(run.run_json) if layout.rank == 0 else None
-
-    def log_transport(self, report: StepReport) -> None:
-        """Log the planes that carry the tensors; Megatron's own schedule has none."""
-        if report.planes is not None:
-            self._transport.publish(report.planes)
-
-    def write(self, step: int, result: StepResult, report: StepReport, seconds: float) -> None:
-        """Write a finished step that took `seconds` in all; every rank calls this. The next steps
-        are planned under its policy."""
-        settings, policy = self._settings, report.policy
-        hint, choice = f"{settings.hint.name} {settings.policy.dispatch}", None
-        if policy is not None:
-            self._batches.follow(policy)
-            if self._policies is not None:
-                self._policies.steered(step, policy.policy.described())
-            hint = describe_choice(policy.policy)
-            choice = None if policy.choice is None else policy.choice.described()
-        pace = self._pace
-        tally = None if pace is None or pace.modelled is None else pace.tally
-        plan = self._batches.plan_figures()
-        self._metrics.write(step, result, report.summary, seconds, tally, plan, hint, choice)
-        self._batches.write_step()
+    reports.close()
 
 
 def checkpoints_of(
@@ -508,7 +486,7 @@ def checkpoints_of(
     settings: TrainSettings,
     layout: Layout,
     model: ModelChunks,
-    metrics: Metrics,
+    reports: StepReports,
 ) -> "RunCheckpoints | None":
     """Open the checkpoints of a run, or return None if it saves none. The model of a resumed run is
     loaded."""
@@ -517,7 +495,7 @@ def checkpoints_of(
     # Imported late: Megatron's checkpoints are slow to import.
     from rrfp.train.checkpoints.saving import RunCheckpoints
 
-    return RunCheckpoints(session, settings, layout, model, metrics.copy_to)
+    return RunCheckpoints(session, settings, layout, model, reports.copy_metrics_to)
 
 
 def evaluation_of(

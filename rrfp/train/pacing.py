@@ -14,22 +14,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.inputs import resolve_admission, resolve_balancing
 from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.runtime.pace import Sleep, reduce_timer_slack, sleep_until
-from rrfp.schedule.admission import Admission
-from rrfp.schedule.balance import AdmitAcross, ListedDealings
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.admission import Admission, AdmitAcross, ListedAssignments
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.knobs import Auto
+from rrfp.schedule.policy import Auto
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.conditions import Conditions, conditions
-from rrfp.simulate.costs.language_models import check_divided
+from rrfp.simulate.costs.layer_costs import check_divided
 from rrfp.simulate.costs.model import Costs, Links
+from rrfp.simulate.engine import Stretch, TaskTimes
 from rrfp.simulate.jitter import Jitter, parse_jitter
-from rrfp.simulate.world import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class StepPacer:
         if self.modelled is not None:
             self._prepared = step, self.modelled.conditions(step, self.modelled.shape)
 
-    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+    def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
         """Return the bytes that the step's microbatches keep on this rank's chunks; None if the
         costs do not give them."""
         if self.modelled is None:
@@ -243,17 +242,17 @@ def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
 
 def _balanced(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
     """The costs with the global batch balanced over the replicas, if the settings ask for it."""
-    across = resolve_dealing(settings.step.admit_across)
+    across = resolve_balancing(settings.step.admit_across)
     if costs is None or across is AdmitAcross.NONE:
         return costs
-    listed = across if isinstance(across, ListedDealings) else None
+    listed = across if isinstance(across, ListedAssignments) else None
     return BalancedCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:
     """The shape of a step, with the kinds of its hint."""
     shape = settings.shape
-    return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
+    return replace(shape, kinds=kinds_of(settings.hint.for_shape(shape)))
 
 
 def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:

@@ -6,10 +6,17 @@ from dataclasses import dataclass
 from rrfp.errors import UsageError
 from rrfp.replay.cost_sources import RecordedCosts, resolve_costs
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.cut_files import Cut, Given, layered_of
-from rrfp.simulate.costs.language_models import FlopCosts, check_divided
-from rrfp.simulate.costs.layer_costs import CutCosts, Layered, check_split, even_cut
-from rrfp.simulate.costs.model import Costs, Uneven
+from rrfp.simulate.costs.language_models import FlopCosts
+from rrfp.simulate.costs.layer_costs import (
+    Cut,
+    CutCosts,
+    Given,
+    check_divided,
+    check_split,
+    even_cut,
+    layered_of,
+)
+from rrfp.simulate.costs.model import Costs, Layered, Uneven
 from rrfp.simulate.jitter import Jitter
 from rrfp.tune.source import Source
 

@@ -11,12 +11,10 @@ from rrfp.replay.cost_sources import RecordedCosts
 from rrfp.replay.measured import MeasuredStep, measure
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Auto, ShareOf1F1B
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Auto, Dispatch, Policy, ShareOf1F1B
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.cut_files import layered_of
-from rrfp.simulate.costs.layer_costs import CutCosts, StageLayers
+from rrfp.simulate.costs.layer_costs import CutCosts, StageLayers, layered_of
 from rrfp.simulate.costs.model import Uneven
 from rrfp.trace.records import NS_PER_S, Recording
 from rrfp.tune.from_costs import CHUNK_LAYOUTS, MOST_FORWARDS, by_stage

@@ -16,9 +16,8 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.planning.trials import Setting, Trial, run_settings
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import Bytes, Hold, told_bytes
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Bytes, Dispatch, Hold, Policy, format_bytes
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.model import Costs
@@ -643,7 +642,7 @@ def _memory_refusal(space: Space, evaluator: Evaluator, seeds: Sequence[int]) ->
     }
     least = min(evaluator.least_bytes(each, seeds) for each in distinct.values())
     return UsageError(
-        f"the memory of {told_bytes(memory.num)} ({memory.num} bytes) is below the "
-        f"{told_bytes(least)} that the heaviest microbatches of these steps take on their way "
+        f"the memory of {format_bytes(memory.num)} ({memory.num} bytes) is below the "
+        f"{format_bytes(least)} that the heaviest microbatches of these steps take on their way "
         f"through any rank; set it to {least}B or more"
     )

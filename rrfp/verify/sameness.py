@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.hints import Order, OrderFile, format_order
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.order import Order, OrderFile, format_order
 from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.trace.run_dir import RunDir
@@ -200,7 +200,7 @@ def _is_valid(layout: str, variant: Variant) -> bool:
     try:
         settings = layout_settings(layout, variant.settings)
         check_settings(settings)
-        settings.hint.on(settings.shape)
+        settings.hint.for_shape(settings.shape)
     except UsageError:
         return False
     return True

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from rrfp.replay.bottlenecks import BACKGROUND, Culprit, CulpritKind, culprits
+from rrfp.replay.bottlenecks import BACKGROUND, Bottleneck, BottleneckKind, find_bottlenecks
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.trace.records import Recording, step_windows
 from tests.analyze.simulated_runs import policy_of, simulated_run
 
@@ -50,27 +50,27 @@ def run_of(
         return round(message_ns * (slow_link[1] if slow_link and is_slow else 1))
 
     worlds = [
-        World(TaskTimes(*(rows(replica, ns) for ns in (F_NS, B_NS, W_NS))), transfer)
+        StepConditions(TaskTimes(*(rows(replica, ns) for ns in (F_NS, B_NS, W_NS))), transfer)
         for replica in range(replicas)
     ]
     return simulated_run(policy, shape, worlds, num_steps=3)
 
 
-def first(recording: Recording) -> tuple[Culprit, RecordedRun]:
+def first(recording: Recording) -> tuple[Bottleneck, RecordedRun]:
     run = read_run(recording)
-    return culprits(run, measure(run))[0], run
+    return find_bottlenecks(run, measure(run))[0], run
 
 
-def found_in(recording: Recording) -> list[Culprit]:
+def found_in(recording: Recording) -> list[Bottleneck]:
     run = read_run(recording)
-    return culprits(run, measure(run))
+    return find_bottlenecks(run, measure(run))
 
 
 @dataclass(frozen=True)
 class Planted:
     """A run, and what is wrong with it."""
 
-    kind: CulpritKind
+    kind: BottleneckKind
     shape: Shape
     factor: Factor
     places: Sequence[object] = ()
@@ -102,7 +102,7 @@ class Planted:
         with_it, without = (
             float(_step_ns(self.recording(is_planted=planted))) for planted in (True, False)
         )
-        if self.kind in (CulpritKind.UNEVEN_LAYERS, CulpritKind.UNEVEN_MICROBATCHES):
+        if self.kind in (BottleneckKind.UNEVEN_LAYERS, BottleneckKind.UNEVEN_MICROBATCHES):
             without *= fmean(
                 self.factor(0, stage, microbatch)
                 for stage in range(self.shape.num_stages)
@@ -115,8 +115,8 @@ class Planted:
         found = next(iter(found_in(recording)), None)
         if found is None:
             return False
-        if self.kind is CulpritKind.UNEVEN_LAYERS:
-            kinds = CulpritKind.UNEVEN_LAYERS, CulpritKind.SLOW_STAGE
+        if self.kind is BottleneckKind.UNEVEN_LAYERS:
+            kinds = BottleneckKind.UNEVEN_LAYERS, BottleneckKind.SLOW_STAGE
             return found.kind in kinds and found.pp_rank in self.places
         if found.kind is not self.kind:
             return False
@@ -144,10 +144,14 @@ def clean(seed: int) -> Recording:
     return replace(drawn, scatter=min(drawn.scatter, 0.05)).recording(is_planted=False)
 
 
-def alarms(recording: Recording) -> list[Culprit]:
+def alarms(recording: Recording) -> list[Bottleneck]:
     """What is found, except what lies in the nature of a pipeline, and what tasks that scatter
     leave to stages and microbatches."""
-    by_chance = CulpritKind.SLOW_STAGE, CulpritKind.UNEVEN_LAYERS, CulpritKind.UNEVEN_MICROBATCHES
+    by_chance = (
+        BottleneckKind.SLOW_STAGE,
+        BottleneckKind.UNEVEN_LAYERS,
+        BottleneckKind.UNEVEN_MICROBATCHES,
+    )
     return [
         each
         for each in found_in(recording)
@@ -165,7 +169,7 @@ def _draw(rng: random.Random) -> Planted:
     sender = rng.randrange(num_ranks - 1)
     link = rng.choice([(sender, sender + 1), (sender + 1, sender)])
     even = Planted(
-        CulpritKind.BOUND,
+        BottleneckKind.BOUND,
         shape,
         lambda *_: 1,
         hint=rng.choice(["bf", "bfw", "1f1b"]),
@@ -176,21 +180,21 @@ def _draw(rng: random.Random) -> Planted:
     def slow(is_hit: Callable[[int, int, int], bool]) -> Factor:
         return lambda *place: times if is_hit(*place) else 1
 
-    kind = rng.choice([kind for kind in CulpritKind if kind not in BACKGROUND])
+    kind = rng.choice([kind for kind in BottleneckKind if kind not in BACKGROUND])
     match kind:
-        case CulpritKind.SLOW_STAGE:
+        case BottleneckKind.SLOW_STAGE:
             hit = slow(lambda _, s, __: s == stage)
             return replace(even, kind=kind, factor=hit, places=[stage], replicas=rng.choice([1, 3]))
-        case CulpritKind.SLOW_RANK:
+        case BottleneckKind.SLOW_RANK:
             hit = slow(lambda r, s, _: (r, s) == (replica, stage))
             return replace(even, kind=kind, factor=hit, places=[(replica, stage)], replicas=3)
-        case CulpritKind.REPLICA:
+        case BottleneckKind.REPLICA:
             hit = slow(lambda r, *_: r == replica)
             return replace(even, kind=kind, factor=hit, places=[replica], replicas=3)
-        case CulpritKind.UNEVEN_LAYERS:
+        case BottleneckKind.UNEVEN_LAYERS:
             most = [each for each in range(num_ranks) if layers[each] == max(layers)]
             return replace(even, kind=kind, factor=lambda _, s, __: layers[s], places=most)
-        case CulpritKind.SLOW_LINK if num_ranks > 2:
+        case BottleneckKind.SLOW_LINK if num_ranks > 2:
             return replace(
                 even,
                 kind=kind,
@@ -198,9 +202,9 @@ def _draw(rng: random.Random) -> Planted:
                 slow_link=(link, times),
                 message_ns=rng.choice([3_000, 10_000]),
             )
-        case CulpritKind.UNEVEN_MICROBATCHES:
+        case BottleneckKind.UNEVEN_MICROBATCHES:
             return replace(even, kind=kind, factor=slow(lambda _, __, m: m in heavy))
-        case CulpritKind.ORDER:
+        case BottleneckKind.ORDER:
             return replace(
                 even,
                 kind=kind,

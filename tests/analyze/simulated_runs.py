@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.schedule.hints import Hint, kinds_of
-from rrfp.schedule.knobs import described_hold
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Dispatch, Policy, hold_as_json
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import StepConditions, TaskTimes
+from rrfp.simulate.step import new_recording, simulate_step
 from rrfp.trace.records import RankRecords, Recording, evaluation_step
 from tests.properties.cases import Case
 
@@ -58,7 +56,7 @@ def random_times(rng: random.Random, shape: Shape) -> TaskTimes:
 def simulated_run(
     policy: Policy,
     shape: Shape,
-    worlds: Sequence[World],
+    worlds: Sequence[StepConditions],
     *,
     num_steps: int = 1,
     links: str = "async",
@@ -70,7 +68,7 @@ def simulated_run(
         "dispatch": str(policy.dispatch),
         "links": links,
         "limit": policy.limit,
-        "hold": described_hold(policy.hold),
+        "hold": hold_as_json(policy.hold),
         "w": str(policy.w),
         "agreement": str(policy.agreement),
     }
@@ -86,7 +84,7 @@ def simulated_run(
 
 def policy_of(hint: str, shape: Shape, **bounds: int | Dispatch) -> tuple[Policy, Shape]:
     """A policy, and the shape split as its hint says."""
-    named = hint_named(hint).on(shape)
+    named = hint_named(hint).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(named))
     return Policy(named, order_of(named, shape), **bounds), shape  # type: ignore[arg-type]
 
@@ -103,14 +101,14 @@ def simulated(
 ) -> Recording:
     """A run whose tasks take 10 ns each unless other times are given. A step without backward keeps
     its kinds, another one gets those of the hint."""
-    chosen = hint_named(hint).on(shape) if isinstance(hint, str) else hint
+    chosen = hint_named(hint).for_shape(shape) if isinstance(hint, str) else hint
     order = order_of(chosen, shape)
     if shape.kinds == FORWARD_ONLY:
         order = order.forwards()
     else:
         shape = replace(shape, kinds=kinds_of(chosen))
     policy = Policy(chosen, order, dispatch, limit)
-    met = World(times or equal_times(shape, 10, 10, 10), **world)
+    met = StepConditions(times or equal_times(shape, 10, 10, 10), **world)
     recording = new_recording(shape, met.num_members, 1, {"world": shape.num_ranks})
     for step in range(num_steps):
         simulate_step(shape, policy, [met], recording=recording, step=step)
@@ -120,7 +118,7 @@ def simulated(
 def simulated_loop(calls: str, shape: Shape, *, told: bool = True) -> Recording:
     """A run of 1F1B whose loop trains (T) and evaluates (E) in that sequence. Not `told`: all its
     steps are numbered as one, as earlier versions did."""
-    order = order_of(hint_named("1f1b").on(shape), shape)
+    order = order_of(hint_named("1f1b").for_shape(shape), shape)
     forwards = replace(shape, kinds=FORWARD_ONLY)
     settings = {"simulated": True, "settings": {"hint": "1f1b", "dispatch": "ready"}}
     recording = new_recording(shape, 1, 1, {"world": shape.num_ranks, **settings})
@@ -129,7 +127,7 @@ def simulated_loop(calls: str, shape: Shape, *, told: bool = True) -> Recording:
         trains = sort == "T"
         own, own_order = (shape, order) if trains else (forwards, order.forwards())
         # Later calls take longer: none is like another.
-        world = World(equal_times(own, 10 + call, 20, 10))
+        world = StepConditions(equal_times(own, 10 + call, 20, 10))
         policy = Policy(own_order, own_order, Dispatch.READY, None)
         simulate_step(own, policy, [world], recording=recording, step=call)
         number = calls[:call].count(sort)
@@ -157,7 +155,7 @@ def simulated_case(case: Case, times: TaskTimes, **world: Any) -> Recording:
     """A random case, its hint's order given."""
     policy = case.policy(case.order)
     recording = new_recording(case.shape, case.num_members, 1, {})
-    met = World(times, num_members=case.num_members, **world)
+    met = StepConditions(times, num_members=case.num_members, **world)
     simulate_step(case.shape, policy, [met], recording=recording)
     return recording
 

@@ -16,9 +16,8 @@ import pytest
 
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import TaskTimes, Transfer, World
+from rrfp.simulate.engine import StepConditions, TaskTimes, Transfer
+from rrfp.simulate.step import new_recording, simulate_step
 from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import SpillWriter, row_of
@@ -109,7 +108,7 @@ def record(setting: Setting, num_steps: int) -> Recording:
     cold = [[rng.uniform(1.2, 5) for _ in range(shape.num_stages)] for _ in range(setting.replicas)]
     for step in range(num_steps):
         worlds = [
-            World(
+            StepConditions(
                 _times(setting, step, replica, cold[replica], rng),
                 _transfer(setting, step, rng.randrange(2**30)),
                 num_members=setting.members,

@@ -12,7 +12,7 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.interchange.formats import import_run
-from rrfp.replay.bottlenecks import culprits
+from rrfp.replay.bottlenecks import find_bottlenecks
 from rrfp.replay.change import Change, replay
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import RecordedRun, read_run
@@ -20,7 +20,7 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.named_hints import HINTS, ORDERS
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import Recording
@@ -57,7 +57,7 @@ def all_changes(run: RecordedRun) -> Iterator[Change]:
         yield Change(hint, unbound=True)
     for order in ORDERS.values():
         if order.fits(shape):
-            yield from (Change(order.on(shape), dispatch) for dispatch in RUNNABLE)
+            yield from (Change(order.for_shape(shape), dispatch) for dispatch in RUNNABLE)
     limit, hold = run.policy.limit, run.policy.hold
     yield Change(unbound=True)
     for times in (2, 4):
@@ -87,7 +87,7 @@ def check_first_finding(recording: Recording, steps: range | None = None) -> Non
             for step, before_ns in zip(measured, own_ns, strict=True)
         )
     best = max(savings, key=lambda name: savings[name])
-    first = next(iter(culprits(run, measured)), None)
+    first = next(iter(find_bottlenecks(run, measured)), None)
     found = 0.0 if first is None else first.weight
     assert savings[best] < BY_CHANCE or found >= savings[best] / 2, (
         best,
@@ -147,7 +147,7 @@ def test_of_runs_whose_links_and_tasks_differ_at_random(
             for sender in range(shape.num_ranks)
             for to in shape.neighbours(sender)
         }
-        world = World(
+        world = StepConditions(
             random_times(rng, shape),
             lambda sender, to, _, took_ns=took_ns: took_ns[sender, to],
             blocking=links == "blocking",

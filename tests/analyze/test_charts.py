@@ -24,7 +24,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.policy import PAPER_LIMIT
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import Recording
 from tests.analyze.simulated_runs import (
@@ -108,7 +108,7 @@ def test_the_bars_of_a_rank_are_its_bubble() -> None:
 
 def test_the_structural_part_is_marked_where_it_is_known() -> None:
     policy, shape = policy_of("bf", Shape(3, 4))
-    recording = simulated_run(policy, shape, [World(equal_times(shape, 10, 10, 10))])
+    recording = simulated_run(policy, shape, [StepConditions(equal_times(shape, 10, 10, 10))])
     frames = frames_of(recording)
     spec = spec_of(draw(ChartKind.BUBBLES, frames))
     marks = rows(spec, "row", "structural")
@@ -201,7 +201,7 @@ def test_curves_end_with_all_tasks_and_never_cross() -> None:
 
 def test_the_ceiling_of_a_limit_is_drawn_where_the_run_had_one() -> None:
     policy, shape = policy_of("bf", Shape(2, 6), limit=2)
-    frames = frames_of(simulated_run(policy, shape, [World(equal_times(shape, 9, 5, 5))]))
+    frames = frames_of(simulated_run(policy, shape, [StepConditions(equal_times(shape, 9, 5, 5))]))
     assert "the limit of 2" in json.dumps(spec_of(progress(frames)))
     assert "dashed" not in json.dumps(spec_of(progress(plain())))
 

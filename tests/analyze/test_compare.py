@@ -25,10 +25,9 @@ from rrfp.errors import RrfpError
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
+from rrfp.simulate.engine import StepConditions
 from rrfp.simulate.jitter import uniforms
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import World
+from rrfp.simulate.step import new_recording, simulate_step
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from tests.analyze.simulated_runs import equal_times, policy_of, simulated_run
@@ -41,7 +40,7 @@ def run_of(task_ns: tuple[int, ...], transfer_ns: int = 0) -> Recording:
     """A step for each time of its tasks."""
     recording = new_recording(SHAPE, 1, 1, {"world": 2})
     for step, each in enumerate(task_ns):
-        world = World(equal_times(SHAPE, each, 0, 0), transfer=lambda *_: transfer_ns)
+        world = StepConditions(equal_times(SHAPE, each, 0, 0), transfer=lambda *_: transfer_ns)
         simulate_step(SHAPE, Policy(HINTS["bf"]), [world], recording=recording, step=step)
     return recording
 
@@ -187,7 +186,7 @@ def test_the_frame_has_a_row_for_each_figure() -> None:
 
 def run_at(shape: Shape, task: int = 10, **settings: Any) -> Recording:
     policy, shape = policy_of("bf", shape)
-    world = World(equal_times(shape, task, 8, 7), transfer=lambda *_: 3)
+    world = StepConditions(equal_times(shape, task, 8, 7), transfer=lambda *_: 3)
     recording = simulated_run(policy, shape, [world], num_steps=3)
     recording.settings["settings"].update(settings)  # type: ignore[attr-defined]
     return recording

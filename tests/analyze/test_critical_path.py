@@ -18,7 +18,7 @@ from rrfp.errors import RrfpError
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import Slice, encode_track
 from rrfp.trace.records import Recording, step_windows
@@ -101,7 +101,7 @@ def test_so_they_are_in_recorded_runs(flags: str, tmp_path: Path) -> None:
 def test_where_transfers_take_no_time_the_path_is_work(hint: str, whole: Shape, seed: int) -> None:
     """Whoever waits, waits for somebody's task: the rank that came last to a meeting."""
     policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
-    world = World(random_times(random.Random(seed), shape), blocking=True)
+    world = StepConditions(random_times(random.Random(seed), shape), blocking=True)
     recording = simulated_run(policy, shape, [world], links="blocking")
     path = critical_path(frames_of(recording), 0)
     assert {segment.kind for segment in path.segments} <= set(Kind)
@@ -120,7 +120,9 @@ def test_what_transfers_take_is_theirs(hint: str, whole: Shape, seed: int) -> No
         for rank in range(shape.num_ranks)
         for step in (-1, 1, 1 - shape.num_ranks, shape.num_ranks - 1)
     }
-    world = World(times, lambda sender, receiver, _: took_ns[sender, receiver], blocking=True)
+    world = StepConditions(
+        times, lambda sender, receiver, _: took_ns[sender, receiver], blocking=True
+    )
     recording = simulated_run(policy, shape, [world], links="blocking")
     path = critical_path(frames_of(recording), 0)
     for segment in path.segments:
@@ -134,7 +136,9 @@ def test_what_transfers_take_is_theirs(hint: str, whole: Shape, seed: int) -> No
 def test_where_transfers_block_work_is_queued_at_its_sender() -> None:
     policy, shape = policy_of("gpipe", Shape(2, 3), dispatch=Dispatch.FIXED)
     times = TaskTimes([[10] * 3, [30] * 3], [[10] * 3] * 2, [[0] * 3] * 2)
-    recording = simulated_run(policy, shape, [World(times, blocking=True)], links="blocking")
+    recording = simulated_run(
+        policy, shape, [StepConditions(times, blocking=True)], links="blocking"
+    )
     messages = timed_messages(frames_of(recording)).sort("microbatch")
     forwards = messages.filter(direction="forward")
     # The second stage is there before the first message, and later than the others.
@@ -234,7 +238,7 @@ def test_a_run_without_steps_has_no_track() -> None:
 
 def test_of_replicas_the_one_on_the_path_is_named() -> None:
     policy, shape = policy_of("bf", Shape(2, 3))
-    worlds = [World(equal_times(shape, f, 8, 7), transfer=lambda *_: 2) for f in (10, 40)]
+    worlds = [StepConditions(equal_times(shape, f, 8, 7), transfer=lambda *_: 2) for f in (10, 40)]
     frames = frames_of(simulated_run(policy, shape, worlds))
     segments = critical_path(frames, 0).segments
     assert replica_of(frames, 0, segments) == 1

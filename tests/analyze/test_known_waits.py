@@ -25,12 +25,12 @@ from rrfp.analyze.frames import Frames, frames_of
 from rrfp.analyze.misalignment import misalignment
 from rrfp.replay.change import Change
 from rrfp.replay.whatif import what_if
-from rrfp.schedule.order import Order, parse_order
+from rrfp.schedule.hints import Order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Cause, Kind, Task
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import (
     NS_PER_S,
@@ -77,7 +77,7 @@ def sizes(draw: st.DrawFn, last: int = 0) -> Size:
     return Size(num_ranks, draw(st.integers(3, 9)), draw(st.integers(0, num_ranks - 1 - last)))
 
 
-def gpipe(size: Size, world: World, num_steps: int = 1) -> Recording:
+def gpipe(size: Size, world: StepConditions, num_steps: int = 1) -> Recording:
     policy, shape = policy_of("gpipe", size.shape, dispatch=Dispatch.FIXED)
     return simulated_run(policy, shape, [world], num_steps=num_steps)
 
@@ -151,7 +151,7 @@ def lacks_forward(size: Size, rank: int) -> Cause:
 def slow_stage(size: Size, slower: int, num_steps: int = 1) -> Recording:
     slow = size.odd_one
     times = times_of(size, {slow: F_NS * slower}, {slow: B_NS * slower})
-    return gpipe(size, World(times), num_steps)
+    return gpipe(size, StepConditions(times), num_steps)
 
 
 def slow_window_ns(size: Size, slower: int) -> int:
@@ -242,7 +242,7 @@ def test_without_the_slow_stage_the_step_is_that_of_an_even_pipeline(
 
 def test_a_stage_that_became_slow_moves_work_and_the_waits_for_it() -> None:
     size = Size(4, 6, 2)
-    even = gpipe(size, World(times_of(size, {}, {})), num_steps=3)
+    even = gpipe(size, StepConditions(times_of(size, {}, {})), num_steps=3)
     comparison = compared(even, slow_stage(size, 2, num_steps=3))
     ratio = comparison.step_time_ratio
     assert ratio.low == ratio.median == ratio.high
@@ -279,7 +279,7 @@ def slow_link(size: Size, transfer_ns: int) -> Recording:
     def transfer(sender: int, receiver: int, task: Task) -> int:
         return transfer_ns if (sender, receiver) == (size.odd_one, size.odd_one + 1) else 0
 
-    return gpipe(size, World(times_of(size, {}, {}), transfer))
+    return gpipe(size, StepConditions(times_of(size, {}, {}), transfer))
 
 
 TRANSFERS = st.integers(2, 5).map(lambda factor: factor * F_NS)
@@ -350,7 +350,7 @@ def test_a_slow_link_is_named(size: Size, transfer_ns: int) -> None:
 def test_a_limit_of_one_runs_one_microbatch_after_the_other(size: Size) -> None:
     num_ranks, num_microbatches = size.num_ranks, size.num_microbatches
     policy, shape = policy_of("bf", size.shape, limit=1)
-    recording = simulated_run(policy, shape, [World(equal_times(shape, F_NS, B_NS, 0))])
+    recording = simulated_run(policy, shape, [StepConditions(equal_times(shape, F_NS, B_NS, 0))])
     both_ns = F_NS + B_NS
     window_ns, idle_ns = window_and_idle(recording)
     assert window_ns == num_microbatches * num_ranks * both_ns
@@ -404,7 +404,7 @@ def out_of_turn(num_microbatches: int) -> Order:
 @given(num_microbatches=st.integers(3, 12))
 def test_an_order_that_forbids_ready_work_is_named(num_microbatches: int) -> None:
     order = out_of_turn(num_microbatches)
-    world = World(equal_times(order.shape, F_NS, B_NS, 0))
+    world = StepConditions(equal_times(order.shape, F_NS, B_NS, 0))
     recording = simulated_run(Policy(order, order, Dispatch.FIXED), order.shape, [world])
     # Rank 1 ends F0 at 2 f, and waits for the last forward, which rank 0 ends at M f. The others
     # are there; it runs them, then all backwards, and rank 0 ends one behind it.
@@ -434,7 +434,7 @@ def test_an_order_that_forbids_ready_work_is_named(num_microbatches: int) -> Non
 @given(num_microbatches=st.integers(3, 12))
 def test_how_far_readiness_departs_from_that_order(num_microbatches: int) -> None:
     order = out_of_turn(num_microbatches)
-    world = World(equal_times(order.shape, F_NS, B_NS, 0))
+    world = StepConditions(equal_times(order.shape, F_NS, B_NS, 0))
     policy = Policy(order, order_of(order, order.shape))
     first, second = deviations(frames_of(simulated_run(policy, order.shape, [world]))).to_dicts()
     assert first["deviating_fraction"] == 0
@@ -458,7 +458,7 @@ def skewed(num_microbatches: int, skew_ns: int, num_steps: int = 1) -> Recording
     def lateness(member: int, task: Task) -> int:
         return skew_ns if task.kind is Kind.F else 0
 
-    world = World(times_of(size, {0: 3 * F_NS}, {}), num_members=2, lateness=lateness)
+    world = StepConditions(times_of(size, {0: 3 * F_NS}, {}), num_members=2, lateness=lateness)
     return gpipe(size, world, num_steps)
 
 
@@ -627,7 +627,7 @@ def test_a_rank_that_enters_late() -> None:
 
 def test_replicas_that_sum_their_gradients() -> None:
     policy, shape = policy_of("bf", SHAPE)
-    recording = simulated_run(policy, shape, [World(TIMES), World(TIMES)])
+    recording = simulated_run(policy, shape, [StepConditions(TIMES), StepConditions(TIMES)])
     assert sum(
         ns
         for owner, ns in blame(frames_of(recording)).owners_ns.items()
@@ -658,7 +658,7 @@ def test_a_run_of_megatrons_own_schedule_names_its_transfers() -> None:
 
 def test_a_slow_stage_of_a_run_without_messages_is_found_by_its_work() -> None:
     policy, shape = policy_of("1f1b", SHAPE, dispatch=Dispatch.FIXED)
-    worlds = [World(slowed(2, 3), blocking=True)]
+    worlds = [StepConditions(slowed(2, 3), blocking=True)]
     recording = simulated_run(policy, shape, worlds, links="blocking")
     for records in recording.ranks:
         records.sends.clear()
@@ -684,7 +684,7 @@ def test_every_nanosecond_has_an_owner(case: Case, seed: int) -> None:
 
 def test_the_advice_on_a_limit_says_the_next_one_to_try() -> None:
     policy, shape = policy_of("bf", SHAPE, limit=1)
-    frames = frames_of(simulated_run(policy, shape, [World(TIMES)]))
+    frames = frames_of(simulated_run(policy, shape, [StepConditions(TIMES)]))
     assert "Try --limit 2," in shares(frames, blame(frames))[0].advice
 
 

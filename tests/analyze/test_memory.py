@@ -27,22 +27,21 @@ from rrfp.analyze.report import report
 from rrfp.analyze.whatif import whatif_table
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.bottlenecks import CulpritKind
+from rrfp.replay.bottlenecks import BottleneckKind
 from rrfp.replay.change import Change, replay
 from rrfp.replay.cost_sources import costs_of
 from rrfp.replay.measured import MeasuredStep, divided, evened, measure, redispatch, without_heavy
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.replay.whatif import what_if
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Auto, Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import Auto, Bytes, Hold, Policy, ShareOf1F1B
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.toml_files import preset
-from rrfp.simulate.memory_budgets import by_rank, widest_of_1f1b
+from rrfp.simulate.engine import StepConditions
+from rrfp.simulate.memory_budgets import by_rank, peak_bytes_of_1f1b
 from rrfp.simulate.step import play, simulate_step
-from rrfp.simulate.world import World
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import TraceContents, read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_trace
@@ -58,21 +57,21 @@ from tests.properties.cases import SEEDS, examples
 SHAPE = Shape(4, 8)
 
 
-def random_sizes(rng: Random, shape: Shape, *, splits: bool) -> Sizes:
+def random_sizes(rng: Random, shape: Shape, *, splits: bool) -> ActivationSizes:
     """Sizes over a factor of 100."""
     kept = [
         [rng.randint(1, 10 ** rng.choice([1, 2, 3])) for _ in range(shape.num_microbatches)]
         for _ in range(shape.num_stages)
     ]
     owed = [[rng.randint(0, size) for size in row] for row in kept]
-    return Sizes(kept, owed if splits else None)
+    return ActivationSizes(kept, owed if splits else None)
 
 
-def least_budget(sizes: Sizes, shape: Shape) -> int:
+def least_budget(sizes: ActivationSizes, shape: Shape) -> int:
     return max(sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks))
 
 
-def random_run(seed: int) -> tuple[Recording, list[World], Policy, Shape]:
+def random_run(seed: int) -> tuple[Recording, list[StepConditions], Policy, Shape]:
     """A run of one or two replicas whose microbatches have sizes, under any kind of bound."""
     rng = Random(seed)
     num_chunks = rng.choice([1, 1, 2])
@@ -81,7 +80,7 @@ def random_run(seed: int) -> tuple[Recording, list[World], Policy, Shape]:
     hint = rng.choice(["bf", "bfw", "f-first"] if num_chunks == 1 else ["bf-deep", "bfw-deep"])
     policy, shape = policy_of(hint, shape)
     worlds = [
-        World(
+        StepConditions(
             random_times(rng, shape),
             lambda sender, receiver, task: 20,
             sizes=random_sizes(rng, shape, splits=shape.splits_backward),
@@ -102,7 +101,7 @@ def random_run(seed: int) -> tuple[Recording, list[World], Policy, Shape]:
     return simulated_run(policy, shape, worlds, num_steps=2), worlds, policy, shape
 
 
-def peaks_by_sizes(recording: Recording, worlds: list[World], shape: Shape) -> list[int]:
+def peaks_by_sizes(recording: Recording, worlds: list[StepConditions], shape: Shape) -> list[int]:
     """By pipeline rank, the most bytes kept at once, counted task by task from the sizes that the
     test gave, and not from what was recorded of them."""
     peaks = [0] * shape.num_ranks
@@ -113,10 +112,10 @@ def peaks_by_sizes(recording: Recording, worlds: list[World], shape: Shape) -> l
         for task in records.tasks:
             key = task.step, task.stage, task.microbatch
             if task.kind == "F":
-                kept[key] = sizes.kept[task.stage][task.microbatch]
+                kept[key] = sizes.activations[task.stage][task.microbatch]
             elif task.kind == "B" and shape.splits_backward:
-                assert sizes.owed is not None
-                kept[key] = sizes.owed[task.stage][task.microbatch]
+                assert sizes.pending_w is not None
+                kept[key] = sizes.pending_w[task.stage][task.microbatch]
             else:
                 del kept[key]
             peak = sum(size for (step, *_), size in kept.items() if step == task.step)
@@ -192,7 +191,7 @@ def test_a_trace_of_before_has_no_bytes() -> None:
 def held_run(hold: Hold | None = None, hint: str = "bfw") -> Recording:
     policy, shape = policy_of(hint, SHAPE)
     sizes = random_sizes(Random(1), shape, splits=shape.splits_backward)
-    world = World(random_times(Random(1), shape), sizes=sizes)
+    world = StepConditions(random_times(Random(1), shape), sizes=sizes)
     return simulated_run(replace(policy, hold=hold), shape, [world], num_steps=2)
 
 
@@ -280,9 +279,9 @@ def test_measured_bytes_may_grow_in_a_backward() -> None:
     assert not [each for each in check_contents(TraceContents(damaged)) if "bytes" in each]
     sizes = measure(read_run(damaged))[0].replicas[0].sizes
     assert sizes is not None
-    assert sizes.kept[0] == [15] * 8
-    assert sizes.owed is not None
-    assert sizes.owed[0] == [15] * 8
+    assert sizes.activations[0] == [15] * 8
+    assert sizes.pending_w is not None
+    assert sizes.pending_w[0] == [15] * 8
 
 
 def test_steps_whose_sizes_were_not_known_yet_tell_no_peak() -> None:
@@ -290,14 +289,14 @@ def test_steps_whose_sizes_were_not_known_yet_tell_no_peak() -> None:
     real = random_sizes(Random(2), shape, splits=True)
     budget = 2 * least_budget(real, shape)
     worlds = [
-        World(random_times(Random(2), shape), sizes=Sizes([[budget] * 8] * 4)),
-        World(random_times(Random(2), shape), sizes=real),
+        StepConditions(random_times(Random(2), shape), sizes=ActivationSizes([[budget] * 8] * 4)),
+        StepConditions(random_times(Random(2), shape), sizes=real),
     ]
     policy = replace(policy, hold=Bytes(budget))
     recording = _with_unknown_sizes(simulated_run(policy, shape, worlds[:1]))
     simulate_step(shape, policy, worlds[1:], recording=recording, step=1)
     run = read_run(recording)
-    assert run.peak_of_1f1b() == widest_of_1f1b(real)
+    assert run.peak_of_1f1b() == peak_bytes_of_1f1b(real)
     assert ([step.step for step in run.steps], run.left_out, run.without_sizes) == ([1], (), (0,))
     # A hold below what those steps reckoned with is replayed all the same.
     assert what_if(recording, lambda run: [Change(hold=Bytes(budget // 2))]).rows
@@ -327,9 +326,11 @@ def only(change: Change) -> Callable[[RecordedRun], list[Change]]:
 def test_a_change_to_a_hold_in_bytes_is_a_fresh_simulation_of_it() -> None:
     policy, shape = policy_of("bfw", SHAPE, limit=32)
     sizes = random_sizes(Random(3), shape, splits=True)
-    world = World(random_times(Random(3), shape), lambda sender, receiver, task: 20, sizes=sizes)
+    world = StepConditions(
+        random_times(Random(3), shape), lambda sender, receiver, task: 20, sizes=sizes
+    )
     recording = simulated_run(policy, shape, [world], num_steps=2)
-    one = widest_of_1f1b(by_rank(sizes, shape))
+    one = peak_bytes_of_1f1b(by_rank(sizes, shape))
     assert read_run(recording).peak_of_1f1b() == one
     least = least_budget(sizes, shape)
     for hold, budget in (
@@ -348,7 +349,7 @@ def test_a_change_to_a_hold_in_bytes_is_a_fresh_simulation_of_it() -> None:
 
 def test_a_share_of_a_run_without_sizes_counts_microbatches() -> None:
     policy, shape = policy_of("bf", SHAPE, limit=32)
-    world = World(random_times(Random(3), shape))
+    world = StepConditions(random_times(Random(3), shape))
     recording = simulated_run(policy, shape, [world])
     report = what_if(recording, lambda run: [Change(hold=ShareOf1F1B(Fraction(1, 2)))])
     assert report.rows[0].policy.hold == 2
@@ -378,10 +379,10 @@ def changed(change: Change, recording: Recording) -> tuple[RecordedRun, Measured
     return run, step, change.apply(step, run)
 
 
-def sums(sizes: Sizes | None) -> list[int]:
+def sums(sizes: ActivationSizes | None) -> list[int]:
     """By microbatch."""
     assert sizes is not None
-    return [sum(column) for column in zip(*sizes.kept, strict=True)]
+    return [sum(column) for column in zip(*sizes.activations, strict=True)]
 
 
 def test_a_pyramid_takes_the_sizes_along() -> None:
@@ -407,10 +408,10 @@ def test_evening_keeps_the_bytes_there_are(change: Change) -> None:
     rows = after.replicas[0].sizes
     assert rows is not None
     if change.even_microbatches:
-        assert all(max(row) - min(row) <= 1 for row in rows.kept)
+        assert all(max(row) - min(row) <= 1 for row in rows.activations)
     else:
         assert sums(rows) == sums(step.replicas[0].sizes)
-        assert all(max(each) - min(each) <= 1 for each in zip(*rows.kept, strict=True))
+        assert all(max(each) - min(each) <= 1 for each in zip(*rows.activations, strict=True))
 
 
 @given(SEEDS)
@@ -427,16 +428,16 @@ def test_changed_sizes_are_sizes_and_add_up(seed: int) -> None:
         lighter = without_heavy(sizes)
         assert all(
             size <= before
-            for rows in zip(lighter.kept, sizes.kept, strict=True)
+            for rows in zip(lighter.activations, sizes.activations, strict=True)
             for size, before in zip(*rows, strict=True)
         )
     assert sum(sum(sums(sizes)) for sizes in even) == sum(sum(sums(sizes)) for sizes in found)
 
 
 def test_a_replica_whose_sizes_are_not_known_leaves_all_as_they_are() -> None:
-    known = Sizes([[1, 3]])
+    known = ActivationSizes([[1, 3]])
     assert evened([known, None]) == [known, None]
-    assert evened([known]) == [Sizes([[2, 2]])]
+    assert evened([known]) == [ActivationSizes([[2, 2]])]
 
 
 # A lone rank's records, for the counters.
@@ -469,9 +470,9 @@ def test_a_recorded_run_as_costs_keeps_what_it_kept() -> None:
         tuple(column)
         for world in worlds
         if world.sizes is not None
-        for column in zip(*world.sizes.kept, strict=True)
+        for column in zip(*world.sizes.activations, strict=True)
     }
-    assert {tuple(column) for column in zip(*sizes.kept, strict=True)} <= recorded
+    assert {tuple(column) for column in zip(*sizes.activations, strict=True)} <= recorded
     bare = costs_of(read_trace(OURS), drawn=True)
     assert bare.step(bare.shape, 0, 0).sizes is None
 
@@ -487,7 +488,7 @@ def a_run(
     rng = Random(5)
     of_microbatch = [rng.choice([GIB, 2 * GIB, 10 * GIB]) for _ in range(12)]
     kept = [[size // (3 if stage == 3 else 1) for size in of_microbatch] for stage in range(4)]
-    sizes = Sizes(kept, [[size // 4 for size in row] for row in kept])
+    sizes = ActivationSizes(kept, [[size // 4 for size in row] for row in kept])
     times = equal_times(shape, 100, 100, 50)
     times = replace(
         times,
@@ -499,7 +500,7 @@ def a_run(
             for name in ("forward", "input_gradient", "weight_gradient")
         },
     )
-    world = World(times, lambda *_: 9, sizes=sizes, budgets=budgets)
+    world = StepConditions(times, lambda *_: 9, sizes=sizes, budgets=budgets)
     return simulated_run(policy, shape, [world], num_steps=num_steps)
 
 
@@ -526,7 +527,7 @@ def test_peaks_sizes_and_room_are_those_of_the_tasks(seed: int) -> None:
     for each, records in zip(found.ranks, recording.ranks, strict=True):
         sizes = worlds[records.info.dp_rank].sizes
         assert sizes is not None
-        rows = sizes.of(each.stages).kept
+        rows = sizes.of(each.stages).activations
         whole = [sum(column) for column in zip(*rows, strict=True)]
         assert each.largest_microbatch_bytes == max(whole)
         assert each.mean_microbatch_bytes == pytest.approx(sum(whole) / len(whole))
@@ -546,14 +547,14 @@ def test_peaks_sizes_and_room_are_those_of_the_tasks(seed: int) -> None:
         assert each.room_bytes == ceiling - each.peak_held_bytes
 
 
-def naive_for_w(tasks: list[TaskRecord], sizes: Sizes) -> list[int]:
+def naive_for_w(tasks: list[TaskRecord], sizes: ActivationSizes) -> list[int]:
     waiting: dict[tuple[int, int, int], int] = {}
     found = []
     for task in tasks:
         key = task.step, task.stage, task.microbatch
         if task.kind == "B":
-            assert sizes.owed is not None
-            waiting[key] = sizes.owed[task.stage][task.microbatch]
+            assert sizes.pending_w is not None
+            waiting[key] = sizes.pending_w[task.stage][task.microbatch]
         elif task.kind == "W":
             del waiting[key]
         found.append(sum(waiting.values()))
@@ -607,12 +608,12 @@ def multimodal(hold: Hold) -> Recording:
     """Steps of the preset whose microbatches differ most."""
     policy, shape = policy_of("bfw", Shape(4, 24))
     costs = preset("multimodal").step(shape, 1235, 0)
-    world = World(costs.times, costs.links, sizes=costs.sizes)
+    world = StepConditions(costs.times, costs.links, sizes=costs.sizes)
     return simulated_run(replace(policy, hold=hold), shape, [world])
 
 
 def test_a_bound_that_counts_microbatches_is_held_against_the_same_memory_in_bytes() -> None:
-    found = found_in(multimodal(4))[CulpritKind.MEMORY]
+    found = found_in(multimodal(4))[BottleneckKind.MEMORY]
     frames = frames_of(multimodal(4))
     most = memory(frames).worst.peak_held_bytes
     assert found.saving > 0.02
@@ -626,8 +627,8 @@ def test_a_bound_that_counts_microbatches_is_held_against_the_same_memory_in_byt
 def test_a_bound_in_bytes_is_doubled_in_bytes() -> None:
     most = memory(frames_of(multimodal(4))).worst.peak_held_bytes
     found = found_in(multimodal(Bytes(most)))
-    assert CulpritKind.MEMORY not in found
-    bound = found[CulpritKind.BOUND]
+    assert BottleneckKind.MEMORY not in found
+    bound = found[BottleneckKind.BOUND]
     assert "GiB)" in bound.title
     assert bound.advice == f"Try {bound.flags}, if memory allows."
     assert 2 * most * 0.999 <= int(bound.flags[7:-3]) * 2**20 <= 2 * most
@@ -638,9 +639,9 @@ def test_where_the_device_sets_the_bound_more_is_no_advice() -> None:
     most = memory(frames_of(recording)).worst.peak_held_bytes
     policy, shape = policy_of("bfw", Shape(4, 24))
     costs = preset("multimodal").step(shape, 1235, 0)
-    world = World(costs.times, costs.links, sizes=costs.sizes, budgets=[most] * 4)
+    world = StepConditions(costs.times, costs.links, sizes=costs.sizes, budgets=[most] * 4)
     automatic = simulated_run(replace(policy, hold=Auto.AUTO), shape, [world])
-    bound = found_in(automatic)[CulpritKind.BOUND]
+    bound = found_in(automatic)[BottleneckKind.BOUND]
     assert "hold auto" in bound.title
     assert "recompute activations, or make microbatches smaller" in bound.advice
 
@@ -673,8 +674,8 @@ def test_the_chart_has_the_peaks_and_the_bound(hint: str, hold: Hold) -> None:
 def test_a_long_curve_keeps_its_peak() -> None:
     policy, shape = policy_of("bfw", Shape(2, 400), limit=300)
     rng = Random(1)
-    sizes = Sizes([[rng.randint(1, 10**6) for _ in range(400)] for _ in range(2)])
-    world = World(equal_times(shape, 7, 9, 5), sizes=sizes)
+    sizes = ActivationSizes([[rng.randint(1, 10**6) for _ in range(400)] for _ in range(2)])
+    world = StepConditions(equal_times(shape, 7, 9, 5), sizes=sizes)
     recording = simulated_run(policy, shape, [world])
     spec = spec_of(draw(ChartKind.MEMORY, frames_of(recording)))
     points = rows(spec, "held")

@@ -17,11 +17,11 @@ from rrfp.analyze.critical_path import Owner, critical_path
 from rrfp.analyze.frames import MESSAGES, SCHEMAS, frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.order import parse_order
+from rrfp.schedule.hints import parse_order
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import (

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from rrfp.analyze.findings import Finding, blame, findings, replays
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
-from rrfp.replay.bottlenecks import LEAST_SAVING, CulpritKind, culprits
+from rrfp.replay.bottlenecks import LEAST_SAVING, BottleneckKind, find_bottlenecks
 from rrfp.replay.change import Change
-from rrfp.replay.layer_split import even_split, work_after
-from rrfp.replay.measured import measure
+from rrfp.replay.measured import even_split, measure, work_after
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from tests.analyze.planted import B_NS, F_NS, W_NS, alarms, clean, first, planted, run_of
@@ -43,7 +42,7 @@ __all__ = ["run"]
 def test_a_slow_stage(stage: int, factor: float) -> None:
     slow = run_of(Shape(4, 16), lambda _, s, __: factor if s == stage else 1, scatter=0.05)
     found, _ = first(slow)
-    assert (found.kind, found.pp_rank) == (CulpritKind.SLOW_STAGE, stage)
+    assert (found.kind, found.pp_rank) == (BottleneckKind.SLOW_STAGE, stage)
     assert found.change.median_stage == stage
     assert found.excess == pytest.approx(factor - 1, abs=0.05)
 
@@ -57,18 +56,21 @@ def test_a_slow_rank_is_neither_its_stage_nor_its_replica(factor: float) -> None
         scatter=0.02,
     )
     run = read_run(slow)
-    found = culprits(run, measure(run))
-    assert found[0].kind is CulpritKind.SLOW_RANK
+    found = find_bottlenecks(run, measure(run))
+    assert found[0].kind is BottleneckKind.SLOW_RANK
     assert found[0].change.usual_rank is not None
     assert run.place_of(found[0].change.usual_rank) == (2, 1)
-    assert {each.kind for each in found} & {CulpritKind.SLOW_STAGE, CulpritKind.REPLICA} == set()
+    assert {each.kind for each in found} & {
+        BottleneckKind.SLOW_STAGE,
+        BottleneckKind.REPLICA,
+    } == set()
 
 
 @pytest.mark.parametrize("slow", [1, 2])
 def test_a_slow_rank_among_those_that_run_its_tasks(slow: int) -> None:
     """Pipeline rank 1 is run by ranks 1, 4 and 7."""
     rows = ([[ns] * 8, [2 * ns] * 8, [ns] * 8] for ns in (F_NS, B_NS, W_NS))
-    members = [World(TaskTimes(*rows), num_members=3)]
+    members = [StepConditions(TaskTimes(*rows), num_members=3)]
     policy, shape = policy_of("bf", Shape(3, 8))
     recording = simulated_run(policy, shape, members, num_steps=2)
     by_place = [rank for rank in recording.ranks if rank.info.pp_rank == 1]
@@ -79,7 +81,7 @@ def test_a_slow_rank_among_those_that_run_its_tasks(slow: int) -> None:
                 each._replace(end_ns=(each.start_ns + each.end_ns) // 2) for each in rank.tasks
             ]
     found, _ = first(recording)
-    assert (found.kind, found.pp_rank) == (CulpritKind.SLOW_RANK, 1)
+    assert (found.kind, found.pp_rank) == (BottleneckKind.SLOW_RANK, 1)
     assert found.change.usual_rank == by_place[slow].info.rank
     assert "the ranks that run the same tasks with it" in findings_in(recording)[0].told
 
@@ -88,13 +90,13 @@ def test_a_slow_rank_among_those_that_run_its_tasks(slow: int) -> None:
 def test_a_late_replica(replicas: int) -> None:
     slow = run_of(Shape(4, 16), lambda replica, *_: 1.3 if replica == 1 else 1, replicas=replicas)
     found, _ = first(slow)
-    assert (found.kind, found.change.usual_replica) == (CulpritKind.REPLICA, 1)
+    assert (found.kind, found.change.usual_replica) == (BottleneckKind.REPLICA, 1)
 
 
 def test_heavy_microbatches() -> None:
     slow = run_of(Shape(4, 16), lambda _, __, m: 3 if m % 4 == 0 else 1)
     found, _ = first(slow)
-    assert found.kind is CulpritKind.UNEVEN_MICROBATCHES
+    assert found.kind is BottleneckKind.UNEVEN_MICROBATCHES
     (row,) = what_if(slow, lambda _: [Change(admit=Admit.PYRAMID)]).rows
     assert row.saving > 0.01
     assert found.remedy_saving == pytest.approx(row.saving)
@@ -109,14 +111,14 @@ def test_uneven_layers_come_with_the_split_that_evens_them_out() -> None:
     assert isinstance(settings, dict)
     settings["layers"] = 8
     finding = findings_in(slow)[0]
-    assert (finding.kind, finding.pp_rank) == (CulpritKind.SLOW_STAGE, 3)
+    assert (finding.kind, finding.pp_rank) == (BottleneckKind.SLOW_STAGE, 3)
     assert "Split the 8 layers as 2 3 2 1 over the stages: that alone saves" in finding.advice
 
 
 def test_stages_that_differ_without_one_to_blame() -> None:
     slow = run_of(Shape(4, 16), lambda _, stage, __: (3, 3, 1, 1)[stage])
     found, _ = first(slow)
-    assert (found.kind, found.change.flags) == (CulpritKind.UNEVEN_LAYERS, "--even-stages")
+    assert (found.kind, found.change.flags) == (BottleneckKind.UNEVEN_LAYERS, "--even-stages")
 
 
 @given(st.integers(2, 5), st.integers(0, 12), st.randoms(use_true_random=False))
@@ -145,7 +147,7 @@ def splits(layers: int, num_stages: int) -> Iterator[list[int]]:
 def test_a_slow_link(link: tuple[int, int]) -> None:
     slow = run_of(Shape(4, 16), slow_link=(link, 3.0), message_ns=10_000)
     found, _ = first(slow)
-    assert (found.kind, found.change.usual_link) == (CulpritKind.SLOW_LINK, link)
+    assert (found.kind, found.change.usual_link) == (BottleneckKind.SLOW_LINK, link)
     assert found.excess == pytest.approx(2, abs=0.01)
 
 
@@ -153,11 +155,13 @@ def test_a_link_that_costs_nothing_is_never_named() -> None:
     """Its messages take three times as long and are hidden behind work."""
     slow = run_of(Shape(4, 16), slow_link=((1, 2), 3.0), message_ns=100)
     run = read_run(slow)
-    assert CulpritKind.SLOW_LINK not in {each.kind for each in culprits(run, measure(run))}
+    assert BottleneckKind.SLOW_LINK not in {
+        each.kind for each in find_bottlenecks(run, measure(run))
+    }
 
 
 def test_a_small_bound() -> None:
-    assert first(run_of(Shape(4, 16), limit=1))[0].kind is CulpritKind.BOUND
+    assert first(run_of(Shape(4, 16), limit=1))[0].kind is BottleneckKind.BOUND
 
 
 def test_an_order_that_binds_is_withheld_by_no_bound() -> None:
@@ -169,7 +173,7 @@ def test_an_order_that_binds_is_withheld_by_no_bound() -> None:
         limit=4,
     )
     run = read_run(blocked)
-    assert CulpritKind.BOUND not in {each.kind for each in culprits(run, measure(run))}
+    assert BottleneckKind.BOUND not in {each.kind for each in find_bottlenecks(run, measure(run))}
 
 
 def test_a_rank_that_enters_late_is_no_slow_link() -> None:
@@ -182,14 +186,16 @@ def test_a_rank_that_enters_late_is_no_slow_link() -> None:
                 each._replace(start_ns=each.start_ns + late_ns) for each in rank.phases
             ]
     run = read_run(recording)
-    assert CulpritKind.SLOW_LINK not in {each.kind for each in culprits(run, measure(run))}
+    assert BottleneckKind.SLOW_LINK not in {
+        each.kind for each in find_bottlenecks(run, measure(run))
+    }
 
 
 def test_a_step_that_takes_no_time_is_refused() -> None:
     run = read_run(run_of(Shape(2, 4)))
     steps = measure(run)
     with pytest.raises(RrfpError, match="the steps take no time"):
-        culprits(run, [*steps, replace(steps[0], window_ns=0)])
+        find_bottlenecks(run, [*steps, replace(steps[0], window_ns=0)])
 
 
 def test_an_order_that_blocks_ready_work() -> None:
@@ -199,14 +205,16 @@ def test_an_order_that_blocks_ready_work() -> None:
         hint="1f1b",
         dispatch=Dispatch.FIXED,
     )
-    assert first(blocked)[0].kind is CulpritKind.ORDER
+    assert first(blocked)[0].kind is BottleneckKind.ORDER
 
 
 def test_an_even_run_has_only_its_depth() -> None:
     run = read_run(run_of(Shape(4, 8)))
-    assert [each.kind for each in culprits(run, measure(run))] == [CulpritKind.PIPELINE_DEPTH]
+    assert [each.kind for each in find_bottlenecks(run, measure(run))] == [
+        BottleneckKind.PIPELINE_DEPTH
+    ]
     run = read_run(run_of(Shape(4, 64), hint="bfw", message_ns=0))
-    assert culprits(run, measure(run)) == []
+    assert find_bottlenecks(run, measure(run)) == []
 
 
 # In words, and on the command line.
@@ -230,7 +238,7 @@ def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
     """The first of four steps is that of an even run."""
     even = run_of(Shape(2, 8), replicas=3)
     slow = run_of(Shape(2, 8), lambda r, s, _: 2 if (r, s) == (1, 0) else 1, replicas=3)
-    later = [each for each in findings_in(slow) if each.kind == CulpritKind.SLOW_RANK]
+    later = [each for each in findings_in(slow) if each.kind == BottleneckKind.SLOW_RANK]
     assert "in all steps" in later[0].told
     gap_ns = 10**9
     for mixed, before in zip(slow.ranks, even.ranks, strict=True):
@@ -248,7 +256,7 @@ def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
                     for each in records
                 ),
             ]
-    words = [each.told for each in findings_in(slow) if each.kind == CulpritKind.SLOW_RANK]
+    words = [each.told for each in findings_in(slow) if each.kind == BottleneckKind.SLOW_RANK]
     assert "since step 1" in words[0]
 
 

@@ -20,10 +20,10 @@ from rrfp.analyze.report import report, report_of
 from rrfp.analyze.table import TEXT, Column, Table
 from rrfp.cli import main as cli
 from rrfp.replay.measured import StepSample
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.policy import Bytes
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 from rrfp.trace.perfetto.reader import TraceContents, read_contents
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import CostRecord, Recording, TaskRecord
@@ -120,9 +120,9 @@ def cleared(name: str) -> Harm:
     return harm
 
 
-def replayable(hint: str = "bf", sizes: Sizes | None = None, **bounds: Any) -> Recording:
+def replayable(hint: str = "bf", sizes: ActivationSizes | None = None, **bounds: Any) -> Recording:
     policy, shape = policy_of(hint, Shape(3, 6), **bounds)
-    world = World(equal_times(shape, 10, 8, 7), transfer=lambda *_: 4, sizes=sizes)
+    world = StepConditions(equal_times(shape, 10, 8, 7), transfer=lambda *_: 4, sizes=sizes)
     return simulated_run(policy, shape, [world], num_steps=3)
 
 
@@ -195,7 +195,7 @@ def test_a_run_is_called_by_its_directory(tmp_path: Path, file: str, name: str) 
 
 def test_groups_replicas_and_chunks_are_reported() -> None:
     policy, shape = policy_of("bfw-deep", Shape(2, 4, 2, Placement.V))
-    world = World(
+    world = StepConditions(
         equal_times(shape, 10, 8, 7), num_members=2, lateness=lambda member, _: 9 * member
     )
     page = read(simulated_run(policy, shape, [world, world], num_steps=2))
@@ -354,7 +354,7 @@ def test_the_page_asks_nobody_for_anything() -> None:
 @pytest.mark.slow
 def test_a_hundred_steps_of_eight_stages_stay_below_three_megabytes() -> None:
     policy, shape = policy_of("bfw", Shape(8, 32))
-    world = World(random_times(random.Random(5), shape), transfer=lambda *_: 4)
+    world = StepConditions(random_times(random.Random(5), shape), transfer=lambda *_: 4)
     recording = simulated_run(policy, shape, [world], num_steps=100)
     assert len(report("run", whole(recording)).encode()) < 3_000_000
 
@@ -430,7 +430,7 @@ def test_without_the_extra_it_is_named(
 @pytest.mark.skipif(browser.MISSING is not None, reason=str(browser.MISSING))
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme: str) -> None:
-    sizes = Sizes([[10, 20, 30, 40, 50, 60]] * 3, [[3] * 6] * 3)
+    sizes = ActivationSizes([[10, 20, 30, 40, 50, 60]] * 3, [[3] * 6] * 3)
     recording = replayable("bfw", sizes, hold=Bytes(140))
     recording.settings[HOSTILE] = HOSTILE
     source = report(HOSTILE, whole(recording))

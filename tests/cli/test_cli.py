@@ -21,8 +21,8 @@ from rrfp.cli import terminal as streams
 from rrfp.cli.declared_options import VARIABLE
 from rrfp.compiled import core
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.named_hints import HINTS, IN_WORDS, hint_named
-from rrfp.schedule.order import parse_order
+from rrfp.schedule.hints import parse_order
+from rrfp.schedule.named_hints import HINT_DESCRIPTIONS, HINTS, hint_named
 from rrfp.schedule.rehearsal import format_grid, order_of, rehearse
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.run_dir import create_run_dir
@@ -303,8 +303,8 @@ def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
     monkeypatch.setattr(sys, "argv", ["rrfp", verb, flag])
     assert main.main() == 0
     shown = capsys.readouterr().out
-    assert set(IN_WORDS) == set(HINTS)
-    for name, words in IN_WORDS.items():
+    assert set(HINT_DESCRIPTIONS) == set(HINTS)
+    for name, words in HINT_DESCRIPTIONS.items():
         assert re.search(rf" {re.escape(name)} +{re.escape(words)}( |\n)", shown)
     for panel in ("Schedule", "Memory", "Layout", "Output"):
         assert (f"\n{panel}:\n" if verb == "run" else f"─ {panel} ─") in shown
@@ -366,7 +366,7 @@ def _bash(
         ("rrfp train --hin", {"--hint"}),
         ("rrfp train --hint z", {"zb-h1", "zb-v"}),
         ("rrfp run --hint int", {"interleaved"}),
-        ("rrfp simulate --hint ", {"auto", *IN_WORDS}),
+        ("rrfp simulate --hint ", {"auto", *HINT_DESCRIPTIONS}),
         ("rrfp hint show a", set()),
         ("rrfp analyze whatif --hint gp", {"gpipe"}),
         ("rrfp hint show gp", {"gpipe"}),
@@ -583,7 +583,7 @@ def test_a_grid_folds_where_the_width_ends() -> None:
 
 def test_a_grid_has_every_task_in_the_column_of_its_time() -> None:
     shape = Shape(4, 9, 2, Placement.V)
-    rehearsal = rehearse(order_of(hint_named("zb-v").on(shape), shape))
+    rehearsal = rehearse(order_of(hint_named("zb-v").for_shape(shape), shape))
     lines = format_grid(rehearsal, 80).split("\n")
     assert max(map(len, lines)) <= 80
     cells: dict[str, list[str]] = {}

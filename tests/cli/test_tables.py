@@ -37,7 +37,7 @@ from rrfp.cli.progress import progress
 from rrfp.cli.terminal import guarded, shown
 from rrfp.replay.bottlenecks import BubbleParts
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from rrfp.trace.run_dir import RunDir
@@ -298,8 +298,8 @@ def test_owners_of_a_path_sum_to_the_step(run: Run, trace: Path) -> None:
 def replicas(tmp_path: Path) -> str:
     """A run of two replicas of two stages, each with two tensor-parallel ranks."""
     policy, shape = policy_of("bf", Shape(2, 4))
-    fast = World(equal_times(shape, 10, 8, 7), num_members=2, transfer=lambda *_: 3)
-    slow = World(equal_times(shape, 20, 16, 14), num_members=2, transfer=lambda *_: 3)
+    fast = StepConditions(equal_times(shape, 10, 8, 7), num_members=2, transfer=lambda *_: 3)
+    slow = StepConditions(equal_times(shape, 20, 16, 14), num_members=2, transfer=lambda *_: 3)
     path = tmp_path / "trace.pftrace"
     write_trace(path, simulated_run(policy, shape, [fast, slow], num_steps=2))
     return str(path)

@@ -1,4 +1,4 @@
-"""A transport in memory, in virtual time, between ranks of one process: for tests of what uses one.
+"""A transport in memory, in virtual time, between ranks of one process: for tests of its users.
 
 It runs the protocol that the sockets run (`rrfp.runtime.link`), with no thread and no clock: time
 passes and bytes move only when a test says so, one end of one link at a time. A seed decides what
@@ -36,21 +36,22 @@ class _Pipe:
 
     capacity: int
     chunks: deque[tuple[int, bytes]] = field(default_factory=deque)
-    """Each with the time at which it arrives."""
+    """Times of arrival, and bytes."""
     last_ns: int = 0
-    """When the last of them arrives."""
+    """Time at which the last of them arrives."""
     is_shut: bool = False
     """Nothing more is written to it."""
     is_unread: bool = False
     """Nothing more is read from it."""
     is_stalled: bool = False
-    """What is in it stays there."""
+    """True while its chunks do not arrive."""
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         return self.capacity - sum(len(chunk) for _, chunk in self.chunks)
 
     def arrival_ns(self) -> int | None:
-        """When there is something to read, the end of the pipe included; None: nothing yet."""
+        """Return the time at which there is something to read, including the end of the pipe; None
+        if nothing was written."""
         if self.is_stalled:
             return None
         if self.chunks:
@@ -58,7 +59,8 @@ class _Pipe:
         return self.last_ns if self.is_shut else None
 
     def read_into(self, buffer: memoryview, now_ns: int) -> int | None:
-        """Move what is here by now; 0 at the end of the pipe, None when more must arrive."""
+        """Move bytes that have arrived, and return their number; 0 at the end of the pipe, None if
+        more must arrive."""
         arrival_ns = self.arrival_ns()
         if arrival_ns is None or arrival_ns > now_ns:
             return None
@@ -80,9 +82,9 @@ class _End:
     link: Endpoint[Any]
     incoming: _Pipe
     outgoing: _Pipe
-    tell: Callable[[Output], None]
+    put_output: Callable[[Output], None]
     wake_ns: int
-    """When it looks at its link again, whether something has arrived or not."""
+    """Time at which it handles its link again, even if nothing has arrived."""
 
     def next_ns(self) -> int:
         arrival_ns = self.incoming.arrival_ns()
@@ -90,13 +92,14 @@ class _End:
 
 
 class MemoryNetwork:
-    """What the transports of some ranks share: their links, the time, and what goes wrong."""
+    """The network that the transports of some ranks share: their links, the time, and the
+    faults."""
 
     def __init__(
         self, seed: int = 0, *, longest_delay_ns: int = 0, pipe_bytes: int = 2**16
     ) -> None:
-        """Bytes take up to `longest_delay_ns` on their way; `pipe_bytes` are under way at most,
-        each way of a link."""
+        """Bytes take up to `longest_delay_ns` to arrive; at most `pipe_bytes` are in flight each
+        way of a link."""
         self.now_ns = 0
         self._draws = random.Random(seed)
         self._longest_delay_ns = longest_delay_ns
@@ -112,8 +115,8 @@ class MemoryNetwork:
     # Time.
 
     def step(self, latest_ns: int) -> bool:
-        """Do the next thing that happens by `latest_ns`: one end reads, waits or writes. When there
-        is nothing to do before, it is `latest_ns` then, and the answer is False."""
+        """Do the next thing that happens by `latest_ns`: one end reads, waits or writes. If nothing
+        happens before, set the time to `latest_ns`, and return False."""
         moving = [(end.next_ns(), end) for end in self._ends if end.rank not in self._stopped]
         next_ns = min((moment for moment, _ in moving), default=latest_ns + 1)
         if next_ns > latest_ns:
@@ -125,27 +128,28 @@ class MemoryNetwork:
         return True
 
     def run_for(self, duration_ns: int) -> None:
-        """Let so much time pass."""
+        """Let this much time pass."""
         latest_ns = self.now_ns + duration_ns
         while self.step(latest_ns):
             pass
 
-    # What goes wrong.
+    # Faults.
 
     def cut(self, source: int, destination: int) -> None:
-        """Break the connection of a link: what is under way is lost, both ends find it closed."""
+        """Break the connection of a link: bytes in flight are lost, and both ends find it
+        closed."""
         for pipe in self._pipes[source, destination]:
             pipe.chunks.clear()
             pipe.last_ns = self.now_ns
             pipe.is_shut = pipe.is_unread = True
 
     def stall(self, source: int, destination: int) -> None:
-        """Hold back what is under way on a link, both ways, until `release`."""
+        """Hold back bytes in flight on a link, both ways, until `release`."""
         for pipe in self._pipes[source, destination]:
             pipe.is_stalled = True
 
     def release(self, source: int, destination: int) -> None:
-        """Let what `stall` held back go on."""
+        """Deliver the bytes that `stall` held back."""
         for pipe in self._pipes[source, destination]:
             pipe.is_stalled = False
 
@@ -154,13 +158,13 @@ class MemoryNetwork:
         self._stopped.add(rank)
 
     def resume(self, rank: int) -> None:
-        """Let a stopped rank go on."""
+        """Let a stopped rank continue."""
         self._stopped.discard(rank)
 
     # For its transports.
 
     def pipes(self, source: int, destination: int) -> tuple[_Pipe, _Pipe]:
-        """The ways of a link: from its source and back. They are there before its ends are."""
+        """Return the pipes of a link: from its source and back. They exist before its ends do."""
         key = source, destination
         if key not in self._pipes:
             self._pipes[key] = _Pipe(self._pipe_bytes), _Pipe(self._pipe_bytes)
@@ -170,16 +174,16 @@ class MemoryNetwork:
         self._ends.append(end)
 
     def write(self, end: _End) -> None:
-        """Write what the pipe takes."""
+        """Write as much as the pipe takes."""
         link, pipe = end.link, end.outgoing
         while buffers := link.next_write(self.now_ns):
             if pipe.is_unread:
-                _tell(end, link.write_failed())
+                _emit(end, link.write_failed())
                 return
-            data = bytes(buffers[0][: pipe.room()])
+            data = bytes(buffers[0][: pipe.free_bytes()])
             if data:
                 self._put(pipe, data)
-            _tell(end, link.wrote(len(data), self.now_ns))
+            _emit(end, link.wrote(len(data), self.now_ns))
             if link.channel.has_written_all:
                 pipe.is_shut = True
             if not data:
@@ -191,21 +195,21 @@ class MemoryNetwork:
         pipe.chunks.append((pipe.last_ns, data))
 
     def _serve(self, end: _End) -> None:
-        """What a link's thread does between two waits."""
+        """Do what a link's thread does between two waits."""
         link, now_ns = end.link, self.now_ns
-        is_heard = False
+        has_read = False
         while not link.is_over and not link.channel.is_broken:
             num_bytes = end.incoming.read_into(link.channel.next_read(), now_ns)
             if num_bytes is None:
                 break
-            is_heard = True
-            _tell(end, link.received(num_bytes, now_ns) or [])
-        if is_heard:
+            has_read = True
+            _emit(end, link.received(num_bytes, now_ns) or [])
+        if has_read:
             self._wake_peer(end)
         else:
-            _tell(end, link.channel.waited(now_ns))
+            _emit(end, link.channel.waited(now_ns))
         if link.channel.is_broken:
-            _tell(end, link.channel.fail_by_gone_peer())
+            _emit(end, link.channel.fail_by_gone_peer())
         self.write(end)
         if link.is_over:
             self._close(end)
@@ -215,29 +219,29 @@ class MemoryNetwork:
             end.wake_ns = min(end.wake_ns, max(now_ns, link.due_ns))
 
     def _wake_peer(self, end: _End) -> None:
-        """There is room again for whoever writes to this end."""
+        """Wake the peer: there is space again for what it writes to this end."""
         for each in self._ends:
             if each.outgoing is end.incoming:
                 each.wake_ns = self.now_ns
 
     def _close(self, end: _End) -> None:
-        for words in end.link.channel.final_bytes():
+        for data in end.link.channel.final_bytes():
             if not end.outgoing.is_unread:
-                self._put(end.outgoing, bytes(words))
+                self._put(end.outgoing, bytes(data))
         end.outgoing.is_shut = True
         end.incoming.is_unread = True
         self._ends.remove(end)
 
 
-def _tell(end: _End, outputs: Collection[Output]) -> None:
+def _emit(end: _End, outputs: Collection[Output]) -> None:
     for output in outputs:
-        end.tell(output)
+        end.put_output(output)
 
 
 class MemoryTransport:
     """One rank's links in a network. Implements `rrfp.runtime.protocols.Transport`.
 
-    A link whose other end is not open yet takes what is sent and brings it once it is.
+    A link whose other end is not open yet accepts messages, and delivers them once it is.
     """
 
     def __init__(
@@ -254,7 +258,7 @@ class MemoryTransport:
         silence_ns: int = SILENCE_NS,
         close_ns: int = CLOSE_NS,
     ) -> None:
-        """`SocketTransport` says what the arguments mean."""
+        """`SocketTransport` documents the arguments."""
         self._network = network
         self._rank = rank
         self._sends_to = sends_to
@@ -270,7 +274,7 @@ class MemoryTransport:
         self._destinations: dict[int, tuple[Sender, _End]] = {}
 
     def open(self) -> None:
-        """Make this rank's ends; nobody is waited for."""
+        """Make this rank's ends; does not wait for peers."""
         rank, now_ns = self._rank, self._network.now_ns
         for peer in self._sends_to:
             there, back = self._network.pipes(rank, peer)
@@ -284,11 +288,11 @@ class MemoryTransport:
             self._sources[peer] = receiver, self._add(Endpoint(channel, receiver), there, back)
 
     def _add(self, link: Endpoint[Any], incoming: _Pipe, outgoing: _Pipe) -> _End:
-        end = _End(self._rank, link, incoming, outgoing, self._tell, self._network.now_ns)
+        end = _End(self._rank, link, incoming, outgoing, self._put_output, self._network.now_ns)
         self._network.add(end)
         return end
 
-    def _tell(self, output: Output) -> None:
+    def _put_output(self, output: Output) -> None:
         assert not isinstance(output, Fetch | Release), "a transport in memory has no data plane"
         if not isinstance(output, SendRecord | ReceiveRecord):
             self._inbox.put(output)
@@ -296,33 +300,33 @@ class MemoryTransport:
             self._record(output)
 
     def send(self, peer: int, message: Message) -> None:
-        """Send a message, or what of it the pipe takes now."""
+        """Send a message, as much of it as the pipe takes now."""
         link, end = self._destination(peer)
         tensors, num_bytes = sendable(message, self._options.max_message_bytes)
         now_ns = self._network.now_ns
         envelope = Envelope(
             message.step, message.task, tensors, num_bytes, now_ns, message.latency_ns
         )
-        self._go_on(end, link.send(envelope))
+        self._write_now(end, link.send(envelope))
 
     def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
-        """Tell `peer` when to expect the input of a task that is still to be sent."""
+        """Announce to `peer` when to expect a task's input."""
         link, end = self._destination(peer)
         number = min(remaining_ns, MAX_FORECAST_NS)
-        self._go_on(end, link.announce(Purpose.FORECAST, step, task, number))
+        self._write_now(end, link.announce(Purpose.FORECAST, step, task, number))
 
     def report(self, peer: int, step: int, task: Task) -> None:
-        """Tell the group's leader `peer` that the input of a task is here."""
+        """Report to the group's leader `peer` that a task's input is here."""
         link, end = self._destination(peer)
-        self._go_on(end, link.announce(Purpose.REPORT, step, task, 0))
+        self._write_now(end, link.announce(Purpose.REPORT, step, task, 0))
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
-        """Tell the member `peer` the next task of the agreed sequence."""
+        """Send the member `peer` the next task of the agreed sequence."""
         link, end = self._destination(peer)
-        self._go_on(end, link.announce(Purpose.DECISION, step, task, position))
+        self._write_now(end, link.announce(Purpose.DECISION, step, task, position))
 
     def consumed(self, peer: int, step: int) -> None:
-        """Give the link peer -> here one credit back."""
+        """Return one credit to `peer`."""
         if peer not in self._sources:
             raise UsageError(
                 f"rank {self._rank} does not receive from rank {peer}; it was not made with that"
@@ -347,7 +351,7 @@ class MemoryTransport:
 
     @property
     def is_over(self) -> bool:
-        """Whether every link of this rank is."""
+        """True if every link of this rank is over."""
         return all(end.link.is_over for end in self._ends())
 
     def _ends(self) -> list[_End]:
@@ -361,8 +365,8 @@ class MemoryTransport:
             )
         return self._destinations[peer]
 
-    def _go_on(self, end: _End, outputs: list[Output]) -> None:
-        """Write at once what the pipe takes."""
-        _tell(end, outputs)
+    def _write_now(self, end: _End, outputs: list[Output]) -> None:
+        """Write at once as much as the pipe takes."""
+        _emit(end, outputs)
         self._network.write(end)
         end.wake_ns = self._network.now_ns

@@ -1,4 +1,4 @@
-"""A device that behaves as a GPU does, on the CPU: for tests of what uses one.
+"""A device that behaves as a GPU does, on the CPU: for tests of its users.
 
 Every stream is a thread that runs its work late, by delays drawn from a seed, so that whatever does
 not wait for an event reads or writes too early. Copies come in halves. Memory is filled with
@@ -62,8 +62,8 @@ class _Stream:
         self._run_rest()
 
     def _run_rest(self) -> None:
-        """What comes behind the end: after a failure tensors go late, and their memory after
-        them."""
+        """Run work that was queued after the end: after a failure tensors are freed late, and their
+        memory after them."""
         with suppress(Empty):
             while work := self._work.get_nowait():
                 work()
@@ -86,7 +86,7 @@ class _Memory:
     def __init__(self, num_bytes: int) -> None:
         self.buffer = bytearray(num_bytes)
         self.streams: set[_Stream] = set()
-        """Those that use it, besides the one that it was made for."""
+        """Streams that use it, besides the one that it was made for."""
 
 
 class SimulatedDevice:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rrfp.errors import RrfpError
 
 _GUIDING = (
-    *("rrfp.inputs", "rrfp.interchange", "rrfp.replay.cost_sources", "rrfp.schedule.order"),
+    *("rrfp.inputs", "rrfp.interchange", "rrfp.replay.cost_sources", "rrfp.schedule.hints"),
     *("rrfp.simulate.costs", "rrfp.trace", "rrfp.train.checkpoints", "rrfp.train.data"),
     *("rrfp.train.settings", "rrfp.watch"),
 )

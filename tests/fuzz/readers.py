@@ -12,10 +12,10 @@ import polars as pl
 from PIL import Image
 
 from rrfp.analyze.frame_files import load_frames
-from rrfp.inputs import parse_layout, resolve_dealing
+from rrfp.inputs import parse_layout, resolve_balancing
 from rrfp.race.entries import Failure, RaceFiles, Turn
+from rrfp.schedule.hints import format_order
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.order import format_order
 from rrfp.schedule.shape import Shape
 from rrfp.trace.flight_record import FlightRing, ring_of
 from rrfp.trace.outcome import noting_outcome
@@ -223,12 +223,12 @@ def _written(name: str, text: str) -> Callable[[Path], None]:
 
 
 def _order(directory: Path) -> None:
-    order = hint_named("zb-h1").on(Shape(2, 3))
+    order = hint_named("zb-h1").for_shape(Shape(2, 3))
     (directory / "order.csv").write_text(format_order(order))  # type: ignore[arg-type]
 
 
 def _dealt() -> object:
-    return resolve_dealing("dealing.csv")
+    return resolve_balancing("dealing.csv")
 
 
 def _laid_out() -> object:

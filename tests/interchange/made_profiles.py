@@ -120,7 +120,7 @@ class Told(NamedTuple):
 
 def played(name: str, shape: Shape, num_steps: int) -> list[list[Timed]]:
     """What each rank runs when: each task once its rank is free and its input has come."""
-    rows = ORDERS[name].on(shape).rows
+    rows = ORDERS[name].for_shape(shape).rows
     ran: list[list[Timed]] = [[] for _ in rows]
     ended: dict[tuple[int, Task], int] = {}
     free = [0] * len(rows)

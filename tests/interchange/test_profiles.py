@@ -102,7 +102,7 @@ def test_a_profile_gives_a_whole_run(
     assert len(steps) == 3
     for rank in range(4):
         for step in steps:
-            assert order_of(recording, rank, step) == ORDERS[order].on(shape).rows[rank]
+            assert order_of(recording, rank, step) == ORDERS[order].for_shape(shape).rows[rank]
     assert recording.settings["settings"]["hint"] == order  # type: ignore[index]
 
     write_trace(tmp_path / "trace.pftrace", recording)
@@ -232,7 +232,7 @@ def test_a_torn_step_is_left_out(
     imported = import_run([spoilt("pipelining-1f1b", tear)])
     (note,) = imported.notes
     assert note.startswith(f"{len(torn)} of 4 profiles begin in the middle of a step")
-    rows = ORDERS["1f1b"].on(Shape(4, 8)).rows
+    rows = ORDERS["1f1b"].for_shape(Shape(4, 8)).rows
     for rank in range(4):
         steps = [phase.step for phase in imported.recording.ranks[rank].phases]
         missing = 0 if len(torn) == 4 else int(rank in torn)

@@ -21,9 +21,8 @@ from rrfp.runtime.planes import outbox as outbox_module
 from rrfp.runtime.planes.codec import flat
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.protocols import Compute
-from rrfp.schedule.admission import pyramid
-from rrfp.schedule.balance import deal, even_times, format_dealing
-from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.admission import balance_batch, equal_times, format_step, pyramid
+from rrfp.schedule.hints import Order, format_order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.data.batches import Batch, open_data
@@ -398,7 +397,7 @@ def _dealt(rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settin
     weights = [float(item["tokens"].numel()) for item in items]
     hands = [
         [hand[index] for index in pyramid([weights[number] for number in hand])]
-        for hand in deal(even_times(weights, layout.pp), layout.dp)
+        for hand in balance_batch(equal_times(weights, layout.pp), layout.dp)
     ]
     own = hands[layout.dp_rank]
     assert {number // loops.NUM for number in own} == {*range(layout.dp)}
@@ -407,7 +406,7 @@ def _dealt(rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settin
     assert undealt.gradients_sha256 != expected.gradients_sha256
     found: list[Any] = [[expected, expected, undealt.losses] * 2]
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write(format_dealing(hands))
+        file.write(format_step(hands))
         file.flush()
         for chosen in schedules:
             listed = {"admit_across": file.name}

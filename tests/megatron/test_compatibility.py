@@ -379,11 +379,11 @@ def test_this_one_is_known() -> None:
 
 def names_in(*tables: Needs) -> set[str]:
     return {
-        f"{home}.{compatibility._Need.of(form).name}"
+        f"{home}.{compatibility._Need.parse(form).name}"
         for needs in tables
         for module, entries in needs.items()
         for entry in entries
-        for home, form in compatibility.forms(module, entry)
+        for home, form in compatibility.parse_forms(module, entry)
     }
 
 
@@ -453,4 +453,4 @@ def test_ours_takes_what_megatrons_takes() -> None:
 
     _, *ours, _ = inspect.signature(ForwardBackward.__call__).parameters
     for entry in compatibility.REPLACED["pipeline_parallel.schedules"]:
-        assert compatibility._Need.of(entry).by_place == tuple(ours)
+        assert compatibility._Need.parse(entry).positional == tuple(ours)

@@ -392,7 +392,7 @@ def test_looking_for_the_name_loads_nothing(
         monkeypatch.setitem(sys.modules, name, strange)
     monkeypatch.setitem(sys.modules, "nothing", None)
 
-    installation.put({NAME: print}, "a test")
+    installation.replace_functions({NAME: print}, "a test")
     assert [getattr(place, NAME) for place in places.values()] == [print] * 4
     assert not SelfLoading.loaded
 
@@ -413,7 +413,7 @@ def test_modules_may_change_meanwhile(
     thresholds = gc.get_threshold()
     gc.set_threshold(5)
     try:
-        installation.put({NAME: print}, "a test")
+        installation.replace_functions({NAME: print}, "a test")
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(grow)
@@ -426,7 +426,7 @@ def test_another_name_for_it_is_replaced_too(
     script: Any = ModuleType("script")
     script.schedule_of = getattr(places[HOME], NAME)
     monkeypatch.setitem(sys.modules, "script", script)
-    installation.put({NAME: print}, "a test")
+    installation.replace_functions({NAME: print}, "a test")
     assert script.schedule_of is print
 
 

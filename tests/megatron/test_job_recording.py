@@ -68,7 +68,7 @@ def record_some(
     if rank == restarted:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if rank == broken:
-        vars(module)["program"] = lambda: 1 // 0
+        vars(module)["describe_program"] = lambda: 1 // 0
     if full:
         vars(module)["describe_run"] = no_room
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
@@ -192,16 +192,16 @@ Linked = dict[int, tuple[int, ...]]
 
 
 def gathered(store: Store, linked: Linked, timeout_s: float = 60.0) -> list[Any]:
-    """What these ranks of one start find, or the words of the error that ends their meeting. Each
-    is linked to these others."""
+    """Run the rendezvous of some ranks of one start of a job, each linked to the given others.
+    Returns the ranks that each finds, or its error's text."""
 
     def one(rank: int) -> Any:
         try:
-            with RecordingRendezvous(store, rank, timeout_s) as meeting:
-                meeting.gather(linked[rank])
+            with RecordingRendezvous(store, rank, timeout_s) as rendezvous:
+                rendezvous.find_ranks(linked[rank])
         except RrfpError as error:
             return str(error)
-        return meeting.ranks
+        return rendezvous.ranks
 
     with ThreadPoolExecutor(len(linked)) as threads:
         return [*threads.map(one, linked)]

@@ -21,7 +21,7 @@ from rrfp.megatron.memory.activation_bytes import ActivationBytes, ActivationCou
 from rrfp.megatron.step.gradients import CanonicalGradients
 from rrfp.planning.forecast import Bound, SizeModel, nonnegative_least_squares
 from rrfp.planning.item_costs import Features, features_of, with_group
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.policy import Bytes
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
@@ -103,7 +103,7 @@ def watched_memory(found_bytes: list[list[list[int]]]) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
             found = original(self, microbatch, inputs, data)
         alive = [holder for each in holders if (holder := each()) is not None]
-        kept = [each for each in itertools.chain(*self._kept[microbatch]) if each is not None]
+        kept = [each for each in itertools.chain(*self._counters[microbatch]) if each is not None]
         self.watched.add(microbatch, [holder.tensor for holder in alive], kept)
         return found
 
@@ -229,7 +229,7 @@ def test_what_a_graph_keeps(name: str) -> None:
     own = output.untyped_storage().nbytes()
     del output
     gc.collect()
-    (found,) = kept.found()
+    (found,) = kept.results()
     if name == "a checkpoint of an older kind":
         own += torch.get_rng_state().nbytes
     assert found.until_b == own + expected * SIZE
@@ -244,7 +244,7 @@ def test_what_outlives_the_step_and_parameters_do_not_count() -> None:
         output = given * cached
     kept.count_forward(0, [given], [output])
     output.sum().backward()  # type: ignore[no-untyped-call]
-    assert kept.found() == [ActivationBytes(2 * SIZE, 0, None)]
+    assert kept.results() == [ActivationBytes(2 * SIZE, 0, None)]
 
 
 def test_compiled_layers_are_seen() -> None:
@@ -257,7 +257,7 @@ def test_compiled_layers_are_seen() -> None:
     output.sum().backward()  # type: ignore[no-untyped-call]
     del output
     # The input, the output and what it took from there, whatever the compiler chose to keep.
-    assert kept.found()[0].until_b >= 3 * SIZE
+    assert kept.results()[0].until_b >= 3 * SIZE
 
 
 def test_waiting_gradients_are_counted() -> None:
@@ -311,9 +311,9 @@ def measured(settings: dict[str, Any], *, watches: bool = False) -> Measured:
             super().finish()
             time.sleep(GLOO_S)
             # An evaluation is not measured.
-            assert bool(self.kept_bytes()) == bool(self._kept)
-            if self._kept:
-                steps.append((self.kept_bytes(), self.peak_waiting_gradient_bytes))
+            assert bool(self.activation_bytes()) == bool(self._counters)
+            if self._counters:
+                steps.append((self.activation_bytes(), self.peak_waiting_gradient_bytes))
                 assert self.opaque_nodes() == set()
 
     with parallel_groups(chosen) as layout:

@@ -50,10 +50,10 @@ Slot = tuple[int, int]
 class NoStreams:
     """Stands for a task's random streams, of which nothing is asked here but to be there."""
 
-    def inside(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def outside(self) -> AbstractContextManager[None]:
+    def inactive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def active_in_calls_of(self, model: Any) -> AbstractContextManager[None]:

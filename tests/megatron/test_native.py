@@ -169,7 +169,7 @@ def test_variable_lengths_train_on_a_tensor_parallel_pipeline() -> None:
 def test_tasks_are_recorded_in_the_order_of_1f1b(pp_rank: int) -> None:
     run = pipeline()[pp_rank][0]
     shape = Shape(4, SMALL["microbatches"])
-    expected = ORDERS["1f1b"].on(shape).rows[pp_rank]
+    expected = ORDERS["1f1b"].for_shape(shape).rows[pp_rank]
     for step in range(STEPS):
         tasks = [r for r in run.records if isinstance(r, TaskRecord) and r.step == step]
         assert tuple(Task(r.stage, Kind(r.kind), r.microbatch) for r in tasks) == expected
@@ -191,7 +191,7 @@ def interleaved() -> list[RankRun]:
 def test_chunks_are_recorded_in_the_order_of_interleaving(pp_rank: int) -> None:
     run = interleaved()[pp_rank]
     shape = Shape(3, 6, 2)
-    expected = ORDERS["interleaved"].on(shape).rows[pp_rank]
+    expected = ORDERS["interleaved"].for_shape(shape).rows[pp_rank]
     for step in range(2):
         tasks = [r for r in run.records if isinstance(r, TaskRecord) and r.step == step]
         assert tuple(Task(r.stage, Kind(r.kind), r.microbatch) for r in tasks) == expected
@@ -208,7 +208,7 @@ def test_chunks_are_recorded_in_the_order_of_interleaving(pp_rank: int) -> None:
 def test_what_runs_is_what_the_order_says() -> None:
     """The records come by counting; here the functions that run say which chunk they are."""
     for pp_rank, found in enumerate(run_ranks(3, chunks_and_microbatches, timeout_s=100)):
-        tasks = ORDERS["interleaved"].on(Shape(3, 6, 2)).rows[pp_rank]
+        tasks = ORDERS["interleaved"].for_shape(Shape(3, 6, 2)).rows[pp_rank]
         expected = [(task.stage // 3, task.microbatch) for task in tasks if task.kind is Kind.F]
         assert found == expected
 

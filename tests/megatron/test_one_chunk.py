@@ -116,7 +116,7 @@ def send_deallocated(outbox_type: type[Outbox]) -> int:
     outbox.open()
     for microbatch in range(NUM_MESSAGES):
         sent, _ = chunk.forward(microbatch, (), iter([microbatch]))
-        assert chunk._kept[microbatch][1][0].numel() == 1
+        assert chunk._activations[microbatch][1][0].numel() == 1
         outbox.stage(sent, Ticket(Task(1, Kind.F, microbatch)), link)
         del sent
         time.sleep(1e-3)

@@ -24,8 +24,7 @@ from rrfp.megatron.step.microbatch_data import DataHabits, StepData
 from rrfp.planning.collectives import decode_items, encode_items
 from rrfp.planning.step_admission import StepAdmission, StepFile
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.admission import format_admission, parse_admission, pyramid
-from rrfp.schedule.balance import parse_dealings
+from rrfp.schedule.admission import format_step, parse_admission, parse_assignments, pyramid
 from rrfp.schedule.named_hints import AUTO, AutoHint
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.checkpoints.reading import differences
@@ -419,7 +418,7 @@ def test_the_file_keeps_the_steps_that_a_run_goes_on_from(tmp_path: Path) -> Non
     elsewhere = tmp_path / "other.csv"
     StepFile(elsewhere, given, first_step=2).close()
     assert elsewhere.read_text() == "0 1; 2 3\n" * 2
-    assert len(parse_dealings(path.read_text(), "file").steps) == 2
+    assert len(parse_assignments(path.read_text(), "file").steps) == 2
 
 
 @pytest.mark.slow
@@ -456,7 +455,7 @@ def assert_same(directory: Path, expected: dict[str, torch.Tensor]) -> None:
 def test_a_recorded_job_writes_down_what_it_deals_and_repeats_it(tmp_path: Path) -> None:
     first = job(tmp_path / "balanced", "--admit-across", "replicas", "--hint", "bfw")
     lines = (tmp_path / "balanced" / "run" / "dealing.csv").read_text()
-    assert len(parse_dealings(lines, "file").steps) == SMALL["steps"]
+    assert len(parse_assignments(lines, "file").steps) == SMALL["steps"]
     listed = str(tmp_path / "balanced" / "run" / "dealing.csv")
     assert job(tmp_path / "listed", "--admit-across", listed) == first
     assert (tmp_path / "listed" / "run" / "dealing.csv").read_text() == lines
@@ -589,7 +588,7 @@ def plan_then_repeat() -> tuple[RankRun, RankRun]:
         tempfile.NamedTemporaryFile("w", suffix=".csv") as file,
     ):
         planned = train_variant(settings, layout)
-        file.write("".join(format_admission([order]) for order in planned.orders))
+        file.write("".join(format_step([order]) for order in planned.orders))
         file.flush()
         return planned, train_variant(settings.changed(admit=file.name, plan_ms=None), layout)
 

@@ -49,7 +49,7 @@ def gradients(chunk: Chunk, streams: Any, order: list[tuple[str, int]]) -> dict[
     streams.start_step()
     before = digest_of_states()
     for kind, microbatch in order:
-        with streams.task(3, microbatch) as task, task.inside():
+        with streams.task(3, microbatch) as task, task.active():
             if kind == "F":
                 chunk.forward(microbatch)
             else:
@@ -128,7 +128,7 @@ def check_streams(_layout: Any) -> None:
     tasks = [(0, 0), (0, 1), (1, 0), (0, 0)]
     values = []
     for stage, microbatch in tasks:
-        with streams.task(stage, microbatch) as task, task.inside():
+        with streams.task(stage, microbatch) as task, task.active():
             values.append(drawn())
     assert values[0] == values[-1]
     different = [value for task_values in values[:-1] for value in task_values]
@@ -144,7 +144,7 @@ def check_streams(_layout: Any) -> None:
         streams.start_step()
         # What the loop draws in between, its data say, changes nothing.
         torch.rand(len(following))
-        with streams.task(0, 0) as task, task.inside():
+        with streams.task(0, 0) as task, task.active():
             following.append(drawn())
     assert following[0] == following[1]
     assert following[0] != values[0]
@@ -166,7 +166,7 @@ def check_streams(_layout: Any) -> None:
 
     # A task that fails puts the states back, too.
     before = digest_of_states()
-    with pytest.raises(ZeroDivisionError), streams.task(0, 0) as task, task.inside():
+    with pytest.raises(ZeroDivisionError), streams.task(0, 0) as task, task.active():
         torch.rand(1 // 0)
     assert digest_of_states() == before
     check_inside_and_outside(streams, drawn)
@@ -175,18 +175,18 @@ def check_streams(_layout: Any) -> None:
 
 def check_inside_and_outside(streams: Any, drawn: Callable[[], list[float]]) -> None:
     """The task's draws go on where they were left, and so do the caller's."""
-    with streams.task(0, 0) as task, task.inside():
+    with streams.task(0, 0) as task, task.active():
         of_task = [drawn(), drawn()]
     start = all_states()
     of_caller = [drawn(), drawn()]
     restore(start)
     with streams.task(0, 0) as task:
         found = [drawn()]
-        with task.inside():
+        with task.active():
             mine = [drawn()]
-            with task.outside():
+            with task.inactive():
                 found.append(drawn())
-            with task.inside():
+            with task.active():
                 mine.append(drawn())
     assert (found, mine) == (of_caller, of_task)
 
@@ -208,7 +208,7 @@ def check_a_model_that_is_called(streams: Any) -> None:
             return value
 
     model: Any = Wrapper(Wrapper(Drawing()))
-    with streams.task(0, 0) as task, task.inside():
+    with streams.task(0, 0) as task, task.active():
         expected = [torch.rand(1).item() for _ in range(4)]
     with streams.task(0, 0) as task, task.active_in_calls_of(model):
         before = digest_of_states()
@@ -236,7 +236,7 @@ def check_streams_without_named_states(_layout: Any) -> None:
 
     def step(*, draws: bool, **arguments: bool) -> float:
         streams.start_step(**arguments)
-        with streams.task(0, 0) as task, task.inside():
+        with streams.task(0, 0) as task, task.active():
             value = torch.rand(()).item() if draws else 0.0
         streams.finish_step()
         return value
@@ -297,7 +297,7 @@ def drawn_from_both_trackers(_layout: Any) -> list[list[float]]:
         for _ in range(2):
             streams.start_step()
             for microbatch in (1, 0):
-                with streams.task(0, microbatch) as task, task.inside():
+                with streams.task(0, microbatch) as task, task.active():
                     draw()
             streams.finish_step()
             draw()
@@ -407,7 +407,7 @@ def check_refusals(_layout: Any) -> None:
     from megatron.core.enums import Fp8Recipe
 
     from rrfp.errors import UsageError
-    from rrfp.megatron.step.stage import refuse_stateful
+    from rrfp.megatron.refusals import refuse_stateful
 
     def refuse(
         module: torch.nn.Module, fp8: str | None = None, recipe: Any = "delayed", **others: bool

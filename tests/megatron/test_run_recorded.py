@@ -133,7 +133,7 @@ def test_chunks_are_recorded(tmp_path: Path) -> None:
     # Over gloo, Megatron's own interleaving is right from three ranks on.
     settings = {"pp": 3, "chunks": 2, "layers": 6, "microbatches": 6}
     plain = seen(tmp_path / "a", settings)
-    order = ORDERS["interleaved"].on(Shape(3, 6, 2))
+    order = ORDERS["interleaved"].for_shape(Shape(3, 6, 2))
     for name, options in (("b", ("--hint", "bfw")), ("c", ("--dispatch", "megatron"))):
         out = tmp_path / f"run-{name}"
         assert seen(tmp_path / name, settings, options=(*options, "--out", str(out))) == plain

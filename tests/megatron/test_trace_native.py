@@ -144,7 +144,7 @@ def check_run(num_ranks: int, settings: dict[str, Any], order: str, tmp_path: Pa
         for step in range(3):
             tasks = [task for task in rank_records.tasks if task.step == step]
             found = tuple(Task(t.stage, Kind(t.kind), t.microbatch) for t in tasks)
-            assert found == ORDERS[order].on(shape).rows[rank_records.info.pp_rank]
+            assert found == ORDERS[order].for_shape(shape).rows[rank_records.info.pp_rank]
     assert what_if(recording, lambda _: []).replay_error < 0.05
 
     for number, rank in enumerate(ranks):

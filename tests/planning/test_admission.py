@@ -24,8 +24,8 @@ from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.conditions import admitted, order_by_costs, weights_ns
 from rrfp.simulate.costs.model import StepCosts
+from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
-from rrfp.simulate.world import TaskTimes
 from rrfp.train.checks import check_settings
 from rrfp.train.pacing import make_pace
 from rrfp.train.settings import TrainSettings
@@ -94,7 +94,7 @@ def test_the_presets_come_to_what_the_documentation_says(
     hint: str, hold: int, figures: list[str]
 ) -> None:
     num_chunks, placement = (2, Placement.V) if hint == "bfw-deep" else (1, Placement.LOOP)
-    ranking = hint_named(hint).on(Shape(8, 32, num_chunks, placement))
+    ranking = hint_named(hint).for_shape(Shape(8, 32, num_chunks, placement))
     shape = Shape(8, 32, num_chunks, placement, kinds_of(ranking))
     settings = [
         Setting(

@@ -11,18 +11,18 @@ import pytest
 from rrfp.cli.simulate.asked import asked_rows
 from rrfp.cli.simulate.rows import settings_of
 from rrfp.errors import UsageError
-from rrfp.inputs import resolve_dealing
+from rrfp.inputs import resolve_balancing
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps, times_by_rank
 from rrfp.planning.trials import Setting, run_settings, with_budget
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import (
+from rrfp.schedule.admission import (
+    Admit,
     AdmitAcross,
     Times,
-    deal,
-    even_times,
-    format_dealing,
-    parse_dealings,
+    balance_batch,
+    equal_times,
+    format_step,
+    parse_assignments,
 )
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
@@ -74,20 +74,20 @@ def test_every_item_is_dealt_once_and_as_many_to_each() -> None:
     for seed in range(20):
         items = items_of(seed, 24, 3)
         for num_replicas in (1, 2, 3, 4, 8, 24):
-            hands = deal(items, num_replicas)
+            hands = balance_batch(items, num_replicas)
             assert sorted(number for hand in hands for number in hand) == list(range(24))
             assert {len(hand) for hand in hands} == {24 // num_replicas}
             assert all(hand == sorted(hand) for hand in hands)
-            assert deal(items, num_replicas) == hands
+            assert balance_batch(items, num_replicas) == hands
 
 
 def test_it_comes_close_to_the_best_that_there_is() -> None:
     of_two, of_three = [], []
     for seed in range(12):
         items = items_of(seed, 10, 3)
-        of_two.append(worst(items, deal(items, 2)) / best_of_two(items))
+        of_two.append(worst(items, balance_batch(items, 2)) / best_of_two(items))
         items = items_of(seed, 9, 4)
-        of_three.append(worst(items, deal(items, 3)) / best_of_three(items))
+        of_three.append(worst(items, balance_batch(items, 3)) / best_of_three(items))
     for ratios in (of_two, of_three):
         assert min(ratios) == 1
         assert max(ratios) < 1.12
@@ -96,23 +96,23 @@ def test_it_comes_close_to_the_best_that_there_is() -> None:
 
 def test_a_heavy_item_counts_beside_the_load() -> None:
     # Loads alone would be even with 6 and 4 beside 5 and 5.
-    items = even_times([12, 1, 1, 1, 6, 5, 5, 5], 4)
-    hands = deal(items, 2)
+    items = equal_times([12, 1, 1, 1, 6, 5, 5, 5], 4)
+    hands = balance_batch(items, 2)
     loads = [sum(items[number][0] for number in hand) for hand in hands]
     with_heavy = next(replica for replica, hand in enumerate(hands) if 0 in hand)
     assert loads[with_heavy] < loads[1 - with_heavy]
 
 
 def test_equal_items_stay_equal() -> None:
-    assert {len(hand) for hand in deal(even_times([0.0] * 8, 2), 4)} == {2}
-    assert {len(hand) for hand in deal(even_times([3.0] * 8, 2), 4)} == {2}
+    assert {len(hand) for hand in balance_batch(equal_times([0.0] * 8, 2), 4)} == {2}
+    assert {len(hand) for hand in balance_batch(equal_times([3.0] * 8, 2), 4)} == {2}
 
 
 def test_files_are_read_back(tmp_path: Path) -> None:
     lines = [[[0, 3], [2, 1]], [[3, 2], [1, 0]]]
     path = tmp_path / "dealing.csv"
-    path.write_text("".join(map(format_dealing, lines)) + "\n0,1;2,3\n")
-    listed = resolve_dealing(str(path))
+    path.write_text("".join(map(format_step, lines)) + "\n0,1;2,3\n")
+    listed = resolve_balancing(str(path))
     assert not isinstance(listed, AdmitAcross)
     found = [listed.of_step(step, 2, 2) for step in range(4)]
     assert found == [
@@ -123,28 +123,28 @@ def test_files_are_read_back(tmp_path: Path) -> None:
     ]
     with pytest.raises(UsageError, match="2 microbatches to each of 2 replicas, and step 1 has 4"):
         listed.of_step(1, 2, 4)
-    assert resolve_dealing("replicas") is AdmitAcross.REPLICAS
-    with pytest.raises(UsageError, match="'ranks' is no one to deal a global batch to; choose"):
-        resolve_dealing("ranks")
-    with pytest.raises(UsageError, match="cannot read the file of dealings"):
-        resolve_dealing(str(tmp_path / "none.csv"))
+    assert resolve_balancing("replicas") is AdmitAcross.REPLICAS
+    with pytest.raises(UsageError, match="'ranks' does not say how to balance a global batch"):
+        resolve_balancing("ranks")
+    with pytest.raises(UsageError, match="cannot read the assignment file"):
+        resolve_balancing(str(tmp_path / "none.csv"))
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("\n \n", "mine deals nothing; write a line of items"),
-        ("0 1; 2", "mine, line 1 deals 1 items to one replica and 2 to another"),
-        ("0 1; ;", "mine, line 1 deals 0 items to one replica and 2 to another"),
+        ("\n \n", "mine assigns nothing; write a line of items"),
+        ("0 1; 2", "mine, line 1 assigns 1 items to one replica and 2 to another"),
+        ("0 1; ;", "mine, line 1 assigns 0 items to one replica and 2 to another"),
         ("0 1; 2 4", "line 1: '4' is not one of the 4 items; write their numbers, from 0 to 3"),
         ("0 1; 2 3\n0 1; 2 -1", "line 2: '-1' is not one of the 4 items"),
-        ("0 1; 2 2", "line 1: 2 is dealt twice; deal each item once"),
+        ("0 1; 2 2", "line 1: 2 is assigned twice; assign each item once"),
         (f"0 {'9' * 50}", "'99999999999999999999...' is not one of the 2 items"),
     ],
 )
 def test_wrong_files_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        parse_dealings(text, "mine")
+        parse_assignments(text, "mine")
 
 
 V = Shape(4, 8, 2, Placement.V)
@@ -164,7 +164,7 @@ def test_dealt_costs_are_those_of_all_replicas() -> None:
             assert own.sizes is not None
             for stage in range(8):
                 assert found.times.forward[stage][place] == own.times.forward[stage][index]
-                assert found.sizes.kept[stage][place] == own.sizes.kept[stage][index]
+                assert found.sizes.activations[stage][place] == own.sizes.activations[stage][index]
     times = [time for step in steps for time in times_by_rank(step.times, V)]
     dealt_worst = max(score([times[number] for number in hand]) for hand in hands)
     given_worst = max(score(times[first : first + 8]) for first in (0, 8, 16))
@@ -193,7 +193,7 @@ def test_a_paced_run_takes_what_the_simulator_deals(tmp_path: Path) -> None:
         for own, asked in zip(of_step, costs.assignment(shape, 100 + step), strict=True):
             assert sorted(own) == list(asked)
             assert own != sorted(own)
-    listed = parse_dealings("".join(map(format_dealing, hands)), "file")
+    listed = parse_assignments("".join(map(format_step, hands)), "file")
     again = BalancedCosts(preset("multimodal"), 2, listed, 100)
     repeated = make_pace(again, NO_JITTER, Admit.GIVEN, 100, shape, 1, 1)
     assert repeated is not None

@@ -25,19 +25,17 @@ from rrfp.planning.candidates import (
 from rrfp.planning.step_policy import StepPolicies
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.replay.recorded import read_run
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.knobs import Bytes, ShareOf1F1B
 from rrfp.schedule.named_hints import AUTO, HINTS, AutoHint, hint_named
-from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Bytes, Dispatch, Policy, ShareOf1F1B
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.model import Links
 from rrfp.simulate.costs.toml_files import preset
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import play, simulate_step
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY, policies_by_step, stated_policy
 from rrfp.trace.sessions import description_of_steps
 from rrfp.train.settings import TrainSettings
@@ -53,8 +51,8 @@ def names(asked: Policy, shape: Shape, **more: Any) -> set[str]:
 
 
 def test_auto_begins_with_what_is_good_in_most_cases() -> None:
-    assert [AUTO.on(shape).name for shape in (V, LOOP, ONE)] == ["zb-v", "bfw-deep", "bfw"]
-    assert AutoHint(first="gpipe").on(V).name == "gpipe"
+    assert [AUTO.for_shape(shape).name for shape in (V, LOOP, ONE)] == ["zb-v", "bfw-deep", "bfw"]
+    assert AutoHint(first="gpipe").for_shape(V).name == "gpipe"
     assert not AutoHint(first="gpipe").splits_backward
     assert resolve_hint("auto", auto=True) is AUTO
     with pytest.raises(UsageError, match="set it to 2 or more"):
@@ -137,14 +135,14 @@ def test_what_does_not_fit_is_never_chosen() -> None:
 
 def test_an_order_that_keeps_too_much_in_bytes_is_left_out() -> None:
     policy, shape = fitted(Policy(HINTS["zb-v"], None, Dispatch.FIXED), V)
-    sizes = Sizes([[10] * 8] * 8)
+    sizes = ActivationSizes([[10] * 8] * 8)
     (row,) = run_settings([Setting(shape=shape, policy=policy, costs=preset("uniform"))], [1])
     slots = max(row.trials[0].peak_held)
     assert fits(policy, shape, sizes, [10 * slots] * 4)
     assert not fits(policy, shape, sizes, [10 * slots - 1] * 4)
     assert fits(replace(policy, dispatch=Dispatch.READY), shape, sizes, [1] * 4)
     ones = TaskTimes(*([[[1] * 8] * 8] * 3))
-    known = MeasuredSteps([[lambda _: World(ones, sizes=sizes)]], [10 * slots - 1] * 4)
+    known = MeasuredSteps([[lambda _: StepConditions(ones, sizes=sizes)]], [10 * slots - 1] * 4)
     assert known.play(Candidate(policy, shape), 0) is None
     ready = replace(policy, dispatch=Dispatch.READY, hold=Bytes(10 * slots - 1))
     assert known.play(Candidate(ready, shape), 0)
@@ -222,7 +220,7 @@ def test_a_replay_takes_the_steps_of_the_last_choice() -> None:
     recording = new_recording(shape, 1, 1, described)
     times = TaskTimes(*([[[1000] * 8] * 8] * 3))
     for step, policy in enumerate(policies):
-        simulate_step(shape, policy, [World(times)], recording=recording, step=step)
+        simulate_step(shape, policy, [StepConditions(times)], recording=recording, step=step)
     run = read_run(recording)
     assert (run.hint_name, [each.step for each in run.steps]) == ("bf-deep", [1, 2])
     first = read_run(recording, range(1))
@@ -244,7 +242,9 @@ def time_ns(policy: Policy, shape: Shape, latency_ns: int) -> int:
     """The time of a step of tasks that are all equally long."""
     rows = [[TASK_NS] * shape.num_microbatches] * shape.num_stages
     links = Links(latency_ns) if latency_ns else None
-    return play(shape, policy, World(TaskTimes(rows, rows, rows), transfer=links)).makespan_ns
+    return play(
+        shape, policy, StepConditions(TaskTimes(rows, rows, rows), transfer=links)
+    ).makespan_ns
 
 
 def usual_ns(name: str, shape: Shape, latency_ns: int) -> int:
@@ -254,7 +254,7 @@ def usual_ns(name: str, shape: Shape, latency_ns: int) -> int:
 
 def megatrons_ns(shape: Shape, latency_ns: int) -> int:
     """A setting whose order binds, and whose messages travel beside the work."""
-    order = HINTS["1f1b" if shape.num_chunks == 1 else "interleaved"].on(shape)
+    order = HINTS["1f1b" if shape.num_chunks == 1 else "interleaved"].for_shape(shape)
     policy = Policy(order, dispatch=Dispatch.FIXED)
     return time_ns(policy, replace(shape, kinds=kinds_of(order)), latency_ns)
 

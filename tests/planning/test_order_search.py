@@ -22,19 +22,17 @@ from rrfp.planning.order_search import NoisySteps, StepForecast, plan_order
 from rrfp.planning.planner_process import PlannerProcess
 from rrfp.planning.trials import Row, Setting, Trial, num_plans, run_settings
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints import Hint, kinds_of
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.hints import Hint, Order, kinds_of
 from rrfp.schedule.named_hints import ALTERNATIONS, HINTS, hint_named
-from rrfp.schedule.order import Order
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Bytes, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted, order_of
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.costs.model import Links, StepCosts
 from rrfp.simulate.costs.toml_files import preset
+from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter, uniforms
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.step import new_recording
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, step_windows
 from tests.properties.cases import examples
 
@@ -223,9 +221,9 @@ def test_costs_are_found_in_the_features(noise: float) -> None:
     assert np.abs(times / expected[:3] - 1).max() < 0.02 + noise
     assert found.noise == pytest.approx(noise, abs=0.03)
     assert found.sizes is not None
-    assert np.allclose(found.sizes.kept, expected[3], rtol=0.02)
-    assert found.sizes.owed is not None
-    assert np.allclose(found.sizes.owed, expected[4], rtol=0.02)
+    assert np.allclose(found.sizes.activations, expected[3], rtol=0.02)
+    assert found.sizes.pending_w is not None
+    assert np.allclose(found.sizes.pending_w, expected[4], rtol=0.02)
 
 
 def test_a_run_that_becomes_slower_is_followed() -> None:
@@ -326,7 +324,7 @@ def setting_of(
     hold: int | None = None,
 ) -> Setting:
     shape = Shape(num_ranks, num_microbatches)
-    chosen: Hint = hint_named(hint).on(shape)
+    chosen: Hint = hint_named(hint).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(chosen))
     order: Order = order_of(chosen, shape)
     return Setting(

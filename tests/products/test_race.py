@@ -22,8 +22,7 @@ from rrfp.race.results import ResultRow
 from rrfp.race.runner import BenchDir, Hosts, ModelledTimes, check, model_entries, race, time_left_s
 from rrfp.race.systems import PEERS, SYSTEMS, Project
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Bytes, Hold, ShareOf1F1B
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Bytes, Dispatch, Hold, ShareOf1F1B
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.costs.toml_files import preset
 from rrfp.trace.run_dir import RunDir
@@ -609,7 +608,7 @@ def test_a_share_of_1f1bs_bytes_is_the_same_number_for_all_systems() -> None:
     for number in range(settings.num_steps):
         sizes = preset("multimodal").step(shape, settings.run.seed + number, 0).sizes
         assert sizes is not None
-        for rank, row in enumerate(sizes.kept):
+        for rank, row in enumerate(sizes.activations):
             width = shape.num_ranks - rank
             peaks += [sum(row[first : first + width]) for first in range(len(row))]
     assert hold.num == max(peaks)

@@ -18,9 +18,8 @@ from rrfp.inputs import layout_string, parse_layout
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.knobs import Bytes, parse_hold
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Bytes, Dispatch, Policy, parse_hold
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.layer_costs import CutCosts, even_cut

@@ -15,13 +15,12 @@ import pytest
 from rrfp import compiled
 from rrfp.compiled import Core
 from rrfp.schedule.admission import ListedOrders
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Bytes, ShareOf1F1B
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.named_hints import HINTS, AutoHint
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import Bytes, Policy, ShareOf1F1B
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 
 PACKAGE = Path(compiled.__file__).parent
 TIMEOUT_S = 100
@@ -36,17 +35,17 @@ STEPS = """
 from random import Random
 
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.knobs import Bytes
-from rrfp.schedule.knobs import AutoPatience
+from rrfp.schedule.policy import Bytes
+from rrfp.schedule.policy import AutoPatience
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.errors import RrfpError
 from rrfp.simulate.step import play
-from rrfp.simulate.recording import new_recording
+from rrfp.simulate.step import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.engine import TaskTimes, StepConditions
 
 draw = Random(20)
 
@@ -63,14 +62,14 @@ for hint in HINTS.values():
             for num_members in (1, 2):
                 patience = 0 if "dispatch" in bound else draw.choice((0, 5000, AutoPatience.AUTO))
                 times = TaskTimes(*(rows(shape, 20_000) for _ in range(3)))
-                sizes = Sizes(rows(shape, 200))
+                sizes = ActivationSizes(rows(shape, 200))
                 try:
-                    policy = Policy(hint.on(shape), patience=patience, **bound)
+                    policy = Policy(hint.for_shape(shape), patience=patience, **bound)
                     policy, fitting = fitted(policy, shape)
                 except RrfpError as error:
                     print(type(error).__name__, error)
                     continue
-                world = lambda: World(
+                world = lambda: StepConditions(
                     times,
                     transfer=lambda sender, receiver, task: 500 + task.microbatch,
                     num_members=num_members,
@@ -131,14 +130,14 @@ def test_all_of_the_core_is_compiled() -> None:
     "value",
     [
         Shape(2, 3),
-        Sizes([[1, 2]], [[0, 1]]),
+        ActivationSizes([[1, 2]], [[0, 1]]),
         TaskTimes([[1]], [[2]], [[3]]),
         ListedOrders("entry.csv", ((1, 0),)),
         Bytes(5),
         ShareOf1F1B(Fraction(1, 2)),
         AutoHint(every=7),
         *HINTS.values(),
-        HINTS["zb-h1"].on(Shape(2, 3)),
+        HINTS["zb-h1"].for_shape(Shape(2, 3)),
         order_of(HINTS["bf"], Shape(2, 3)),
         Policy(order_of(HINTS["1f1b"], Shape(2, 3)), hold=Fraction(3, 2)),
     ],

@@ -511,7 +511,7 @@ def test_an_adapter_meets_two_releases(monkeypatch: pytest.MonkeyPatch, *, newer
             schedules, "release_output", schedules.deallocate_output_tensor, raising=False
         )
         monkeypatch.delattr(schedules, "deallocate_output_tensor")
-    assert compatibility._difference(module, entry, is_stood_for=False) is None
+    assert compatibility._difference(module, entry, is_replaced=False) is None
     output = torch.ones(8)
     example("The next Megatron-Core")["free_output"](
         [output], SimpleNamespace(deallocate_pipeline_outputs=True)

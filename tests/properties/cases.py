@@ -13,11 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from rrfp.replay.measured import decisions
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints import Hint, WeightGradients, kinds_of
+from rrfp.schedule.hints import Hint, Order, WeightGradients, kinds_of
 from rrfp.schedule.named_hints import ALTERNATIONS, HINTS, hint_named
-from rrfp.schedule.order import Order
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
@@ -63,7 +62,7 @@ class Case:
     num_members: int
     collectives: tuple[Sets, ...]
     """By stage, the members that share a collective inside its tasks."""
-    sizes: Sizes | None = None
+    sizes: ActivationSizes | None = None
     """What microbatches keep, by stage."""
     budgets: tuple[int, ...] | None = None
     """By rank, the hold in bytes."""
@@ -264,7 +263,7 @@ def random_case_in_bytes(seed: int, *, max_members: int = MAX_MEMBERS) -> Case:
     owed = None
     if rng.random() < 0.5:
         owed = [[int(size * rng.random()) for size in row] for row in kept]
-    sizes = Sizes(kept, owed)
+    sizes = ActivationSizes(kept, owed)
     least = [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
     slack = rng.choice([1.0, 1.0, 1.2, 2.0, 5.0])
     budgets = tuple(int(each * rng.uniform(1, slack)) for each in least)
@@ -293,7 +292,7 @@ def _random_hint(rng: random.Random, shape: Shape, dispatch: Dispatch) -> tuple[
         shape = replace(shape, kinds=rng.choice([WHOLE_BACKWARD, SPLIT_BACKWARD]))
         hint = random_order(shape, rng.randrange(2**32), valid=dispatch is Dispatch.FIXED)
     else:
-        hint = hint_named(name).on(shape)
+        hint = hint_named(name).for_shape(shape)
         shape = replace(shape, kinds=kinds_of(hint))
     if rng.random() < 0.1:
         hint = hint.forwards() if isinstance(hint, Order) else hint

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.dispatcher import Group
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import Bytes
 from rrfp.schedule.named_hints import Alternation
-from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
+from rrfp.schedule.policy import AgreementRule, Bytes, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import (
     Announced,
@@ -47,7 +46,7 @@ class NaiveDispatcher:
         policy: Policy,
         group: Group | None = None,
         *,
-        sizes: Sizes | None = None,
+        sizes: ActivationSizes | None = None,
         budget: int | None = None,
     ) -> None:
         order = policy.order
@@ -153,7 +152,7 @@ class NaiveDispatcher:
 
     def size(self, forward: Task) -> int:
         assert self.sizes is not None
-        return self.sizes.kept[self.shape.chunk_of(forward.stage)][forward.microbatch]
+        return self.sizes.activations[self.shape.chunk_of(forward.stage)][forward.microbatch]
 
     def used(self) -> int:
         """Bytes kept: of a forward until its backward all, until its W what is owed to that."""
@@ -163,9 +162,9 @@ class NaiveDispatcher:
         for task in self.done:
             if task.kind is not F or task._replace(kind=self.shape.kinds[-1]) in self.done:
                 continue
-            rows = self.sizes.kept
-            if self.sizes.owed is not None and task._replace(kind=B) in self.done:
-                rows = self.sizes.owed
+            rows = self.sizes.activations
+            if self.sizes.pending_w is not None and task._replace(kind=B) in self.done:
+                rows = self.sizes.pending_w
             used += rows[self.shape.chunk_of(task.stage)][task.microbatch]
         return used
 

@@ -14,9 +14,9 @@ from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Kind
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
 from rrfp.simulate.time_bounds import floor, one_way_ns, paper_bound_ns
-from rrfp.simulate.world import TaskTimes, World
 from tests.analyze.simulated_runs import equal_times, random_times
 from tests.properties.cases import (
     MAX_CHUNKS,
@@ -125,10 +125,10 @@ def random_step(seed: int) -> tuple[Shape, TaskTimes]:
 def makespan_ns(
     name: str, shape: Shape, times: TaskTimes, dispatch: Dispatch = Dispatch.READY
 ) -> int:
-    hint = hint_named(name).on(shape)
+    hint = hint_named(name).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     policy = Policy(hint, order_of(hint, shape), dispatch)
-    makespan = play(shape, policy, World(times)).makespan_ns
+    makespan = play(shape, policy, StepConditions(times)).makespan_ns
     assert floor(shape, times).ns <= makespan
     return makespan
 
@@ -178,9 +178,9 @@ def makespan_and_floor(
     name: str, shape: Shape, forward: int, input_gradient: int, weight_gradient: int = 0
 ) -> tuple[int, int]:
     """With the times of one chunk."""
-    order = ORDERS[name].on(shape)
+    order = ORDERS[name].for_shape(shape)
     times = equal_times(order.shape, forward, input_gradient, weight_gradient)
-    run = play(order.shape, Policy(order, order, Dispatch.FIXED), World(times))
+    run = play(order.shape, Policy(order, order, Dispatch.FIXED), StepConditions(times))
     return run.makespan_ns, floor(order.shape, times).ns
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.hints import Order, kinds_of
 from rrfp.schedule.named_hints import HINTS, Alternation, hint_named
-from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import (
@@ -400,7 +399,7 @@ IN_A_V = Shape(4, 16, num_chunks=2, placement=Placement.V)
     ],
 )
 def test_a_policy_that_follows_another_hint_is_caught(shape: Shape, ran: str, claimed: str) -> None:
-    hint, other = hint_named(ran).on(shape), hint_named(claimed).on(shape)
+    hint, other = hint_named(ran).for_shape(shape), hint_named(claimed).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     # bf and fb differ only after a wait that both directions end at once.
     for seed in range(50):

@@ -11,8 +11,8 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.order import Order
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.hints import Order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import (
     Announced,
@@ -294,7 +294,7 @@ def check_step(
     limit: int | None = None,
     hold: int | None = None,
     order: Order | None = None,
-    sizes: Sizes | None = None,
+    sizes: ActivationSizes | None = None,
     budgets: Sequence[int] | None = None,
 ) -> None:
     """Every task once and after its prerequisites, one at a time, D and the slots in use within
@@ -355,17 +355,17 @@ def _check_bytes(
     shape: Shape,
     node: Node,
     happened: NodeHistory,
-    sizes: Sizes,
+    sizes: ActivationSizes,
     budgets: Sequence[int] | None,
 ) -> None:
     kept: dict[tuple[int, int], int] = {}
     for _, _, run in happened.ran:
         stage, kind, microbatch = run.task
         if kind is F and B in shape.kinds:
-            kept[stage, microbatch] = sizes.kept[stage][microbatch]
+            kept[stage, microbatch] = sizes.activations[stage][microbatch]
         elif kind is B and shape.splits_backward:
-            if sizes.owed is not None:
-                kept[stage, microbatch] = sizes.owed[stage][microbatch]
+            if sizes.pending_w is not None:
+                kept[stage, microbatch] = sizes.pending_w[stage][microbatch]
         elif kind is not F:
             del kept[stage, microbatch]
         used = sum(kept.values())

@@ -66,7 +66,7 @@ class Way(StrEnum):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a socket transport."""
+        """Keyword arguments for a socket transport."""
         return {"allow_unix": self is Way.UNIX, "tls": self is Way.TLS}
 
 
@@ -76,7 +76,7 @@ ways = pytest.mark.parametrize("way", [Way.UNIX, Way.TCP, pytest.param(Way.TLS, 
 
 @contextmanager
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Around a test: no thread more than before, but the one that lasts; and no socket file."""
+    """Check that a test leaves no thread behind, except `HELPER`, and no socket file."""
     before = set(threading.enumerate())
     # Made once, for as long as this process lives.
     multiprocessing.util.get_temp_dir()
@@ -98,7 +98,7 @@ def task(microbatch: int, kind: Kind = Kind.F) -> Task:
 
 
 def take(inbox: Inbox, num_events: int, timeout_s: float = PATIENCE_S) -> list[Event]:
-    """So many events, or fewer when the time is up."""
+    """Return this many events, or fewer after the timeout."""
     events: list[Event] = []
     deadline_s = time.monotonic() + timeout_s
     while len(events) < num_events and (left_s := deadline_s - time.monotonic()) > 0:
@@ -143,7 +143,7 @@ class Pair:
 
     @property
     def outboxes(self) -> list[list[Outbox]]:
-        """Of each rank."""
+        """Outboxes of each rank."""
         found = [each._planes._stagers for each in self.transports]
         return [[each for each in own if isinstance(each, Outbox)] for own in found]
 
@@ -174,7 +174,7 @@ def lone_rank(
     address: str | None = None,
     connect_s: float = 0.2,
 ) -> None:
-    """A rank whose peers say that they are on another host, and where, but do not come."""
+    """Open a rank whose peers publish addresses on another host, but never connect."""
     store = HashStore()
     where = ListenerAddress(None, TcpAddress("127.0.0.1", 1, bytes(32))).to_json()
     for peer in {*sends_to, *receives_from} - {rank}:
@@ -199,8 +199,8 @@ def lone_rank(
 def bare_peer(
     role: str, way: Way = Way.UNIX, **options: float
 ) -> Iterator[tuple[SocketTransport, Inbox, socket.socket]]:
-    """Rank 0 with one link, whose other end is a proven but bare socket: the link's `source` or
-    its `destination`."""
+    """Yield rank 0 with one link, whose other end is an authenticated but bare socket: the link's
+    `source` or its `destination`."""
     store, inbox, unix = HashStore(), Inbox(), way is Way.UNIX
     tunnels = Tunnels() if way is Way.TLS else None
     rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
@@ -240,7 +240,7 @@ def bare_peer(
             where = rendezvous.wait_json("address/0", 0, ListenerAddress.decode)
             connected.append(dial(1, 0, where, unix=unix, tunnels=tunnels))
         transport = making.result(PATIENCE_S)
-    # It will be found gone when its connection breaks.
+    # When its connection breaks, rank 0 finds that it has ended.
     listener.close()
     try:
         yield transport, inbox, connected[0]
@@ -254,9 +254,9 @@ def bare_peer(
 def dial(
     rank: int, peer: int, where: ListenerAddress, *, unix: bool, tunnels: Tunnels | None = None
 ) -> socket.socket:
-    """A connection to a rank that has proved itself, and this one, too."""
-    with closing(PeerAddress(rank, peer, where, unix=unix, tunnels=tunnels)) as door:
-        return door.dial(PATIENCE_S)
+    """Return a connection on which both ranks have authenticated."""
+    with closing(PeerAddress(rank, peer, where, unix=unix, tunnels=tunnels)) as peer_address:
+        return peer_address.dial(PATIENCE_S)
 
 
 def message_bytes(sequence: int) -> bytes:
@@ -272,13 +272,13 @@ def message_bytes(sequence: int) -> bytes:
 
 MOST_BYTES = 8 * 2**10
 SMALL_OUTBOX_BYTES = 4 * MOST_BYTES
-"""So small that slots are waited for, and used again at once."""
+"""Small enough that messages wait for slots, which are reused at once."""
 LONGEST_S = 5.0
 
 
 @dataclass
 class Findings:
-    """What came of some messages."""
+    """Counts of messages, and of errors in them."""
 
     num_arrived: int = 0
     num_corrupt: int = 0
@@ -299,7 +299,7 @@ class Findings:
 
 
 class PoisoningOutbox(Outbox):
-    """Whoever reads a slot after its release finds poison."""
+    """Fills a slot with poison when it is released."""
 
     def release(self, offset: int) -> None:
         size = self._slots._sizes[offset]  # nothing is lent to a device
@@ -309,7 +309,7 @@ class PoisoningOutbox(Outbox):
 
 
 class WatchedPlane(SharedMemoryPlane):
-    """Knows who is attached to its slab when it frees it."""
+    """Counts peers that are attached to its slab when it frees it."""
 
     def __init__(self, device: SimulatedDevice, slab_bytes: int, findings: Findings) -> None:
         super().__init__(device, slab_bytes)
@@ -334,7 +334,7 @@ class WatchedPlane(SharedMemoryPlane):
 
 
 class WatchedFetcher:
-    """Tells once that it has detached."""
+    """Calls `detached` once, when it detaches."""
 
     def __init__(self, fetcher: Fetcher, detached: Callable[[], None]) -> None:
         self.fetch = fetcher.fetch
@@ -350,7 +350,7 @@ class WatchedFetcher:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One rule of the protocol broken: classes that stand in for those that keep it."""
+    """A violation of one rule of the protocol: classes that replace the correct ones."""
 
     outbox: type[Outbox] = PoisoningOutbox
     fetcher: type[MappedFetcher] = MappedFetcher
@@ -363,7 +363,7 @@ class Mistake:
 
 
 def content(rank: int, microbatch: int) -> bytes:
-    """What the message for a microbatch to this rank holds."""
+    """Return the content of the message for a microbatch to this rank."""
     draws = random.Random(f"{rank}/{microbatch}")
     return draws.randbytes(draws.randint(1, MOST_BYTES))
 
@@ -380,7 +380,7 @@ def exchange(
     make_plane: PlaneMaker = WatchedPlane,
     plane: TransportName = TransportName.SHM,
 ) -> Findings:
-    """Send so many messages in a random order, half of them each way, and check them all; with
+    """Send messages in a random order, half of them each way, and check them all; with
     `until_found` stop at the first that is corrupt."""
     findings = Findings()
     with ExitStack() as stack:
@@ -464,7 +464,7 @@ class _Rank:
         self._is_done = True
 
     def _send(self, microbatch: int) -> None:
-        """Make a message on the compute stream, hand it over, and forget it."""
+        """Make a message on the compute stream, send it, and drop all references."""
         device, data = self._device, content(1 - self._rank, microbatch)
         stream = device.compute_stream()
         tensor = device.empty([len(data)], torch.uint8, stream)
@@ -473,7 +473,7 @@ class _Rank:
         self._transport.send(1 - self._rank, Message(0, Task(1, Kind.F, microbatch), (tensor,)))
 
     def _check(self, event: MessageArrived) -> None:
-        """Read what has arrived on the compute stream, and forget it."""
+        """Read what has arrived on the compute stream, and drop all references."""
         device, message = self._device, event.message
         self._transport.consumed(event.peer, message.step)
         (tensor,) = message.tensors
@@ -490,7 +490,7 @@ class _Rank:
         device.launch(check, device.compute_stream())
 
     def close(self) -> None:
-        # With a mistake found, nobody takes what is still under way.
+        # After a mistake was found, messages in flight are not consumed.
         self._transport.close(farewell=self._is_done)
         self._device.close()
 

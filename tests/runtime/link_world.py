@@ -49,7 +49,7 @@ PIPE_BYTES = 300
 
 
 def envelope(message: Message, now_ns: int) -> Envelope:
-    """What a transport makes of a message whose tensors are as they must be."""
+    """Make the envelope of a message whose tensors are contiguous and on the CPU."""
     num_bytes = payload_bytes(message.tensors)
     return Envelope(
         message.step, message.task, message.tensors, num_bytes, now_ns, message.latency_ns
@@ -64,23 +64,24 @@ class Way:
         self.is_shut = False
         """Nothing more comes; what is under way still does."""
         self.is_unread = False
-        """Whoever read it has closed."""
+        """The reader has closed."""
 
 
 class End:
-    """One end with what a driver knows: it calls the protocol as one does, when it is told to."""
+    """One end with the state of a driver. It calls the protocol as a driver does, when a test calls
+    it."""
 
     def __init__(self, link: Endpoint[Any], incoming: Way, outgoing: Way) -> None:
         self.link = link
         self.incoming = incoming
         self.outgoing = outgoing
         self.buffers: list[memoryview] = []
-        """Of the write that has begun."""
+        """Bytes of the write that has begun."""
         self.num_carried: int | None = None
-        """How much of it has left, where its link does not know that yet."""
+        """Number of its bytes that were carried, before the link knows that."""
         self.outputs: list[Output] = []
         self.written: list[Purpose] = []
-        """Of the frames that were written whole."""
+        """Purposes of the frames that were written whole."""
         self.tasks_written: set[tuple[Purpose, Task]] = set()
         self._reader = FrameReader(2**20)
         self.is_stopped = False
@@ -92,13 +93,13 @@ class End:
         """It closed without a farewell, or its deadline came."""
         self.close_deadline_ns: int | None = None
         self.num_unsent_at_close: int | None = None
-        """When it was first closed, over or not."""
+        """Unsent messages when it was first closed, over or not."""
         self.num_checked = 0
-        """Of its outputs."""
+        """Number of its outputs that were checked."""
         self.failure = ""
-        """What it told of a loss."""
+        """The loss that it reported."""
         self.has_left = False
-        """It told that its peer has left."""
+        """It reported that its peer has left."""
         self.heard_ns = 0
         self.stopped_ns = 0
         """For how long it was stopped since anything was heard, and how often."""
@@ -118,7 +119,7 @@ class End:
         return bool(self.buffers)
 
     def end_write(self, most_bytes: int, now_ns: int) -> int:
-        """Carry up to so many bytes of the write that has begun, and tell."""
+        """Carry up to this many bytes of the write that has begun, and report them to the link."""
         if not self.buffers:
             return 0
         num_carried, way = self.num_carried, self.outgoing
@@ -134,7 +135,7 @@ class End:
         return num_carried
 
     def carry(self, most_bytes: int) -> int:
-        """Carry up to so many bytes; -1: nobody takes them any more."""
+        """Carry up to this many bytes; return the number, or -1 if the reader has closed."""
         way = self.outgoing
         if way.is_unread:
             return -1
@@ -159,7 +160,7 @@ class End:
         return bool(self.incoming.data) or self.incoming.is_shut
 
     def read(self, most_bytes: int, now_ns: int) -> int:
-        """Read up to so many bytes; the number of those that were read."""
+        """Read up to this many bytes; return the number of bytes read."""
         if self.is_closed or not self.can_read or self.link.channel.is_broken:
             return 0
         data = self.incoming.data
@@ -211,7 +212,7 @@ class End:
         self.link.channel.patience_ns(now_ns)
 
     def close_if_over(self) -> None:
-        """What a driver does once its link is over, or broken, and no write is under way."""
+        """Do what a driver does once its link is over, or broken, and no write is in progress."""
         if self.link.channel.is_broken and not self.buffers:
             self.leave()
         if self.is_closed or self.state is not State.OVER or self.buffers:
@@ -245,7 +246,7 @@ class World:
         self.ends = (self.source, self.destination)
         self.bound = num_credits
         self.messages: list[tuple[Task, int, int]] = []
-        """What was sent: each task, which tensor it took, and its latency."""
+        """Messages that were sent: each task, the index of its tensor, and its latency."""
         self.announcements: list[Task] = []
         self.num_recorded = 0
         self.num_arrived = 0
@@ -256,7 +257,8 @@ class World:
         """Neither end is there for the other one any more."""
         self.num_cuts = 0
         self.offers: list[tuple[int, Way, Way]] = []
-        """What the source has dialled and the destination has not heard of, by attempt."""
+        """Connections that the source has dialed and the destination has not accepted, by
+        attempt."""
         self.num_attempts = self.last_attempt = 0
         self.story: list[str] = []
 
@@ -381,7 +383,7 @@ class World:
             end.leave()
 
     def dial(self, number: int) -> None:
-        """What the source's driver does when its link is broken."""
+        """Do what the source's driver does when its link is broken."""
         source, answered = self.source, self.destination.link
         if not source.link.channel.is_broken or source.is_stopped or source.buffers:
             return
@@ -397,8 +399,8 @@ class World:
         else:
             self.offers.append((self.num_attempts, there, back))
 
-    def be_dialled(self, number: int) -> None:
-        """What the destination's driver does, with whatever attempt it hears of first."""
+    def be_dialed(self, number: int) -> None:
+        """Do what the destination's driver does with the first attempt that it receives."""
         end = self.destination
         if end.is_stopped or end.is_closed:
             return
@@ -419,7 +421,7 @@ class World:
         *(send, send, send, send, announce, consume, consume, grant),
         *(begin_write, carry, write, write, write, read, read, read, look, look),
         *(pass_time, serve, serve, serve, stop_or_resume, close, part),
-        *(cut, cut, dial, dial, be_dialled, be_dialled),
+        *(cut, cut, dial, dial, be_dialed, be_dialed),
     )
 
     def run(self, program: bytes) -> None:
@@ -466,7 +468,7 @@ class World:
                 self.check_arrival(output)
 
     def check_arrival(self, output: Output) -> None:
-        """What comes is what was sent, in the order in which it was sent, once."""
+        """Messages arrive once, and in the order in which they were sent."""
         match output:
             case PeerLeft():
                 self.destination.has_left = True
@@ -483,7 +485,7 @@ class World:
                 self.num_told += 1
 
     def check_cause(self, end: End) -> None:
-        """A loss that was told has a cause."""
+        """A reported loss has a cause."""
         told = end.failure
         peer = self.ends[1 - self.ends.index(end)]
         if "closed its connection" in told or "connected again" in told:
@@ -519,7 +521,7 @@ class World:
                     end.read(1000, self.now_ns)
                 end.close_if_over()
             self.dial(0)
-            self.be_dialled(0)
+            self.be_dialed(0)
             is_moving |= self.connections != was
             self.check()
             consumes &= not self.destination.is_stopped
@@ -538,7 +540,7 @@ class World:
 
     @property
     def connections(self) -> tuple[object, ...]:
-        """What dialling changes."""
+        """Choices for dialing again."""
         states = [(end.state, end.connection) for end in self.ends]
         return (*states, self.num_attempts, len(self.offers))
 
@@ -594,10 +596,10 @@ class World:
         for end in self.ends:
             assert end.state is State.OVER
             assert end.is_closed
-        self.check_what_was_told()
+        self.check_reports()
 
     def leave_alone(self, closing: list[End]) -> None:
-        """Whoever closes is over by its deadline, whatever the other end does."""
+        """An end that closes is over by its deadline, whatever the other end does."""
         for end in self.ends:
             end.is_stopped = end not in closing
         self.settle()
@@ -630,7 +632,7 @@ class World:
         if farewell:
             assert self.destination.has_left is (self.destination not in closing)
 
-    def check_what_was_told(self) -> None:
+    def check_reports(self) -> None:
         """An end that was over without having closed has told why, once."""
         if not self.destination.was_closing:
             assert self.destination.has_left != bool(self.destination.failure)

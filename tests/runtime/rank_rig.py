@@ -34,10 +34,9 @@ from rrfp.runtime.protocols import (
 from rrfp.runtime.stall import StallBoard
 from rrfp.runtime.worker import DeviceWorker, Worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import IMPATIENT, Patience
+from rrfp.schedule.hints import Order
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.order import Order
-from rrfp.schedule.policy import Policy
+from rrfp.schedule.policy import IMPATIENT, Patience, Policy
 from rrfp.schedule.punctuality import JustInTime
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
@@ -57,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Wait:
-    """Of a rank that does not run: until when, unless something comes before."""
+    """The wait of a rank that does not run: until this time, or until something comes."""
 
     until_ns: int
     has_come: Callable[[], bool]
@@ -77,7 +76,8 @@ class MemoryRanks(Generic[T]):
         self._errors: list[BaseException] = []
 
     def run(self, target: Callable[[int], T]) -> list[T]:
-        """What `target(rank)` gives on each rank; raises what the first of them raised."""
+        """Run `target(rank)` on each rank, and return the results; raise the first rank's error, if
+        any."""
         ranks = range(len(self._turns))
         threads = [threading.Thread(target=self._run, args=(rank, target)) for rank in ranks]
         for rank, thread in enumerate(threads):
@@ -92,11 +92,11 @@ class MemoryRanks(Generic[T]):
         return [self._results[rank] for rank in ranks]
 
     def sleep(self, rank: int, duration_ns: int) -> None:
-        """Let so much time pass on this rank's compute thread."""
+        """Let this time pass on this rank's compute thread."""
         self.wait(rank, duration_ns, lambda: False)
 
     def wait(self, rank: int, most_ns: int, has_come: Callable[[], bool]) -> None:
-        """Wait at most so long until something has come."""
+        """Wait at most this long until something has come."""
         self._waits[rank] = _Wait(self.network.now_ns + most_ns, has_come)
         self._deliver()
         self._turns[rank].acquire()
@@ -143,11 +143,11 @@ class MemoryInbox(Inbox):
 OUTBOX_BYTES = 1 << 20
 
 PAYLOAD = (torch.zeros(1024),)
-"""4 KiB: what every task hands on."""
+"""Output of every task: 4 KiB."""
 
 
 class Work:
-    """A task of a stage that does nothing but `act`, and hands the payload on."""
+    """A stage whose tasks only call `act`, and return the payload."""
 
     held_bytes = 0
     waiting_gradient_bytes = 0
@@ -164,7 +164,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands among `num_members` pipelines that agree; ranks go by stage first."""
+    """The place of a rank among `num_members` pipelines that agree; ranks are numbered by stage
+    first."""
 
     rank: int
     num_pp_ranks: int
@@ -189,7 +190,7 @@ class Place:
 
     @property
     def peers(self) -> set[int]:
-        """The neighbours in the pipeline (in a loop) and in the group's star."""
+        """The neighbors in the pipeline (in a loop) and in the group's star."""
         pipeline, index = self.pp_ranks, self.pp_rank
         near = {pipeline[index - 1], pipeline[(index + 1) % self.num_pp_ranks]}
         star = self.members if self.member == 0 else self.members[:1]
@@ -207,7 +208,7 @@ class RankRig:
     records: list[Record]
     clock: Clock
     sleep: Callable[[float], None]
-    """Lets so many seconds pass on the compute thread."""
+    """Lets this many seconds pass on the compute thread."""
 
     def run_step(
         self, step: int, shape: Shape, compute: Compute, hint_name: str = "bf"
@@ -218,7 +219,7 @@ class RankRig:
         return Dispatcher(
             shape,
             self.place.pp_rank,
-            Policy(hint_named(hint_name).on(shape), order=_order(hint_name, shape)),
+            Policy(hint_named(hint_name).for_shape(shape), order=_order(hint_name, shape)),
             group=self.agreement.group,
         )
 
@@ -240,7 +241,7 @@ class RankRig:
 @cache
 def _order(hint_name: str, shape: Shape) -> Order:
     whole = replace(shape, kinds=WHOLE_BACKWARD)
-    order = order_of(hint_named(hint_name).on(whole), whole)
+    order = order_of(hint_named(hint_name).for_shape(whole), whole)
     return order if Kind.B in shape.kinds else order.forwards()
 
 
@@ -311,8 +312,8 @@ def run_in_memory(
     wrap: Callable[[int, Links], Links] = lambda _, links: links,
     network: MemoryNetwork | None = None,
 ) -> list[T]:
-    """What `target` gives on each of so many ranks of this process, in virtual time; their leaders
-    do not decide ahead. Bytes are up to `longest_delay_ns` on their way."""
+    """Run `target` on each rank in this process, in virtual time, and return the results. Leaders
+    do not decide ahead. Bytes take up to `longest_delay_ns` to arrive."""
     network = network or MemoryNetwork(seed, longest_delay_ns=longest_delay_ns)
     ranks: MemoryRanks[T] = MemoryRanks(network, num_pp_ranks * num_members, seed)
     store = HashStore()
@@ -354,7 +355,7 @@ def run_in_memory(
     return ranks.run(run)
 
 
-# One rank's worker between fakes, which note down what it asks of them; arrivals are scripted.
+# One rank's worker between fakes, which record its calls; arrivals are scripted.
 
 
 TICK_NS = 10
@@ -370,7 +371,7 @@ F0 = task("1F0")
 
 
 def arrived(text: str, step: int = 0, peer: int = 0) -> MessageArrived:
-    """The input of a task, which says in its tensor whose it is."""
+    """Make the arrival of a task's input, whose tensor contains the microbatch."""
     wanted = task(text)
     return MessageArrived(peer, Message(step, wanted, (torch.tensor([float(wanted.microbatch)]),)))
 
@@ -392,8 +393,8 @@ class ScriptedInbox(Inbox):
                 self.put(event)
         return super().take(0.0)
 
-    def wait_until_taken(self) -> None:
-        """Wait until another thread has taken everything."""
+    def wait_until_empty(self) -> None:
+        """Wait until another thread has taken all events."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self._events:
             assert time.monotonic() < deadline_s, "nobody decides ahead"
@@ -402,21 +403,21 @@ class ScriptedInbox(Inbox):
 
 @dataclass(slots=True)
 class World:
-    """One rank's worker between fakes that note down what it asks of them."""
+    """One rank's worker between fakes that record its calls."""
 
     rank: int = 1
     num_ranks: int = 3
     script: list[list[Event]] = field(default_factory=list)
     during: dict[Task, list[Event]] = field(default_factory=dict)
-    """What arrives while a task runs."""
+    """Events that arrive while a task runs."""
     members: tuple[int, ...] | None = None
     calls: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     fails_at: Task | None = None
     task_ns: int = 0
-    """How long a task takes on this rank's clock, after what arrives while it runs."""
+    """Duration of a task on this rank's clock, after the events that arrive while it runs."""
     ahead_during: Task | None = None
-    """A task that runs until what arrives meanwhile was taken in for a decision ahead."""
+    """A task that runs until events that arrive meanwhile were used for a decision ahead."""
     now_ns: int = 0
     patience: Patience = IMPATIENT
     stall_s: float = STALL_S
@@ -482,7 +483,7 @@ class World:
             self.inbox.put(event)
         self.now_ns += self.task_ns
         if task == self.ahead_during:
-            self.inbox.wait_until_taken()
+            self.inbox.wait_until_empty()
         return (torch.tensor([100.0 * task.stage + task.microbatch]),)
 
     # As its transport.

@@ -71,7 +71,7 @@ def test_alone_there_is_nothing_to_agree_on() -> None:
     assert not records
 
 
-def test_the_first_member_leads_and_tells_every_follower() -> None:
+def test_the_first_member_leads_and_sends_decisions_to_every_follower() -> None:
     records: list[Record] = []
     leader, links = agreement(2, [2, 5, 7], records.append)
     assert leader.group == Group(num_members=3, leads=True)
@@ -93,14 +93,14 @@ def test_the_first_member_leads_and_tells_every_follower() -> None:
     assert leader.next() is None
 
 
-def test_a_leader_is_owed_by_the_members_that_lack_an_input_only() -> None:
+def test_a_leader_waits_only_for_the_members_that_lack_an_input() -> None:
     leader, _ = agreement(2, [2, 5, 7])
     assert leader.pending_messages(0b000) == leader.pending_messages(0b001) == {}
     assert leader.pending_messages(0b101) == {7: "reports of what has arrived there"}
     assert [*leader.pending_messages(0b110)] == [5, 7]
 
 
-def test_a_follower_is_owed_by_its_leader() -> None:
+def test_a_follower_waits_for_its_leader() -> None:
     follower, _ = agreement(5, [2, 5, 7])
     assert follower.pending_messages(0b0) == {2: "the group's next decision"}
 

@@ -1,4 +1,4 @@
-"""Who may connect to a rank's links, and what the store knows of it."""
+"""Authentication of connections to a rank's links, and the addresses in the store."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def nothing_is_left(
         yield
 
 
-class KeptStore(HashStore):
+class RecordingStore(HashStore):
     """A store that keeps what was written to it."""
 
     def __init__(self) -> None:
@@ -79,9 +79,9 @@ def test_the_store_knows_no_secret_of_a_unix_socket(monkeypatch: pytest.MonkeyPa
         return made[-1]
 
     monkeypatch.setattr(secrets, "token_bytes", token_bytes)
-    monkeypatch.setattr("tests.runtime.link_pairs.HashStore", KeptStore)
+    monkeypatch.setattr("tests.runtime.link_pairs.HashStore", RecordingStore)
     with pair() as near:
-        assert isinstance(near.store, KeptStore)
+        assert isinstance(near.store, RecordingStore)
         said = b"".join(near.store.kept.values())
         assert made
         assert not [secret for secret in made if secret in said or secret.hex().encode() in said]
@@ -90,7 +90,7 @@ def test_the_store_knows_no_secret_of_a_unix_socket(monkeypatch: pytest.MonkeyPa
             f"{PREFIX}/address",
         }
     with pair(allow_unix=False, address="127.0.0.1") as far:
-        assert isinstance(far.store, KeptStore)
+        assert isinstance(far.store, RecordingStore)
         said = b"".join(far.store.kept.values())
         # As docs/security.md says: who can read the store can connect from another host.
         assert sum(secret.hex().encode() in said for secret in made) == 2
@@ -176,7 +176,7 @@ def strange_directory(how: str, made: Path) -> Path:
         "another user's",
     ],
 )
-def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_this_users_alone_is_not_dialed(how: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
     with socket.socket(socket.AF_UNIX) as listening:
@@ -192,7 +192,7 @@ def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_p
 
 
 def address_with(**changed: object) -> bytes:
-    """What a rank publishes, with something of its port changed."""
+    """Make the JSON that a rank publishes, with a part of its TCP address changed."""
     port = {"host": "h", "port": 7, "secret": "00" * 32, "fingerprint": "00" * 32}
     return json.dumps({"directory": None, "tcp": port | changed, "transport": "inline"}).encode()
 
@@ -216,7 +216,7 @@ def test_an_address_can_be_read_otherwise() -> None:
         address_with(fingerprint=7),
     ],
 )
-def test_an_address_that_cannot_be_read_is_told(planted: bytes) -> None:
+def test_an_address_that_cannot_be_read_is_an_error(planted: bytes) -> None:
     store = HashStore()
     store.set(f"{PREFIX}/place/1", files_identity())
     store.set(f"{PREFIX}/address/1", planted)  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_an_address_that_cannot_be_read_is_told(planted: bytes) -> None:
 @pytest.mark.parametrize(
     ("sends_to", "receives_from"), [([2], []), ([], [2])], ids=["source", "destination"]
 )
-def test_a_peer_that_fails_before_its_links_are_open_is_told_at_once(
+def test_a_peer_that_fails_before_its_links_are_open_is_reported_at_once(
     sends_to: list[int], receives_from: list[int]
 ) -> None:
     store = HashStore()
@@ -391,12 +391,12 @@ def test_an_impostor_that_listens_is_found_out() -> None:
             accepting.result(PATIENCE_S)
     here, there = socket.socketpair()
     with here, there, ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial_handshake, here, b"secret", 0, 1, PATIENCE_S)
+        dialing = pool.submit(dial_handshake, here, b"secret", 0, 1, PATIENCE_S)
         there.sendall(MAGIC + bytes([VERSION, 0, 0, 0]) + bytes(32))
         assert there.recv(200)
         there.sendall(bytes(32))
         with pytest.raises(HandshakeError, match="does not know the secret"):
-            dialling.result(PATIENCE_S)
+            dialing.result(PATIENCE_S)
 
 
 # Who may connect to a port, decided before there is a connection.
@@ -425,13 +425,13 @@ def connect(listening: socket.socket, source: str | None = None) -> socket.socke
 def is_let_in(listening: socket.socket, source: str | None = None) -> bool:
     """Whether a megabyte comes through."""
     try:
-        dialled = connect(listening, source)
+        dialed = connect(listening, source)
     except TimeoutError:
         return False
     accepted, _ = listening.accept()
     data = bytes(range(256)) * 4096
-    with dialled, accepted:
-        return echoes(dialled, accepted, data)
+    with dialed, accepted:
+        return echoes(dialed, accepted, data)
 
 
 def echoes(one: socket.socket, other: socket.socket, data: bytes) -> bool:
@@ -464,12 +464,12 @@ def test_nobody_then_anybody(address: str) -> None:
 def test_who_was_let_in_stays() -> None:
     with listen("127.0.0.1") as listening:
         accept_only(listening, ["127.0.0.1"])
-        dialled = connect(listening)
+        dialed = connect(listening)
         accepted, _ = listening.accept()
-        with dialled, accepted:
+        with dialed, accepted:
             accept_nobody(listening)
-            assert echoes(dialled, accepted, b"a" * 10**6)
-            assert echoes(accepted, dialled, b"b" * 10**6)
+            assert echoes(dialed, accepted, b"a" * 10**6)
+            assert echoes(accepted, dialed, b"b" * 10**6)
 
 
 FAR = [f"10.0.{number // 256}.{number % 256}" for number in range(0, 2000, 2)]
@@ -486,7 +486,7 @@ FAR_6 = [f"fd00::{number:x}" for number in range(0, 2000, 2)]
         ("127.0.0.1", [], set()),
         ("127.0.0.1", ["::1", "::7f00:1"], set()),
         ("127.0.0.1", [*FAR[:60], "127.0.0.2"], {"127.0.0.2"}),
-        # More hosts than a filter holds: their neighbours are let in as well.
+        # More hosts than a filter holds: their neighbors are let in as well.
         ("127.0.0.1", [*FAR, *FAR_6, "127.0.0.3"], {"127.0.0.2", "127.0.0.3"}),
         ("::1", ["::1"], {"::1"}),
         ("::1", ["fe80::1%lo", "127.0.0.1", "::1"], {"::1"}),
@@ -502,7 +502,7 @@ def test_sources(address: str, sources: Collection[str], let: set[str]) -> None:
 
 
 def test_where_no_filter_is_permitted_a_link_listens_all_the_same() -> None:
-    """Those who connect still have to prove themselves."""
+    """Peers that connect still have to authenticate."""
     code = (
         "from rrfp.runtime.net.source_filter import filter_refusal, accept_nobody\n"
         "from rrfp.runtime.net.connecting import listen_tcp\n"

@@ -125,7 +125,7 @@ DEVICE_CALLS: dict[str, Callable[[CudaDevice], object]] = {
     "selected": lambda device: device.selected().__enter__(),
     "use_on_compute_stream": lambda device: device.use_on_compute_stream([torch.zeros(1)]),
 }
-"""What needs nothing that another call would have given."""
+"""Calls that do not need the result of another call."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -271,7 +271,7 @@ def test_what_is_printed_is_no_answer() -> None:
         (leave, "no reason given"),
     ],
 )
-def test_a_failure_is_told_in_a_line(question: Any, reason: str) -> None:
+def test_a_failure_is_reported_in_a_line(question: Any, reason: str) -> None:
     with pytest.raises(NoAnswerError) as refused:
         call_isolated(question, limit_s=LIMIT_S)
     assert str(refused.value) == reason
@@ -388,7 +388,7 @@ def test_what_stands_in_for_the_bindings_has_what_they_have() -> None:
     assert runtime.cudaIpcMemLazyEnablePeerAccess == cuda_in_files.cudaIpcMemLazyEnablePeerAccess
 
 
-# Copies that two threads share: whole, whoever takes which part.
+# Copies that two threads share are complete, whichever thread copies a part.
 
 
 PART = host_copies._PART_BYTES
@@ -449,7 +449,7 @@ def is_helper() -> bool:
     return threading.current_thread().name == HELPER
 
 
-def test_both_take_parts_and_none_is_taken_twice(
+def test_both_threads_copy_parts_and_no_part_is_copied_twice(
     copies: HostCopies, moving: Callable[[Move], None]
 ) -> None:
     taken: list[tuple[int, bool]] = []

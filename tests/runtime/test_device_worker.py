@@ -1,4 +1,4 @@
-"""Real ranks on simulated devices: at most one task behind the running one, whoever decides."""
+"""Real ranks on simulated devices: at most one task behind the running one, on every rank."""
 
 import threading
 import time
@@ -80,7 +80,7 @@ class CountedWork:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a step."""
+    """Records and times of one rank's step."""
 
     ran: list[Task]
     most_open: int
@@ -91,7 +91,7 @@ class Seen:
 
 
 def problems_of(rig: RankRig, work: CountedWork) -> list[str]:
-    """What the rank's records say wrongly of what its device did."""
+    """Return errors in the rank's records of its device's work."""
     tasks = [record for record in rig.records if isinstance(record, TaskRecord)]
     launches = [
         record
@@ -161,7 +161,7 @@ def test_ranks_keep_one_task_behind_the_running_one(hint_name: str, num_members:
 
 
 class Sleeper(CountedWork):
-    """Its first task takes long, so that the next stage waits for its first input."""
+    """Run a rank whose first task takes long, so that the next stage waits for its first input."""
 
     FIRST_S = 0.3
 
@@ -188,7 +188,7 @@ def test_a_wait_for_the_first_input_is_no_part_of_a_launch() -> None:
 
 
 class Compiling(CountedWork):
-    """Its first task takes long."""
+    """Run a rank whose first task takes long."""
 
     def run(self, task: Task, inputs: Any) -> Any:
         if task.microbatch == 0:
@@ -220,8 +220,8 @@ class TwiceAsLong:
         return 0
 
 
-def test_a_pace_on_a_device_is_told_what_the_work_takes() -> None:
-    """What is expected of a task is what such work took, without what the pace added to it."""
+def test_a_pace_on_a_device_gets_the_measured_times_of_the_work() -> None:
+    """The expected time of a task is that of such work, without the time that the pace added."""
     for found in run_ranks(1, paced_on_a_device):
         assert found == []
 
@@ -386,7 +386,7 @@ def a_task_fails_behind_one_that_never_ends() -> None:
 
 
 def test_a_failure_does_not_wait_for_a_device_that_hangs() -> None:
-    # Whichever rank is heard first: the one that fails, or the one that is told.
+    # Either rank may report first: the one that fails, or its peer.
     with pytest.raises(RankFailedError, match=r"too much|rank 0 closed its connection"):
         run_ranks(2, a_task_fails_behind_one_that_never_ends, timeout_s=30)
 
@@ -408,7 +408,7 @@ def a_device_hangs() -> None:
         device.close()
 
 
-def test_a_device_that_hangs_is_told() -> None:
+def test_a_device_that_hangs_is_an_error() -> None:
     told = "pipeline rank 0 waited 1 s in step 0 for its device to end 0F0; see whether that"
     with pytest.raises(RankFailedError, match=told):
         run_ranks(1, a_device_hangs, timeout_s=30)

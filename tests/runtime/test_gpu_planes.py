@@ -75,7 +75,7 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def memory_left(directory: Path) -> list[str]:
-    """What is allocated or open."""
+    """Memory that is allocated or open."""
     return [path.name for path in directory.iterdir()]
 
 
@@ -131,7 +131,7 @@ def test_a_rank_that_says_farewell_before_it_detaches_is_found(cuda: Path) -> No
     cuda_in_files.freed_open.clear()
 
 
-def test_the_speed_is_told(cuda: Path) -> None:
+def test_the_speed_is_reported(cuda: Path) -> None:
     with pair(make_planes=planes) as ranks:
         for transport in ranks.transports:
             (settled,) = plane_choices(transport).values()
@@ -141,7 +141,7 @@ def test_the_speed_is_told(cuda: Path) -> None:
     assert memory_left(cuda) == []
 
 
-def test_a_peer_on_another_host_is_told_of(cuda: Path) -> None:
+def test_a_peer_on_another_host_is_named_as_the_reason(cuda: Path) -> None:
     with pair(make_planes=planes, allow_unix=False) as ranks:
         expected = PlaneChoice(TransportName.BOUNCE, None, "rank 1 is on another host")
         assert plane_choices(ranks.transports[0]) == {1: expected}
@@ -156,8 +156,8 @@ def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:
     plane.close(are_detached=True)
 
 
-def test_an_arrival_is_told_when_the_host_has_seen_the_copy(cuda: Path) -> None:
-    """And a puller that is detached lets its copies end."""
+def test_an_arrival_is_reported_when_the_host_has_seen_the_copy(cuda: Path) -> None:
+    """A fetcher that detaches lets its copies end."""
     device = SimulatedDevice(mean_delay_s=2e-3)
     owner, reader = CudaIpcPlane(device, BLOCK_BYTES), CudaIpcPlane(device, BLOCK_BYTES)
     owner.slab.fill_(7)
@@ -193,11 +193,11 @@ def test_memory_is_closed_once_no_copy_reads_it(
     happened: list[str] = []
     close = cuda_in_files.cudaIpcCloseMemHandle
 
-    def told(address: int) -> tuple[int]:
+    def closed(address: int) -> tuple[int]:
         happened.append("closed")
         return close(address)
 
-    monkeypatch.setattr(cuda_in_files, "cudaIpcCloseMemHandle", told)
+    monkeypatch.setattr(cuda_in_files, "cudaIpcCloseMemHandle", closed)
 
     def copy() -> None:
         time.sleep(0.05)
@@ -293,8 +293,8 @@ def test_what_a_lost_peer_had_open_is_not_freed(tmp_path: Path) -> None:
     assert num_freed_open == 0
 
 
-def settled_with(why: str) -> dict[int, PlaneChoice]:
-    """Of a link that takes the next plane."""
+def choice_because(why: str) -> dict[int, PlaneChoice]:
+    """Make the expected choice of a link that uses the next plane."""
     return {1: PlaneChoice(TransportName.BOUNCE, None, why)}
 
 
@@ -347,7 +347,7 @@ def test_a_call_that_fails_is_named_and_the_next_plane_serves(
 ) -> None:
     refuse(monkeypatch, call, error)
     with pair(make_planes=planes) as ranks:
-        assert plane_choices(ranks.transports[0]) == settled_with(why)
+        assert plane_choices(ranks.transports[0]) == choice_because(why)
         ranks.transports[0].send(1, message(5, filled(OUTBOX_BYTES // 2, 5)))
         assert isinstance(take(ranks.inboxes[1], 1)[0], MessageArrived)
     assert memory_left(cuda) == []
@@ -389,7 +389,7 @@ def test_a_gpu_without_peer_access_is_named(cuda: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_an_offer_that_cannot_be_taken(cuda: Path, told: dict[str, object], why: str) -> None:
+def test_an_offer_that_cannot_be_accepted(cuda: Path, told: dict[str, object], why: str) -> None:
     plane = CudaIpcPlane(CPU, 1024)
     offer = plane.offer()
     with pytest.raises(PlaneRefusal) as refusal:
@@ -419,7 +419,7 @@ def test_a_copy_that_fails_is_a_refusal_and_the_memory_is_closed(cuda: Path) -> 
     assert memory_left(cuda) == []
 
 
-def test_memory_that_is_not_given_back_is_told(
+def test_memory_that_cannot_be_freed_is_a_warning(
     cuda: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device that has failed fails again; the run has its error already."""
@@ -489,7 +489,7 @@ class OwnReads:
         return self
 
     states = ("PROC", "DONE")
-    """What a transfer says as it begins, and later."""
+    """States that a transfer returns as it begins, and later."""
     num_released = 0
 
     def transfer(self, handle: Self) -> str:
@@ -503,7 +503,7 @@ class OwnReads:
 
 
 class FullDevice(CpuDevice):
-    """Has no memory left, where it is told so."""
+    """Has no memory left while `is_full` is True."""
 
     is_full = False
 
@@ -523,21 +523,21 @@ def may_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def fetched(fetcher: Fetcher) -> Completion:
-    """What becomes of a message of one tensor."""
+    """Send a message of one tensor, and return its outcome."""
     told: list[Completion] = []
     is_told = threading.Event()
 
-    def tell(completion: Completion) -> None:
+    def put_completion(completion: Completion) -> None:
         told.append(completion)
         is_told.set()
 
     descriptor = Descriptor((Form(torch.uint8, (100,)),), 0)
-    fetcher.fetch(descriptor, Message(0, TASK, ()), Queue(tell))
+    fetcher.fetch(descriptor, Message(0, TASK, ()), Queue(put_completion))
     assert is_told.wait(PATIENCE_S), "nobody was told"
     return told[0]
 
 
-def test_a_message_that_cannot_be_taken_over_fails_its_link_and_no_other(
+def test_a_message_that_cannot_be_copied_fails_its_link_and_no_other(
     may_answer: threading.Event,
 ) -> None:
     source, device = NixlPlane(CpuDevice(), SLAB_BYTES), FullDevice()

@@ -1,5 +1,5 @@
-"""Links whose connections break: they are made again, and nothing is lost or doubled. What cannot
-be made again is told, with both its ends."""
+"""Links whose connections break: they reconnect, and nothing is lost or duplicated. A link that
+cannot reconnect is reported with both its ends."""
 
 import os
 import random
@@ -57,18 +57,18 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Wires:
-    """Every connected socket of some transports, to be cut at any time."""
+    """The connected sockets of some transports, which can be cut at any time."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int, socket.socket]] = []
-        """Each with the rank that has it, and its peer."""
+        """Rank, peer and socket of each connection."""
 
     def wrap(self, connection: socket.socket, rank: int, peer: int) -> socket.socket:
         self.made.append((rank, peer, connection))
         return connection
 
     def cut(self, choose: Callable[[list[socket.socket]], list[socket.socket]] = list) -> int:
-        """Shut some down, by default all, in the midst of whatever they carry; gives how many."""
+        """Shut some down, by default all, at any point of a frame; return their number."""
         alive = [made for _, _, made in self.made if made.fileno() >= 0]
         chosen = choose(alive)
         for each in chosen:
@@ -222,7 +222,7 @@ def test_a_cut_while_both_ends_close_fails_nobody() -> None:
 
 
 class Garbling:
-    """A socket that flips a bit of what it sends, where it is told to."""
+    """A socket that flips a bit of the bytes for which `is_to_flip` returns True."""
 
     def __init__(self, connection: socket.socket, is_to_flip: Callable[[bytes], bool]) -> None:
         self._connection = connection
@@ -265,7 +265,7 @@ def test_what_was_garbled_is_sent_again(way: Way) -> None:
     check_nothing_else_came(made, 30)
 
 
-def test_a_link_that_garbles_all_is_told_with_both_its_ends() -> None:
+def test_a_link_that_garbles_everything_is_reported_with_both_its_ends() -> None:
     with pair(allow_unix=False, address="127.0.0.1", wrap=garbling(is_message)) as made:
         made.transports[0].send(1, Message(0, task(0), ()))
         told = str(failure(take(made.inboxes[1], 1)))
@@ -278,7 +278,7 @@ def test_a_link_that_garbles_all_is_told_with_both_its_ends() -> None:
 # What cannot be made again.
 
 
-def test_a_link_that_stays_down_is_told_with_both_its_ends(
+def test_a_link_that_stays_down_is_reported_with_both_its_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wires = Wires()
@@ -310,7 +310,7 @@ def failures(made: Pair, num_failures: int) -> list[LinkFailed]:
 
 
 def test_a_wire_that_carries_nothing_is_left_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is told that a connection between hosts is dead: its source dials again."""
+    """No end is notified that a connection between hosts is dead: its source dials again."""
     wires = Wires()
 
     class Mute(Garbling):
@@ -358,7 +358,7 @@ def test_strangers_do_not_keep_a_link_from_being_made_again() -> None:
 
 
 MOST_CUTS = 20
-"""Of a rank: a training on a slow machine is not to be cut for ever."""
+"""Most cuts of a rank's links, so that a training on a slow machine ends."""
 
 
 def train_beside_cuts(

@@ -62,13 +62,13 @@ class Ranks:
             transport.open()
             self.transports.append(transport)
 
-    def taken(self, rank: int, after_ns: int = SOON_NS) -> Sequence[Event]:
-        """What has come to a rank after so long."""
+    def events_after(self, rank: int, after_ns: int = SOON_NS) -> Sequence[Event]:
+        """Let time pass, and return the events of a rank."""
         self.network.run_for(after_ns)
         return self.inboxes[rank].take()
 
     def failures(self, rank: int, after_ns: int = SOON_NS) -> list[str]:
-        events = self.taken(rank, after_ns)
+        events = self.events_after(rank, after_ns)
         assert all(isinstance(event, LinkFailed) for event in events)
         return [str(event.error) for event in events if isinstance(event, LinkFailed)]
 
@@ -94,7 +94,7 @@ def test_messages_arrive_in_order_and_bit_for_bit(
         ranks.transports[0].send(1, Message(4, task(index), tuple(sent)))
     events: list[Event] = []
     while len(events) < len(messages):
-        arrived = ranks.taken(1)
+        arrived = ranks.events_after(1)
         assert 0 < len(arrived) <= 3
         events += arrived
         for _ in arrived:
@@ -112,7 +112,7 @@ def test_nothing_moves_before_a_step() -> None:
     ranks = Ranks(MemoryNetwork())
     ranks.transports[0].report(1, 0, task(0))
     assert not ranks.inboxes[1].take()
-    assert ranks.taken(1, 0) == (InputReported(0, 0, task(0)),)
+    assert ranks.events_after(1, 0) == (InputReported(0, 0, task(0)),)
     assert ranks.network.now_ns == 0
 
 
@@ -126,7 +126,7 @@ def test_links_are_reordered_among_each_other_and_not_within() -> None:
                 ranks.transports[peer].decide(0, 0, position, task(0))
         came = [
             (event.peer, event.position)
-            for event in ranks.taken(0)
+            for event in ranks.events_after(0)
             if isinstance(event, TaskDecided)
         ]
         for peer in (1, 2):
@@ -152,12 +152,12 @@ def test_a_seed_decides_everything() -> None:
 
 def test_a_link_that_stalls_holds_its_messages_until_it_is_released() -> None:
     ranks = Ranks(MemoryNetwork())
-    assert not ranks.taken(1)
+    assert not ranks.events_after(1)
     ranks.network.stall(0, 1)
     ranks.transports[0].send(1, message(0))
-    assert not ranks.taken(1, NS_PER_S)
+    assert not ranks.events_after(1, NS_PER_S)
     ranks.network.release(0, 1)
-    assert ranks.taken(1) == (MessageArrived(0, message(0)),)
+    assert ranks.events_after(1) == (MessageArrived(0, message(0)),)
 
 
 def test_a_link_that_stalls_for_too_long_loses_both_peers_of_it() -> None:
@@ -172,10 +172,10 @@ def test_a_link_that_stalls_for_too_long_loses_both_peers_of_it() -> None:
 def test_heartbeats_keep_idle_links_alive() -> None:
     ranks = Ranks(MemoryNetwork())
     for rank in (0, 1):
-        assert not ranks.taken(rank, 10 * SILENCE_NS)
+        assert not ranks.events_after(rank, 10 * SILENCE_NS)
 
 
-def test_a_link_that_is_cut_is_told_on_both_ranks_and_loses_what_was_under_way() -> None:
+def test_a_link_that_is_cut_is_reported_on_both_ranks_and_loses_messages_in_flight() -> None:
     ranks = Ranks(MemoryNetwork(longest_delay_ns=1000))
     ranks.network.run_for(SOON_NS)
     ranks.transports[0].send(1, message(0))
@@ -185,7 +185,7 @@ def test_a_link_that_is_cut_is_told_on_both_ranks_and_loses_what_was_under_way()
         assert f"rank {1 - rank} closed its connection without a farewell" in told
     # The other way goes on.
     ranks.transports[1].send(0, message(1))
-    assert ranks.taken(0) == (MessageArrived(1, message(1)),)
+    assert ranks.events_after(0) == (MessageArrived(1, message(1)),)
 
 
 def test_a_stopped_rank_is_lost_to_the_others_and_blames_nobody_before_it_has_read() -> None:
@@ -203,10 +203,10 @@ def test_a_rank_that_was_stopped_shortly_is_not_lost() -> None:
     ranks = Ranks(MemoryNetwork())
     ranks.network.run_for(SOON_NS)
     ranks.network.stop(1)
-    assert not ranks.taken(0, SILENCE_NS - 2 * NS_PER_S)
+    assert not ranks.events_after(0, SILENCE_NS - 2 * NS_PER_S)
     ranks.network.resume(1)
     for rank in (0, 1):
-        assert not ranks.taken(rank, SILENCE_NS)
+        assert not ranks.events_after(rank, SILENCE_NS)
 
 
 def test_closing_delivers_what_is_queued_and_ends_every_link() -> None:
@@ -214,11 +214,11 @@ def test_closing_delivers_what_is_queued_and_ends_every_link() -> None:
     for index in range(3):
         ranks.transports[0].send(1, message(index))
     ranks.transports[0].close()
-    assert ranks.taken(1) == (
+    assert ranks.events_after(1) == (
         *(MessageArrived(0, message(index)) for index in range(3)),
         PeerLeft(0),
     )
-    assert not ranks.taken(0)
+    assert not ranks.events_after(0)
     assert all(transport.is_over for transport in ranks.transports)
     ranks.transports[1].send(0, message(3))
     assert "rank 0 has left" in ranks.failures(1)[0]
@@ -229,7 +229,7 @@ def test_a_rank_that_closes_waits_for_credit_until_its_deadline() -> None:
     for index in range(2):
         ranks.transports[0].send(1, message(index))
     ranks.transports[0].close()
-    assert ranks.taken(1, CLOSE_NS - SOON_NS) == (MessageArrived(0, message(0)),)
+    assert ranks.events_after(1, CLOSE_NS - SOON_NS) == (MessageArrived(0, message(0)),)
     were_over = [ranks.transports[0].is_over]
     ranks.network.run_for(2 * SOON_NS)
     were_over.append(ranks.transports[0].is_over)
@@ -242,16 +242,16 @@ def test_a_rank_that_fails_leaves_without_a_farewell() -> None:
     ranks.transports[1].close(farewell=False)
     told = ranks.failures(0)
     assert ["rank 1 closed its connection" in sentence for sentence in told] == [True, True]
-    assert not ranks.taken(1)
+    assert not ranks.events_after(1)
 
 
 def test_a_grant_lets_more_messages_come() -> None:
     ranks = Ranks(MemoryNetwork(), num_credits=2)
     for index in range(6):
         ranks.transports[0].send(1, message(index))
-    assert len(ranks.taken(1)) == 2
+    assert len(ranks.events_after(1)) == 2
     ranks.transports[1].grant(5)
-    assert len(ranks.taken(1)) == 3
+    assert len(ranks.events_after(1)) == 3
 
 
 def test_a_message_stays_on_its_link_for_its_latency_and_reports_overtake_it() -> None:
@@ -259,8 +259,8 @@ def test_a_message_stays_on_its_link_for_its_latency_and_reports_overtake_it() -
     ranks.network.run_for(SOON_NS)
     ranks.transports[0].send(1, Message(0, task(0), (), latency_ns=3 * SOON_NS))
     ranks.transports[0].report(1, 0, task(1, Kind.B))
-    assert ranks.taken(1, 3 * SOON_NS - 1) == (InputReported(0, 0, Task(1, Kind.B, 1)),)
-    assert ranks.taken(1, 1) == (MessageArrived(0, message(0)),)
+    assert ranks.events_after(1, 3 * SOON_NS - 1) == (InputReported(0, 0, Task(1, Kind.B, 1)),)
+    assert ranks.events_after(1, 1) == (MessageArrived(0, message(0)),)
     (record,) = ranks.records[0]
     assert isinstance(record, SendRecord)
     assert record.end_ns - record.start_ns == 3 * SOON_NS

@@ -1,4 +1,4 @@
-"""How many files of ours an activation passes on its way to its neighbor."""
+"""The number of rrfp's files that handle an activation between two ranks."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ __all__ = ["cuda"]
 
 PACKAGE = str(Path(registry.__file__).parents[2])
 WORKER = "runtime/worker.py"
-"""Sends what a task has returned, and takes what has arrived."""
+"""Sends a task's outputs, and receives its inputs."""
 
 
 class Profile:
@@ -39,7 +39,8 @@ class Profile:
 
 
 def files_passed(transport: TransportName, num_bytes: int) -> set[str]:
-    """The files from `send` until the peer has taken the message and its slot is free."""
+    """Return the files called from `send` until the peer has consumed the message and its slot is
+    free."""
     path = Profile()
     before = sys.getprofile()
     threading.setprofile(path)

@@ -326,7 +326,7 @@ def test_nixl_on_one_host_listens_at_loopback_only() -> None:
 
 
 def _until_killed(name: TransportName, kills_after_s: float) -> tuple[str, float, bool]:
-    """Rank 1 kills itself amid messages both ways. Gives what rank 0 says, after how long, and
+    """Kill rank 1 during messages both ways. Return rank 0's error, the time until then in s, and
     whether it has a slab left."""
     told, seconds = _exchange_until_killed(name, kills_after_s)
     return told, seconds, SLAB in Path("/proc/self/maps").read_text()
@@ -459,14 +459,14 @@ def test_a_plane_that_hangs_leaves_time_for_the_next_one(
     assert choice == PlaneChoice(TransportName.BOUNCE, None, "nothing was read in time")
 
 
-def test_what_was_attached_is_let_go_of_where_nobody_can_be_told(
+def test_an_attachment_is_detached_if_the_answer_cannot_be_sent(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     detached: list[bool] = []
     fetcher: Any = SimpleNamespace(detach=lambda: detached.append(True))
 
     class Breaking(SilentPlane):
-        """Its peer goes while it attaches itself."""
+        """A plane whose peer ends while it attaches."""
 
         def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
             ends[0].close()
@@ -500,7 +500,8 @@ SLAB_BYTES = 20 * ALIGNMENT_BYTES
 
 @given(st.lists(st.one_of(st.integers(1, SLAB_BYTES // 2), st.integers(-20, -1)), max_size=60))
 def test_slots_do_not_overlap_and_come_back(program: list[int]) -> None:
-    """A positive number takes so many bytes; a negative one releases one of those taken."""
+    """A positive number allocates this many bytes; a negative one releases one of the slots in
+    use."""
     slots = Slots(SLAB_BYTES)
     taken: dict[int, int] = {}
     for number in program:
@@ -558,7 +559,7 @@ MESSAGE = message(0, torch.zeros(100, dtype=torch.uint8))
 
 
 class BrokenDevice(CpuDevice):
-    """Its second copy fails, as a GPU's does after an error of any kernel."""
+    """A device whose second copy fails, as a GPU's does after an error of any kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,7 +589,7 @@ class Ending:
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_an_outbox_that_fails_tells_every_link_also_those_that_send_later() -> None:
+def test_an_outbox_that_fails_fails_every_link_also_those_that_send_later() -> None:
     plane = SharedMemoryPlane(BrokenDevice(), 2**20)
     outbox = Outbox(plane.name, plane.device, plane.slab)
     outbox.open()

@@ -127,7 +127,7 @@ def test_a_message_arrives_bit_for_bit_however_it_is_cut(
     assert all(same_bits(*both) for both in zip(sent, frame.tensors, strict=True))
 
 
-def test_frames_follow_each_other_and_an_end_is_told() -> None:
+def test_frames_follow_each_other_and_an_end_is_reported() -> None:
     headers = [
         Header(Purpose.CREDIT, 1, number=4),
         Header(Purpose.HEARTBEAT),
@@ -412,7 +412,7 @@ def test_a_farewell_that_comes_during_a_write_is_acted_on_when_the_write_has_end
     assert not world.source.failure, "the message was written before the link was over"
 
 
-def test_what_a_write_leaves_when_the_peer_has_left_is_told() -> None:
+def test_frames_left_by_a_write_when_the_peer_has_left_are_a_loss() -> None:
     world = open_ends()
     world.send(0)
     world.begin_write(0)
@@ -425,7 +425,7 @@ def test_what_a_write_leaves_when_the_peer_has_left_is_told() -> None:
 
 
 def test_a_broken_wire_is_read_to_its_end() -> None:
-    """Who cannot write any more still hears the farewell that came before."""
+    """An end that cannot write any more still reads the farewell that came before."""
     world = open_ends()
     world.begin_close(world.destination, farewell=True)
     world.serve(1)
@@ -461,7 +461,7 @@ def test_a_delay_holds_messages_back_one_after_the_other_and_reports_overtake_it
     assert written == [(10, report), (20, message), (50, message)]
 
 
-def test_what_is_no_frame_is_told_and_ends_the_link() -> None:
+def test_bytes_that_are_not_a_frame_are_an_error_and_end_the_link() -> None:
     world = open_ends()
     world.destination.incoming.data += encode_header(Header(Purpose.CREDIT, number=1))
     world.destination.read(1000, 0)

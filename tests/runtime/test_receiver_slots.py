@@ -97,7 +97,7 @@ def test_a_slot_in_use_is_free_once_its_tensors_are_gone() -> None:
 
 
 @pytest.mark.usefixtures("receiver_slots")
-def test_slots_that_are_kept_withhold_nothing() -> None:
+def test_slots_that_a_receiver_holds_block_no_message() -> None:
     with pair(make_planes=planes) as made:
         for number in range(20):
             made.transports[0].send(1, message(number, filled(OUTBOX_BYTES // 8, number)))

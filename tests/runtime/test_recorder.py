@@ -228,7 +228,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @given(taken=st.lists(records(), max_size=30))
-def test_the_last_records_are_there_as_they_were_taken(
+def test_the_last_records_are_there_as_they_were_made(
     tmp_path_factory: pytest.TempPathFactory, taken: list[Record]
 ) -> None:
     path = tmp_path_factory.mktemp("ring") / "rank-0.ring"
@@ -440,7 +440,7 @@ def test_why_recording_was_switched_off_is_noted_on_a_full_disk(
     assert flown(ring_of(path)) == Flight([], True, told)
 
 
-def test_nothing_is_kept_of_a_run_that_is_not_recorded(tmp_path: Path) -> None:
+def test_a_run_that_is_not_recorded_leaves_no_file(tmp_path: Path) -> None:
     recorder = Recorder(None, INFO)
     recorder.begin(0, Doing.CLOSING)
     recorder.abandon()

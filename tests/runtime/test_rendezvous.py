@@ -38,7 +38,7 @@ def test_a_wait_ends_and_names_the_rank() -> None:
         rendezvous.wait("thing", 3)
 
 
-def test_a_time_out_that_is_left_of_another_is_told_round() -> None:
+def test_the_rest_of_a_timeout_is_rounded_in_messages() -> None:
     with pytest.raises(PeerLostError, match=r"rank 0 waited 0\.02 s for rank 3"):
         Rendezvous(HashStore(), "p", 0, 0.0199152).wait("thing", 3)
 
@@ -53,7 +53,7 @@ def test_values_are_bytes_below_their_prefix() -> None:
         Rendezvous(store, "q", 1, 0.01).wait("thing", 0)
 
 
-def test_a_store_that_died_is_told_in_one_sentence() -> None:
+def test_a_store_that_died_is_reported_in_one_sentence() -> None:
     server = loopback_store()
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     rendezvous = Rendezvous(client, "p", 1, 5)
@@ -104,7 +104,7 @@ def test_a_long_wait_names_the_missing_ranks_in_one_line(
     assert re.match(
         "ranks 1, 3 have not come to the first step after .* given up after 60 s", lines[0]
     )
-    # One line each time, whoever writes it.
+    # One line each time, from any of the ranks.
     assert len({line.split(";")[0] for line in lines}) == len(lines)
 
 
@@ -126,7 +126,7 @@ PICKLE = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0btouch /tmp/x\x85R."
 
 
 @pytest.mark.parametrize("planted", [PICKLE, b"", b"{", b"[1, 2]", b"true", b"1.5", b"[" * 100_000])
-def test_what_cannot_be_read_is_told_with_its_key_and_rank(planted: bytes) -> None:
+def test_a_value_that_cannot_be_read_is_reported_with_its_key_and_rank(planted: bytes) -> None:
     rendezvous = Rendezvous(HashStore(), "p", 0, 5)
     rendezvous.publish("thing", planted)
     words = "what rank 3 published as 'p/thing' cannot be read .*; see whether every rank runs"

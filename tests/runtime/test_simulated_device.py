@@ -66,7 +66,7 @@ class NeverAwaited:
 
 
 class ArrivalEarly(MappedFetcher):
-    """The arrival is told when the fetch is queued."""
+    """The arrival is reported when the fetch is queued."""
 
     def fetch(self, *fetched: Any) -> None:
         device = self._device
@@ -75,13 +75,13 @@ class ArrivalEarly(MappedFetcher):
         self._device = device
 
     def detach(self, *, waits: bool = True) -> None:
-        # What was told early may still be on its way.
+        # A message that was reported early may still be in flight.
         super().detach()
 
 
 class NeverReleases(Receiver):
-    """What was fetched is not released: with an early arrival no slot is used twice, and with an
-    early release none is released twice."""
+    """Fetched slots are not released: with an early arrival no slot is used twice, and with an
+    early release no slot is released twice."""
 
     def complete(self, *completed: Any) -> list[Output]:
         outputs = super().complete(*completed)
@@ -118,7 +118,7 @@ class DoesNotWait(SimulatedDevice):
 
 
 class DoesNotTakeOver(SimulatedDevice):
-    """What has arrived is not known to be used by the compute stream."""
+    """Does not record that the compute stream uses tensors that have arrived."""
 
     def use_on_compute_stream(self, tensors: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A stall is told as a grid: each rank's cause, its ready tasks, what the best lacks, from whom."""
+"""The error of a stall: a table of each rank's cause, its ready tasks and its missing inputs."""
 
 import re
 import signal
@@ -61,7 +61,7 @@ def test_rows_are_shared_once_somebody_calls() -> None:
     assert mine.rows(4, 1) == []
 
 
-def test_what_answered_an_earlier_call_is_not_told_again() -> None:
+def test_rows_that_answered_an_earlier_call_are_not_returned_again() -> None:
     """An answer to a later call is one to the earlier call too: two ranks may call at a time."""
     store = HashStore()
     mine, theirs = (StallBoard(store, "p", [0, 1]) for _ in range(2))
@@ -212,7 +212,8 @@ seeds = pytest.mark.parametrize("seed", range(5))
 
 
 def stalls(found: list[tuple[str, str, float]]) -> list[str]:
-    """What the ranks that stalled say, the first sentence apart; at least one did, all in time."""
+    """Check that at least one rank stalled, each in time; return their messages without the first
+    sentence."""
     stalled = [(text, took_s) for name, text, took_s in found if name == "StallError"]
     assert {name for name, *_ in found} <= {"StallError", "PeerLostError"}
     assert all(STALL_S <= took_s < STALL_LATEST_S for _, took_s in stalled)
@@ -229,7 +230,7 @@ def columns(text: str, rank: int) -> list[str]:
 
 
 @seeds
-def test_a_lost_message_is_told_with_its_sender(seed: int) -> None:
+def test_a_lost_message_is_reported_with_its_sender(seed: int) -> None:
     """On every rank that stalls, though only one of them lacks the message itself."""
     for text in stalls(stall(seed, 3, 1, "1F1", 0, None)):
         assert columns(text, 0) == ["backward_input", "-", "0B1", "1B1 from rank 1"]
@@ -238,7 +239,7 @@ def test_a_lost_message_is_told_with_its_sender(seed: int) -> None:
 
 
 @seeds
-def test_a_lost_report_is_told_with_the_member_that_owes_it(seed: int) -> None:
+def test_a_lost_report_is_reported_with_its_member(seed: int) -> None:
     """Ranks 2 and 3 hold the last stage together; rank 2 leads and never hears what 3 has."""
     for text in stalls(stall(seed, 2, 2, "1F1", 3, None)):
         reports = "for 1F1 reports of what has arrived there from rank 3"
@@ -249,7 +250,7 @@ def test_a_lost_report_is_told_with_the_member_that_owes_it(seed: int) -> None:
 
 
 @seeds
-def test_a_rank_that_does_not_wait_is_told_as_silent(seed: int) -> None:
+def test_a_rank_that_does_not_wait_is_listed_as_silent(seed: int) -> None:
     for text in stalls(stall(seed, 3, 1, "1F1", None, 1)):
         assert columns(text, 2) == ["warmup", "-", "2F0", "1F0 from rank 1"]
         assert "\nno word of rank 1: " in text
@@ -272,7 +273,7 @@ def stall_in_training(layout: Any, settings: dict[str, Any]) -> tuple[str, str]:
     raise AssertionError("this rank did not stall")
 
 
-def test_the_drop_in_tells_the_grid() -> None:
+def test_the_drop_in_reports_the_table() -> None:
     found = run_ranks(2, on_rigs, stall_in_training, {**SMALL, "pp": 2}, timeout_s=110)
     (text, *_) = [text for name, text in found if name == "StallError"]
     assert columns(text, 0) == ["backward_input", "-", "0B1", "1B1 from rank 1"]
@@ -313,7 +314,7 @@ def test_where_one_microbatch_does_not_fit_no_hold_helps() -> None:
     assert "no hold is smaller: use --recompute, smaller microbatches, or more ranks" in told
 
 
-def test_a_real_allocation_that_fails_on_the_cpu_is_told() -> None:
+def test_a_real_allocation_that_fails_on_the_cpu_is_explained() -> None:
     with (
         pytest.raises(OutOfMemoryError, match="rank 5 ran out of memory in 3F7"),
         explain_out_of_memory(5, TASK, 3 * GIB, 2),
@@ -328,7 +329,7 @@ def test_a_real_allocation_that_fails_on_the_cpu_is_told() -> None:
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
 )
-def test_memory_that_cuda_itself_does_not_get_is_told(message: str) -> None:
+def test_memory_that_cuda_itself_does_not_get_is_explained(message: str) -> None:
     assert "ran out of memory in 3F7" in fail(torch.AcceleratorError(message), GIB, 2)
 
 

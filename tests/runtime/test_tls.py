@@ -56,26 +56,26 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
     """The two ends of one over TCP."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        dialled = socket.create_connection(listening.getsockname(), timeout=PATIENCE_S)
+        dialed = socket.create_connection(listening.getsockname(), timeout=PATIENCE_S)
         accepted, _ = listening.accept()
-        with dialled, accepted:
-            yield dialled, accepted
+        with dialed, accepted:
+            yield dialed, accepted
 
 
 @contextmanager
 def tunnel() -> Iterator[tuple[socket.socket, socket.socket]]:
     """The plain ends of one."""
-    dialling, accepting = Tunnels(), Tunnels()
+    dialing, accepting = Tunnels(), Tunnels()
     fingerprint = accepting.make_certificate()
-    with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
+    with connection() as (dialed, accepted), ThreadPoolExecutor(1) as pool:
         accepts = pool.submit(accepting.accept, accepted, PATIENCE_S)
-        here = dialling.dial(dialled, fingerprint, PATIENCE_S)
+        here = dialing.dial(dialed, fingerprint, PATIENCE_S)
         there = accepts.result(PATIENCE_S)
         with here, there:
             for end in (here, there):
                 end.settimeout(PATIENCE_S)
             yield here, there
-        for each in (dialling, accepting):
+        for each in (dialing, accepting):
             each.close(PATIENCE_S)
 
 
@@ -157,14 +157,14 @@ def test_a_tunnel_that_waits_takes_no_time() -> None:
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_connection_that_is_reset_is_the_end() -> None:
-    accepting, dialling = Tunnels(), Tunnels()
+    accepting, dialing = Tunnels(), Tunnels()
     fingerprint = accepting.make_certificate()
     context = accepting._accepting
     assert context is not None
-    with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
+    with connection() as (dialed, accepted), ThreadPoolExecutor(1) as pool:
         # Python's own TLS on the other side.
         accepts = pool.submit(context.wrap_socket, accepted, server_side=True)
-        with dialling.dial(dialled, fingerprint, PATIENCE_S) as here:
+        with dialing.dial(dialed, fingerprint, PATIENCE_S) as here:
             here.settimeout(PATIENCE_S)
             with accepts.result(PATIENCE_S) as there:
                 there.sendall(b"last words")
@@ -172,11 +172,11 @@ def test_a_connection_that_is_reset_is_the_end() -> None:
                 there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with pytest.raises(ConnectionResetError):
                 here.recv_into(bytearray(100))
-    dialling.close(PATIENCE_S)
+    dialing.close(PATIENCE_S)
 
 
 class Proxy:
-    """Carries one connection to a port, notes what the two say, and may change what is dialled."""
+    """Carries one connection to a port, notes what the two say, and may change what is dialed."""
 
     def __init__(self, port: int, change: Callable[[bytes], bytes] = bytes) -> None:
         self.said: tuple[bytearray, bytearray] = (bytearray(), bytearray())
@@ -187,11 +187,11 @@ class Proxy:
         self._thread.start()
 
     def _run(self, port: int) -> None:
-        dialled, _ = self._listening.accept()
-        with dialled, socket.create_connection(("127.0.0.1", port)) as target:
-            back = threading.Thread(target=self._copy, args=(target, dialled, 1))
+        dialed, _ = self._listening.accept()
+        with dialed, socket.create_connection(("127.0.0.1", port)) as target:
+            back = threading.Thread(target=self._copy, args=(target, dialed, 1))
             back.start()
-            self._copy(dialled, target, 0)
+            self._copy(dialed, target, 0)
             back.join()
 
     def _copy(self, source: socket.socket, target: socket.socket, way: int) -> None:
@@ -211,7 +211,8 @@ class Proxy:
 def proved(
     way: Way, change: Callable[[bytes], bytes] = bytes
 ) -> Iterator[tuple[socket.socket, socket.socket, Proxy]]:
-    """What rank 0 has dialled and rank 1 accepted, over a proxy."""
+    """Yield the socket that rank 0 has dialed, the one that rank 1 has accepted, and the proxy
+    between."""
     connected: SimpleQueue[socket.socket] = SimpleQueue()
     owns = [Tunnels() if way is Way.TLS else None for _ in range(2)]
     listener = Listener(
@@ -228,11 +229,11 @@ def proved(
     proxy = Proxy(port.port, change)
     where = replace(listener.address, tcp=replace(port, port=proxy.port))
     try:
-        dialled = dial(0, 1, where, unix=False, tunnels=owns[0])
-        with dialled, connected.get(timeout=PATIENCE_S) as accepted:
-            for each in (dialled, accepted):
+        dialed = dial(0, 1, where, unix=False, tunnels=owns[0])
+        with dialed, connected.get(timeout=PATIENCE_S) as accepted:
+            for each in (dialed, accepted):
                 each.settimeout(PATIENCE_S)
-            yield dialled, accepted, proxy
+            yield dialed, accepted, proxy
     finally:
         listener.close()
         for own in owns:
@@ -253,8 +254,8 @@ def are_records(said: bytes) -> bool:
 
 @pytest.mark.parametrize("way", [Way.TCP, Way.TLS])
 def test_the_wire_shows_what_it_should(way: Way) -> None:
-    with proved(way) as (dialled, accepted, proxy):
-        for here, there in ((dialled, accepted), (accepted, dialled)):
+    with proved(way) as (dialed, accepted, proxy):
+        for here, there in ((dialed, accepted), (accepted, dialed)):
             here.sendall(b"activations" * 10_000)
             here.shutdown(socket.SHUT_WR)
             assert everything(there) == b"activations" * 10_000
@@ -270,9 +271,9 @@ def test_bytes_that_were_changed_are_not_read() -> None:
     def change(piece: bytes) -> bytes:
         return piece[:-1] + bytes([piece[-1] ^ 1]) if changes.is_set() else piece
 
-    with proved(Way.TLS, change) as (dialled, accepted, _):
+    with proved(Way.TLS, change) as (dialed, accepted, _):
         changes.set()
-        dialled.sendall(b"activations")
+        dialed.sendall(b"activations")
         with pytest.raises(ssl.SSLError):
             accepted.recv_into(bytearray(100))
 
@@ -298,18 +299,18 @@ def test_another_certificate_is_not_trusted() -> None:
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n"])
-def test_a_listener_without_tls_is_told(says: bytes) -> None:
-    with connection() as (dialled, accepted):
+def test_a_listener_without_tls_is_an_error(says: bytes) -> None:
+    with connection() as (dialed, accepted):
         accepted.sendall(says)
         accepted.shutdown(socket.SHUT_WR)
         with pytest.raises(TlsError, match=r"closed the connection|HTTP_REQUEST"):
-            Tunnels().dial(dialled, bytes(32), PATIENCE_S)
-        assert dialled.fileno() == -1
+            Tunnels().dial(dialed, bytes(32), PATIENCE_S)
+        assert dialed.fileno() == -1
 
 
 def test_a_listener_that_says_nothing_is_not_waited_for() -> None:
-    with connection() as (dialled, _), pytest.raises(TlsError, match="timed out"):
-        Tunnels().dial(dialled, bytes(32), 0.2)
+    with connection() as (dialed, _), pytest.raises(TlsError, match="timed out"):
+        Tunnels().dial(dialed, bytes(32), 0.2)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -350,9 +351,9 @@ def test_a_stranger_that_ends_tls_ends_his_tunnel() -> None:
     own.make_certificate()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
+    with connection() as (dialed, accepted), ThreadPoolExecutor(1) as pool:
         accepts = pool.submit(own.accept, accepted, PATIENCE_S)
-        with context.wrap_socket(dialled) as stranger, accepts.result(PATIENCE_S) as end:
+        with context.wrap_socket(dialed) as stranger, accepts.result(PATIENCE_S) as end:
             end.settimeout(PATIENCE_S)
             with suppress(OSError):
                 stranger.unwrap()

@@ -20,9 +20,8 @@ from rrfp.runtime.protocols import (
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.named_hints import ORDERS
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import IMPATIENT, Dispatch, Patience, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Placement, Shape
 from rrfp.trace.records import (
     NS_PER_S,
@@ -69,7 +68,7 @@ def test_a_step_is_recorded() -> None:
         (1, 1, 0, 0),
     ]
     stimuli = [record for record in world.records if isinstance(record, StimulusRecord)]
-    # A wait asks anew once something has come; the last one finds the step done.
+    # A wait asks again once something has come; the last one finds the step done.
     assert [stimulus.name for stimulus in stimuli] == [
         *("ComputeIdle", "InputArrived", "ComputeIdle"),
         *("ComputeIdle", "InputArrived", "ComputeIdle"),
@@ -79,7 +78,7 @@ def test_a_step_is_recorded() -> None:
 
 
 def test_messages_of_the_next_step_wait_for_it() -> None:
-    """A neighbour may be a step ahead; even then nothing is lost or mixed up."""
+    """A neighbor may be a step ahead; even then nothing is lost or mixed up."""
     shape = Shape(3, 1, kinds=FORWARD_ONLY)
     early = arrived("1F0", step=1)
     world = World(script=[[early, arrived("1F0", step=0), arrived("1F0", step=2)]])
@@ -106,7 +105,7 @@ def test_messages_of_the_next_step_wait_for_it() -> None:
     ],
     ids=["an evaluation", "another evaluation", "training again", "training"],
 )
-def test_a_neighbour_may_be_ahead_by_a_step_of_either_sort(step: int, next_step: int) -> None:
+def test_a_neighbor_may_be_ahead_by_a_step_of_either_sort(step: int, next_step: int) -> None:
     world = World(rank=2, script=[[arrived("2F0", next_step, peer=1), arrived("2F0", step, 1)]])
     world.run_step(shape_of(step), step)
     assert world.calls[:2] == [f"consumed from 1 in {step}", "run 2F0 on [0.0]"]
@@ -177,7 +176,9 @@ def test_what_a_task_raises_comes_out_and_nothing_is_sent() -> None:
         ([[arrived("1F0"), arrived("1F1")]], ["rank 2 owes the output of 2B0, which 1B0 needs"]),
     ],
 )
-def test_a_stall_says_who_owes_what(script: list[list[Event]], owed: list[str]) -> None:
+def test_a_stall_names_the_awaited_messages_and_their_senders(
+    script: list[list[Event]], owed: list[str]
+) -> None:
     with pytest.raises(StallError, match="pipeline rank 1 waited 5 s in step 7") as raised:
         World(script=[[_at_step(event, 7) for event in batch] for batch in script]).run_step(
             Shape(3, 2), step=7
@@ -190,7 +191,7 @@ def test_a_stall_says_who_owes_what(script: list[list[Event]], owed: list[str]) 
 
 
 @pytest.mark.parametrize("stall_s", [0.2, 1.5, 1.7, 5.2])
-def test_a_stall_is_told_in_time_and_the_others_are_asked_before(
+def test_a_stall_is_reported_in_time_and_the_others_are_asked_before(
     stall_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called_after_s: list[float] = []
@@ -219,7 +220,7 @@ def test_a_stall_at_the_limit_names_the_gradient_and_not_the_withheld_forward() 
 def test_a_stall_in_fixed_dispatch_names_what_the_order_waits_for() -> None:
     shape = Shape(3, 2)
     world = World(script=[[arrived("1F1")]])
-    order = ORDERS["gpipe"].on(shape)
+    order = ORDERS["gpipe"].for_shape(shape)
     dispatcher = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED))
     with pytest.raises(StallError, match="rank 0 owes the output of 0F0, which 1F0 needs"):
         world.worker.run_step(0, dispatcher, world)
@@ -230,7 +231,7 @@ def _at_step(event: Event, step: int) -> Event:
     return MessageArrived(event.peer, Message(step, event.message.task, event.message.tensors))
 
 
-def test_a_peer_that_leaves_owing_is_told_at_once() -> None:
+def test_an_awaited_peer_that_leaves_is_reported_at_once() -> None:
     world = World(script=[[arrived("1F0"), PeerLeft(0)]])
     with pytest.raises(PeerLostError, match=r"rank 0 left .* for the output of 0F1, which 1F1"):
         world.run_step(Shape(3, 2))
@@ -334,7 +335,7 @@ def test_what_came_before_the_worker_is_reported_too() -> None:
 
 def test_decisions_and_reports_of_the_next_step_wait_for_it() -> None:
     shape = Shape(3, 1, kinds=FORWARD_ONLY)
-    # On the first stage a leader needs nobody's report, and may be a step ahead.
+    # On the first stage a leader needs no report, and may be a step ahead.
     follower = World(rank=0, members=(4, 0))
     follower.script.append([TaskDecided(4, 0, 0, task("0F0")), TaskDecided(4, 1, 0, task("0F0"))])
     for step in range(2):
@@ -390,7 +391,7 @@ def test_a_leader_decides_on_what_arrives_while_a_task_runs() -> None:
     assert replayed(stimuli, world.dispatcher(shape)) == [task("1F0"), task("1F1"), task("1F2")]
 
 
-def test_a_failure_that_is_met_ahead_ends_the_step_after_the_task() -> None:
+def test_a_failure_of_a_decision_ahead_ends_the_step_after_the_task() -> None:
     world = ahead_world(LinkFailed(RrfpError("rank 2 broke")))
     with pytest.raises(RrfpError, match="rank 2 broke"):
         world.run_step(Shape(3, 3, kinds=FORWARD_ONLY))

@@ -163,7 +163,9 @@ def test_an_order_under_fixed_dispatch_waits_for_its_next_entry() -> None:
 
 def test_fixed_dispatch_names_the_input_that_its_next_entry_lacks() -> None:
     shape = Shape(3, 3)
-    dispatcher = Dispatcher(shape, 1, Policy(hint_named("1f1b").on(shape), dispatch=Dispatch.FIXED))
+    dispatcher = Dispatcher(
+        shape, 1, Policy(hint_named("1f1b").for_shape(shape), dispatch=Dispatch.FIXED)
+    )
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -241,7 +243,7 @@ def test_an_idle_interval_is_split_when_its_cause_changes() -> None:
 def test_a_dispatch_states_its_place_in_the_order_and_what_it_skipped() -> None:
     shape = Shape(2, 3)
     dispatcher = Dispatcher(
-        shape, 1, Policy(hint_named("1f1b").on(shape))
+        shape, 1, Policy(hint_named("1f1b").for_shape(shape))
     )  # 1F0 1B0 1F1 1B1 1F2 1B2
     arrive(dispatcher, "1F2 1F1")
     runs = [dispatcher.handle(0, ComputeIdle())[-1] for _ in range(4)]
@@ -300,7 +302,7 @@ def test_fixed_dispatch_without_an_order_is_a_mistake() -> None:
 
 def test_an_order_of_another_shape_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="order 1f1b is for"):
-        Dispatcher(Shape(2, 2), 0, Policy(hint_named("1f1b").on(Shape(2, 3))))
+        Dispatcher(Shape(2, 2), 0, Policy(hint_named("1f1b").for_shape(Shape(2, 3))))
 
 
 # What a rank tells about itself when it stalls.
@@ -308,12 +310,12 @@ def test_an_order_of_another_shape_is_a_mistake() -> None:
 
 def best_waiting(dispatcher: Dispatcher) -> tuple[str, list[str]] | None:
     """The hint's best task that lacks an input, and what it lacks."""
-    best = dispatcher.story().best_waiting
+    best = dispatcher.status().best_waiting
     return None if best is None else (str(best.task), [str(needed) for needed in best.lacks])
 
 
 def ready(dispatcher: Dispatcher) -> list[str]:
-    return [str(each) for each in dispatcher.story().ready]
+    return [str(each) for each in dispatcher.status().ready]
 
 
 def test_a_rank_tells_what_is_ready_and_what_its_best_waiting_task_lacks() -> None:
@@ -388,11 +390,20 @@ def test_a_dispatcher_is_told_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda books: setattr(books, "num_here", [9] * 3), "the counts of tasks that are here"),
-        (lambda books: setattr(books, "num_ready", [9] * 3), "the counts of tasks that are ready"),
-        (lambda books: books.lacks.__setitem__(4, 0), "what a task lacks here"),
-        (lambda books: books.ready_sets[0].heaps[0].clear(), "a task that is ready and not in"),
-        (lambda books: setattr(books, "num_left", 3), "the count of tasks left"),
+        (
+            lambda tracker: setattr(tracker, "num_ready_here", [9] * 3),
+            "the counts of tasks ready here",
+        ),
+        (
+            lambda tracker: setattr(tracker, "num_ready", [9] * 3),
+            "the counts of ready tasks",
+        ),
+        (lambda tracker: tracker.unmet.__setitem__(4, 0), "a task's unmet prerequisites"),
+        (
+            lambda tracker: tracker.ready_sets[0].heaps[0].clear(),
+            "a ready task that is not in its heap",
+        ),
+        (lambda tracker: setattr(tracker, "num_unfinished", 3), "the count of unfinished tasks"),
     ],
 )
 def test_books_that_contradict_themselves_are_found(
@@ -400,8 +411,8 @@ def test_books_that_contradict_themselves_are_found(
 ) -> None:
     dispatcher = turns("bf", Shape(3, 4), 1)
     arrive(dispatcher, "1F0 1F1")
-    spoil(dispatcher._books)
-    with pytest.raises(DispatchError, match=f"the dispatcher's books contradict {what}"):
+    spoil(dispatcher._tracker)
+    with pytest.raises(DispatchError, match=f"the dispatcher's state is inconsistent: {what}"):
         arrive(dispatcher, "1F2")
 
 
@@ -596,7 +607,7 @@ def turns_of_follower(limit: int | None = None) -> Dispatcher:
 @pytest.mark.parametrize("group", [LEADER_OF_2, FOLLOWER_OF_2])
 def test_fixed_dispatch_in_a_group_tells_the_order_from_the_group(group: Group) -> None:
     shape = Shape(3, 4)
-    order = hint_named("1f1b").on(shape)
+    order = hint_named("1f1b").for_shape(shape)
     dispatcher = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED), group=group)
     for text in ("1F0", "1F1"):
         arrive(dispatcher, text)

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.hints import Order, format_order, kinds_of, parse_order
 from rrfp.schedule.named_hints import (
     ALTERNATIONS,
-    CHOSEN_BY_AUTO,
+    AUTO_CHOICES,
     HINTS,
     ORDERS,
     Alternation,
     hint_named,
 )
-from rrfp.schedule.order import Order, format_order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import Blocked, check_binding, order_of, rehearse
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
@@ -53,12 +52,12 @@ def documented_names() -> tuple[str, ...]:
 def test_the_names_are_those_of_the_command_line_and_of_the_page() -> None:
     assert documented_names() == (*HINTS, "auto")
     assert tuple(name for name in HINTS if name in FIRST_NAMES) == FIRST_NAMES
-    assert set(CHOSEN_BY_AUTO) <= set(HINTS)
+    assert set(AUTO_CHOICES) <= set(HINTS)
 
 
 @pytest.mark.parametrize("name", HINTS)
 def test_every_name_gives_the_hint_of_that_name(name: str) -> None:
-    hint = hint_named(name).on(SHAPES.get(name, Shape(2, 3)))
+    hint = hint_named(name).for_shape(SHAPES.get(name, Shape(2, 3)))
     assert hint.name == name
     assert hint.splits_backward == (name in SPLIT)
     assert kinds_of(hint) == (SPLIT_BACKWARD if name in SPLIT else WHOLE_BACKWARD)
@@ -87,7 +86,7 @@ def test_alternations_are_those_of_the_method(
 @pytest.mark.parametrize("name", ORDERS)
 def test_an_order_is_made_for_the_shape_whatever_its_kinds(name: str) -> None:
     shape = SHAPES.get(name, Shape(2, 3))
-    hint = hint_named(name).on(shape)
+    hint = hint_named(name).for_shape(shape)
     assert not isinstance(hint, Alternation)
     assert isinstance(hint, Order)
     assert (hint.shape.num_ranks, hint.shape.num_chunks) == (shape.num_ranks, shape.num_chunks)
@@ -95,7 +94,7 @@ def test_an_order_is_made_for_the_shape_whatever_its_kinds(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(UsageError) as refusal:
-        hint_named("zigzag").on(Shape(2, 3))
+        hint_named("zigzag").for_shape(Shape(2, 3))
     assert str(refusal.value).startswith("'zigzag' is neither a hint (bf, fb, b-first, f-first, ")
 
 
@@ -133,7 +132,7 @@ def rows_of(history: History) -> tuple[tuple[Task, ...], ...]:
 def test_without_jitter_1f1b_and_gpipe_take_their_closed_form(
     name: str, num_ranks: int, num_microbatches: int, forward_ns: int, backward_ns: int
 ) -> None:
-    order = ORDERS[name].on(Shape(num_ranks, num_microbatches))
+    order = ORDERS[name].for_shape(Shape(num_ranks, num_microbatches))
     history = play_fixed(order, costs(forward_ns, backward_ns))
     check_step(history, order=order)
     num_slots = num_microbatches + num_ranks - 1
@@ -174,7 +173,7 @@ def test_an_order_gives_itself() -> None:
 
 def test_bf_is_1f1b_on_the_last_rank_and_runs_ahead_on_the_others() -> None:
     shape = Shape(3, 6)
-    bf, binding = order_of(HINTS["bf"], shape), ORDERS["1f1b"].on(shape)
+    bf, binding = order_of(HINTS["bf"], shape), ORDERS["1f1b"].for_shape(shape)
     assert bf.rows[2] == binding.rows[2]
     assert [bf.peak_depth(rank) for rank in range(3)] == [5, 3, 1]
     assert [binding.peak_depth(rank) for rank in range(3)] == [3, 2, 1]
@@ -243,7 +242,7 @@ def nearly_valid_order(shape: Shape, seed: int) -> Order:
 
 
 def test_a_binding_order_above_the_limit_is_refused() -> None:
-    order = ORDERS["1f1b"].on(Shape(4, 8))
+    order = ORDERS["1f1b"].for_shape(Shape(4, 8))
     check_binding(order, Policy(order, limit=4))
     with pytest.raises(UsageError) as refusal:
         check_binding(order, Policy(order, limit=3))
@@ -254,7 +253,7 @@ def test_a_binding_order_above_the_limit_is_refused() -> None:
 
 
 def test_a_binding_order_above_the_hold_is_refused() -> None:
-    order = ORDERS["zb-v"].on(Shape(3, 8, 2, Placement.V))
+    order = ORDERS["zb-v"].for_shape(Shape(3, 8, 2, Placement.V))
     check_binding(order, Policy(order, hold=Fraction(6, order.shape.num_chunks)))
     with pytest.raises(UsageError) as refusal:
         check_binding(order, Policy(order, hold=Fraction(5, order.shape.num_chunks)))
@@ -304,7 +303,7 @@ PUBLISHED = {
 
 
 def on_a_v(name: str, num_ranks: int, num_microbatches: int) -> Order:
-    return ORDERS[name].on(Shape(num_ranks, num_microbatches, 2, Placement.V))
+    return ORDERS[name].for_shape(Shape(num_ranks, num_microbatches, 2, Placement.V))
 
 
 def peaks_held(order: Order) -> list[int]:

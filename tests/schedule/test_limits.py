@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.knobs import Auto, Bytes, ShareOf1F1B, parse_hold, told_bytes
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import (
+    Auto,
+    Bytes,
+    Dispatch,
+    Policy,
+    ShareOf1F1B,
+    format_bytes,
+    parse_hold,
+)
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import ComputeIdle, Kind, RunTask
 from tests.properties.cases import (
@@ -198,7 +205,7 @@ def test_at_the_hold_without_a_forward_here_the_cause_is_the_missing_input() -> 
 
 def test_fixed_dispatch_ignores_both_bounds() -> None:
     shape = Shape(1, 3)
-    gpipe = hint_named("gpipe").on(shape)
+    gpipe = hint_named("gpipe").for_shape(shape)
     limited = Dispatcher(shape, 0, Policy(gpipe, dispatch=Dispatch.FIXED, limit=1))
     held = Dispatcher(shape, 0, Policy(gpipe, dispatch=Dispatch.FIXED, hold=1))
     assert run_on(limited) == run_on(held) == "0F0 0F1 0F2 0B0 0B1 0B2"
@@ -273,7 +280,7 @@ def test_auto_is_refused_where_there_is_no_device() -> None:
 
 
 def test_bytes_are_told_in_the_unit_a_person_reads() -> None:
-    assert [told_bytes(num) for num in (0, 999, 1536, 40 * 2**30, 123 * 2**20)] == [
+    assert [format_bytes(num) for num in (0, 999, 1536, 40 * 2**30, 123 * 2**20)] == [
         "0 B",
         "999 B",
         "1.5 KiB",
@@ -285,10 +292,10 @@ def test_bytes_are_told_in_the_unit_a_person_reads() -> None:
 # The rule, by hand: two ranks of two chunks (0: stages 0 and 2), three microbatches.
 
 SHORT_LOOP = Shape(2, 3, num_chunks=2)
-KEPT = Sizes([[10, 50, 20], [5, 30, 40]])
+KEPT = ActivationSizes([[10, 50, 20], [5, 30, 40]])
 
 
-def dispatcher_of(budget: int, hint: str = "f-first", sizes: Sizes = KEPT) -> Dispatcher:
+def dispatcher_of(budget: int, hint: str = "f-first", sizes: ActivationSizes = KEPT) -> Dispatcher:
     policy = Policy(HINTS[hint], hold=Bytes(budget))
     return Dispatcher(SHORT_LOOP, 0, policy, sizes=sizes, validate=True)
 
@@ -307,7 +314,7 @@ def test_a_forward_leaves_room_for_the_largest_one_left_in_each_deeper_chunk() -
 
 
 def test_a_reserve_shrinks_once_the_heaviest_has_run() -> None:
-    sizes = Sizes([[10, 50, 20], [40, 5, 5]])
+    sizes = ActivationSizes([[10, 50, 20], [40, 5, 5]])
     dispatcher = dispatcher_of(115, sizes=sizes)
     assert run_on(dispatcher) == "0F0 0F1"
     assert ask(dispatcher) == "hold"  # 20 more do not fit beside the 40 kept for 2F0
@@ -321,14 +328,14 @@ def test_a_reserve_shrinks_once_the_heaviest_has_run() -> None:
 def test_a_light_forward_does_not_overtake_one_that_does_not_fit() -> None:
     shape = Shape(1, 3)
     policy = Policy(HINTS["f-first"], hold=Bytes(60))
-    dispatcher = Dispatcher(shape, 0, policy, sizes=Sizes([[20, 50, 5]]))
+    dispatcher = Dispatcher(shape, 0, policy, sizes=ActivationSizes([[20, 50, 5]]))
     assert run_on(dispatcher) == "0F0 0B0 0F1 0F2 0B1 0B2"
 
 
 def test_what_w_is_owed_counts_until_it_has_run() -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
     policy = Policy(HINTS["bfw"], hold=Bytes(100))
-    sizes = Sizes([[60, 60]], [[30, 45]])
+    sizes = ActivationSizes([[60, 60]], [[30, 45]])
     dispatcher = Dispatcher(shape, 0, policy, sizes=sizes)
     assert ask(dispatcher) == "0F0"
     assert dispatcher.peak_held_bytes == 60
@@ -356,7 +363,7 @@ def test_a_binding_order_has_no_hold_in_bytes() -> None:
 @pytest.mark.parametrize(("kept", "owed"), [([[1, -1]], None), ([[3, 3]], [[3, 4]])])
 def test_sizes_that_cannot_be_are_refused(kept: list[list[int]], owed: list[list[int]]) -> None:
     with pytest.raises(ValueError, match=r"negative|more than what was kept"):
-        Sizes(kept, owed)
+        ActivationSizes(kept, owed)
 
 
 # Random steps.
@@ -390,7 +397,7 @@ def test_with_equal_sizes_it_is_the_hold_in_microbatches(seed: int) -> None:
     shape = case.shape
     hold = case.hold or shape.num_chunks
     size = 1 + seed % 1000
-    sizes = Sizes([[size] * shape.num_microbatches] * shape.num_stages)
+    sizes = ActivationSizes([[size] * shape.num_microbatches] * shape.num_stages)
     budget = hold * size + seed % size
     counted = replace(case, limit=None, hold=hold)
     weighed = replace(case, limit=None, hold=None, sizes=sizes, budgets=(budget,) * shape.num_ranks)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
+from rrfp.schedule.hints import Order, format_order, parse_order
 from rrfp.schedule.named_hints import HINTS, ORDERS
-from rrfp.schedule.order import Order, format_order, parse_order
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import check_binding, order_of, rehearse
 from rrfp.schedule.shape import (
@@ -364,7 +364,7 @@ def peaks_held(order: Order) -> list[int]:
 def test_golden_orders(
     name: str, shape: Shape, golden_name: str, golden: Callable[[str, str], None]
 ) -> None:
-    order = ORDERS[name].on(shape) if name in ORDERS else order_of(HINTS[name], shape)
+    order = ORDERS[name].for_shape(shape) if name in ORDERS else order_of(HINTS[name], shape)
     golden(f"{golden_name}.csv", format_order(order))
 
 
@@ -378,9 +378,9 @@ def test_an_order_has_every_task_once_and_runs_to_its_end(
     named = ORDERS[name]
     if not named.fits(shape):
         with pytest.raises(UsageError, match=f"^order {name} (needs|takes)"):
-            named.on(shape)
+            named.for_shape(shape)
         return
-    order = named.on(shape)
+    order = named.for_shape(shape)
     assert (order.name, order.shape.kinds) == (name, named.kinds)
     for rank, row in enumerate(order.rows):
         assert sorted(row) == sorted(order.shape.tasks_of(rank))
@@ -447,14 +447,14 @@ def test_the_layouts_of_an_order(name: str, layouts: list[tuple[int, Placement]]
 )
 def test_what_an_order_is_not_for_is_refused(name: str, shape: Shape, sentence: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        ORDERS[name].on(shape)
+        ORDERS[name].for_shape(shape)
     assert str(refusal.value) == sentence
 
 
 @pytest.mark.parametrize("kinds", [FORWARD_ONLY, WHOLE_BACKWARD, SPLIT_BACKWARD])
 def test_the_order_says_how_the_backward_is_split(kinds: tuple[Kind, ...]) -> None:
     for name, expected in (("1f1b", WHOLE_BACKWARD), ("zb-h1", SPLIT_BACKWARD)):
-        assert ORDERS[name].on(Shape(3, 4, kinds=kinds)).shape.kinds == expected
+        assert ORDERS[name].for_shape(Shape(3, 4, kinds=kinds)).shape.kinds == expected
 
 
 # What is held.
@@ -464,7 +464,7 @@ def test_the_order_says_how_the_backward_is_split(kinds: tuple[Kind, ...]) -> No
 def test_1f1b_keeps_as_many_in_flight_as_ranks_follow(
     num_ranks: int, num_microbatches: int
 ) -> None:
-    order = ORDERS["1f1b"].on(Shape(num_ranks, num_microbatches))
+    order = ORDERS["1f1b"].for_shape(Shape(num_ranks, num_microbatches))
     expected = [min(num_ranks - rank, num_microbatches) for rank in range(num_ranks)]
     assert [order.peak_depth(rank) for rank in range(num_ranks)] == expected
     assert peaks_held(order) == expected
@@ -473,7 +473,9 @@ def test_1f1b_keeps_as_many_in_flight_as_ranks_follow(
 @given(*SIZES)
 def test_gpipe_keeps_everything_in_flight(num_ranks: int, num_microbatches: int) -> None:
     for shape in (Shape(num_ranks, num_microbatches), v(num_ranks, num_microbatches)):
-        assert set(peaks_held(ORDERS["gpipe"].on(shape))) == {num_microbatches * shape.num_chunks}
+        assert set(peaks_held(ORDERS["gpipe"].for_shape(shape))) == {
+            num_microbatches * shape.num_chunks
+        }
 
 
 @given(*SIZES)
@@ -481,7 +483,10 @@ def test_zb_h1_has_1f1bs_warm_up_and_holds_no_more_than_its_first_rank(
     num_ranks: int, num_microbatches: int
 ) -> None:
     shape = Shape(num_ranks, num_microbatches)
-    order, one_forward_one_backward = ORDERS["zb-h1"].on(shape), ORDERS["1f1b"].on(shape)
+    order, one_forward_one_backward = (
+        ORDERS["zb-h1"].for_shape(shape),
+        ORDERS["1f1b"].for_shape(shape),
+    )
     for rank, row in enumerate(order.rows):
         rest = tuple(task for task in row if task.kind is not Kind.W)
         assert rest == one_forward_one_backward.rows[rank]
@@ -490,7 +495,7 @@ def test_zb_h1_has_1f1bs_warm_up_and_holds_no_more_than_its_first_rank(
 
 @given(*SIZES)
 def test_zb_v_holds_at_most_two_chunks_a_rank(num_ranks: int, num_microbatches: int) -> None:
-    order = ORDERS["zb-v"].on(v(num_ranks, num_microbatches))
+    order = ORDERS["zb-v"].for_shape(v(num_ranks, num_microbatches))
     assert max(peaks_held(order)) <= 2 * num_ranks
     if num_microbatches >= 2 * num_ranks:
         assert set(peaks_held(order)) == {2 * num_ranks}
@@ -502,14 +507,14 @@ def test_zb_v_holds_at_most_two_chunks_a_rank(num_ranks: int, num_microbatches: 
 @given(*SIZES)
 def test_1f1b_and_gpipe_fill_and_drain_once(num_ranks: int, num_microbatches: int) -> None:
     for name in ("1f1b", "gpipe"):
-        rehearsal = rehearse(ORDERS[name].on(Shape(num_ranks, num_microbatches)))
+        rehearsal = rehearse(ORDERS[name].for_shape(Shape(num_ranks, num_microbatches)))
         assert rehearsal.num_units == 2 * (num_microbatches + num_ranks - 1)
 
 
 @given(SIZES[0], SIZES[1])
 def test_zb_h1_has_a_third_of_1f1bs_bubble(num_ranks: int, num_microbatches: int) -> None:
     # With B and W one unit each, 1F1B would idle for 3 units a rank but one (Qi et al., table 2).
-    num_units = rehearse(ORDERS["zb-h1"].on(Shape(num_ranks, num_microbatches))).num_units
+    num_units = rehearse(ORDERS["zb-h1"].for_shape(Shape(num_ranks, num_microbatches))).num_units
     if num_microbatches >= num_ranks:
         assert num_units == 3 * num_microbatches + num_ranks - 1
     assert num_units <= 3 * (num_microbatches + num_ranks - 1)
@@ -519,13 +524,13 @@ def test_zb_h1_has_a_third_of_1f1bs_bubble(num_ranks: int, num_microbatches: int
 def test_zb_v_idles_only_to_fill_the_first_half_of_the_v(
     num_ranks: int, num_microbatches: int
 ) -> None:
-    num_units = rehearse(ORDERS["zb-v"].on(v(num_ranks, num_microbatches))).num_units
+    num_units = rehearse(ORDERS["zb-v"].for_shape(v(num_ranks, num_microbatches))).num_units
     if num_microbatches >= 2 * num_ranks - 1:
         assert num_units == 6 * num_microbatches + num_ranks - 1
 
 
 def test_zb_v_at_8_x_32_takes_a_twenty_fifth_more_than_its_load() -> None:
-    assert rehearse(ORDERS["zb-v"].on(v(8, 32))).num_units / (6 * 32) == pytest.approx(
+    assert rehearse(ORDERS["zb-v"].for_shape(v(8, 32))).num_units / (6 * 32) == pytest.approx(
         1.036, abs=5e-4
     )
 
@@ -539,7 +544,7 @@ def test_zb_v_at_8_x_32_takes_a_twenty_fifth_more_than_its_load() -> None:
 )
 def test_interleaved_is_megatrons(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
     shape = Shape(num_ranks, num_microbatches, num_chunks)
-    order = ORDERS["interleaved"].on(shape)
+    order = ORDERS["interleaved"].for_shape(shape)
     for rank, row in enumerate(order.rows):
         assert row == megatrons_row(shape, rank)
 

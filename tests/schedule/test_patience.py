@@ -14,24 +14,25 @@ from hypothesis import strategies as st
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher, DispatchError, Group
 from rrfp.schedule.hints import WeightGradients, kinds_of
-from rrfp.schedule.knobs import (
+from rrfp.schedule.named_hints import HINTS, hint_named
+from rrfp.schedule.policy import (
     LONGEST_NS,
     AutoPatience,
+    Dispatch,
     Hold,
     Patience,
-    described_patience,
+    Policy,
     parse_patience,
+    patience_as_json,
 )
-from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.punctuality import (
-    IN_PLANS,
-    IN_RULES,
     RISK,
+    TRUST_IN_ORDERS,
+    TRUST_IN_RULES,
     JustInTime,
     Punctuality,
     Trust,
-    punctuality_of,
+    new_punctuality,
 )
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
@@ -47,10 +48,9 @@ from rrfp.schedule.tasks import (
     Waited,
 )
 from rrfp.simulate.costs.model import Links
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import play, simulate_step
-from rrfp.simulate.world import TaskTimes, World
+from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.trace.records import Recording, StimulusRecord, record_of, stimulus_of
 from tests.analyze.simulated_runs import equal_times
 from tests.properties.cases import an_order, arrive, ask, replayed, task, turns
@@ -68,12 +68,12 @@ AUTO = AutoPatience.AUTO
 )
 def test_a_patience_is_read(text: str, patience: Patience) -> None:
     assert parse_patience(text) == patience
-    assert parse_patience(described_patience(patience)) == patience
+    assert parse_patience(patience_as_json(patience)) == patience
 
 
 @given(st.integers(0, LONGEST_NS))
 def test_what_describes_a_patience_is_read_back(patience: int) -> None:
-    assert parse_patience(described_patience(patience)) == patience
+    assert parse_patience(patience_as_json(patience)) == patience
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_what_is_announced_to_the_wrong_rank_is_an_error() -> None:
 
 
 def heard(
-    errors: Sequence[float], patience: Patience = AUTO, trust: Trust = IN_PLANS
+    errors: Sequence[float], patience: Patience = AUTO, trust: Trust = TRUST_IN_ORDERS
 ) -> Punctuality:
     """A rank that heard of as many tasks of 100 ns, each late by that share of it."""
     punctuality = Punctuality(patience, trust)
@@ -254,15 +254,15 @@ def heard(
 
 
 def test_auto_waits_half_a_task_where_announcements_hold() -> None:
-    assert Punctuality(AUTO, IN_PLANS).patience_ns == 0
+    assert Punctuality(AUTO, TRUST_IN_ORDERS).patience_ns == 0
     assert heard([0.0] * 50).patience_ns == 50
-    assert heard([0.0] * 50, trust=IN_RULES).patience_ns == 25
+    assert heard([0.0] * 50, trust=TRUST_IN_RULES).patience_ns == 25
 
 
 def test_auto_does_not_wait_where_they_do_not() -> None:
     assert heard([0.6, -0.6] * 50).patience_ns == 0
     assert 0 < heard([0.3, -0.3] * 50).patience_ns < 50
-    assert heard([0.3, -0.3] * 50, trust=IN_RULES).patience_ns == 0
+    assert heard([0.3, -0.3] * 50, trust=TRUST_IN_RULES).patience_ns == 0
 
 
 def test_a_number_is_waited_whatever_was_heard() -> None:
@@ -271,7 +271,7 @@ def test_a_number_is_waited_whatever_was_heard() -> None:
 
 def test_one_stop_does_not_decide_for_long() -> None:
     punctuality = heard([0.0] * 100 + [1e6] + [0.0] * 200)
-    assert punctuality.noise < IN_PLANS.noisy
+    assert punctuality.noise < TRUST_IN_ORDERS.noisy
 
 
 def test_the_time_that_messages_take_is_learnt() -> None:
@@ -297,9 +297,9 @@ def test_auto_never_waits_under_rules_that_put_shallow_chunks_first(
     name: str, num_chunks: int, waits: bool
 ) -> None:
     hint = hint_named(name)
-    assert (punctuality_of(Policy(hint, patience=AUTO), num_chunks) is not None) is waits
-    assert punctuality_of(Policy(hint, patience=5), num_chunks) is not None
-    assert punctuality_of(Policy(hint), num_chunks) is None
+    assert (new_punctuality(Policy(hint, patience=AUTO), num_chunks) is not None) is waits
+    assert new_punctuality(Policy(hint, patience=5), num_chunks) is not None
+    assert new_punctuality(Policy(hint), num_chunks) is None
 
 
 # Simulated steps.
@@ -328,7 +328,7 @@ def ratio(name: str, w: str, sigma: float, patience: Patience, num_seeds: int = 
     total_ns = load_ns = 0
     for seed in range(num_seeds if sigma else 1):
         known, times = jittered(shape, sigma, seed)
-        done = play(shape, policy, World(times, HOP, expected=known))
+        done = play(shape, policy, StepConditions(times, HOP, expected=known))
         total_ns += done.makespan_ns
         load_ns += max(done.busy_ns)
     return total_ns / load_ns
@@ -348,10 +348,11 @@ def test_ranks_that_know_only_what_their_tasks_took_wait_as_well() -> None:
     shape = Shape(4, 16, 2, Placement.V)
     policy, shape = steered("zb-v", shape, 4, AUTO, "ranked")
     times = equal_times(shape, 10 * MS, 10 * MS, 10 * MS)
-    known = play(shape, policy, World(times, HOP, expected=times))
-    assert play(shape, policy, World(times, HOP)) == known
+    known = play(shape, policy, StepConditions(times, HOP, expected=times))
+    assert play(shape, policy, StepConditions(times, HOP)) == known
     assert (
-        known.makespan_ns < play(shape, replace(policy, patience=0), World(times, HOP)).makespan_ns
+        known.makespan_ns
+        < play(shape, replace(policy, patience=0), StepConditions(times, HOP)).makespan_ns
     )
 
 
@@ -359,7 +360,9 @@ def a_recording(patience: Patience, num_members: int = 1) -> tuple[Recording, Po
     shape = Shape(4, 8, 2, Placement.V)
     policy, shape = steered("zb-v", shape, 4, patience, "ranked")
     known, times = jittered(shape, 0.1, 5)
-    world = World(times, HOP, num_members=num_members, expected=known, agreement_ns=MS // 10)
+    world = StepConditions(
+        times, HOP, num_members=num_members, expected=known, agreement_ns=MS // 10
+    )
     recording = new_recording(shape, num_members, 1, {})
     simulate_step(shape, policy, [world], recording=recording)
     return recording, policy, shape
@@ -408,10 +411,10 @@ def test_an_arrival_before_its_announcement_is_not_waited_for() -> None:
 def test_every_hint_keeps_its_books_with_patience() -> None:
     for name in ("bf", "bfw", "zb-h1", "1f1b"):
         shape = Shape(4, 8)
-        hint = hint_named(name).on(shape)
+        hint = hint_named(name).for_shape(shape)
         policy, shape = steered(name, replace(shape, kinds=kinds_of(hint)), 3, 5 * MS)
         known, times = jittered(shape, 0.3, 1)
-        done = play(shape, policy, World(times, HOP, expected=known))
+        done = play(shape, policy, StepConditions(times, HOP, expected=known))
         assert max(done.peak_held) <= 3
 
 
@@ -496,7 +499,7 @@ def test_a_launch_that_compiles_is_forgotten_with_the_next() -> None:
 # Simulated steps.
 
 
-def world_of(shape: Shape, seed: int, launch_ns: int, risk: float = RISK) -> World:
+def world_of(shape: Shape, seed: int, launch_ns: int, risk: float = RISK) -> StepConditions:
     draw = Random(seed)
 
     def rows() -> list[list[int]]:
@@ -505,7 +508,7 @@ def world_of(shape: Shape, seed: int, launch_ns: int, risk: float = RISK) -> Wor
             for _ in range(shape.num_stages)
         ]
 
-    return World(TaskTimes(rows(), rows(), rows()), launch_ns=launch_ns, launch_risk=risk)
+    return StepConditions(TaskTimes(rows(), rows(), rows()), launch_ns=launch_ns, launch_risk=risk)
 
 
 SHAPES = (Shape(1, 3), Shape(3, 6), Shape(2, 5, 2), Shape(3, 7, 2, Placement.V))
@@ -549,7 +552,7 @@ def test_a_rank_with_enough_to_do_hides_its_launches() -> None:
     times = TaskTimes(rows, rows, rows)
     policy = Policy(HINTS["bf"])
     work_ns, launch_ns = 40 * 60 * MS, 5 * MS
-    run = play(shape, policy, World(times, launch_ns=launch_ns))
+    run = play(shape, policy, StepConditions(times, launch_ns=launch_ns))
     assert run.makespan_ns == work_ns + launch_ns
-    late = play(shape, policy, World(times, launch_ns=launch_ns, launch_risk=inf))
+    late = play(shape, policy, StepConditions(times, launch_ns=launch_ns, launch_risk=inf))
     assert late.makespan_ns == work_ns + 80 * launch_ns

@@ -13,12 +13,11 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.cost_sources import costs_of, resolve_costs, settled
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.costs.cut_files import layered_of
 from rrfp.simulate.costs.language_models import FlopCosts
-from rrfp.simulate.costs.layer_costs import CutCosts
+from rrfp.simulate.costs.layer_costs import CutCosts, layered_of
 from rrfp.simulate.costs.model import Links, StepCosts, Uneven, part_of
 from rrfp.simulate.costs.toml_files import PRESETS
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 from rrfp.trace.perfetto.reader import read_trace
 from tests.analyze.simulated_runs import MODEL, TRACE, UNEVEN, written
 from tests.properties.cases import examples
@@ -562,8 +561,8 @@ class TestCosts:
         assert after.times.forward[3] == pytest.approx(head, abs=1)
         assert after.sizes is not None
         assert before.sizes is not None
-        kept = [num / 3 for num in before.sizes.kept[3]]
-        assert after.sizes.kept[3] == pytest.approx(kept, abs=1)
+        kept = [num / 3 for num in before.sizes.activations[3]]
+        assert after.sizes.activations[3] == pytest.approx(kept, abs=1)
 
     def test_a_vision_layer_stays_one(self) -> None:
         """On a stage of text, a layer of images grows with the images."""
@@ -591,9 +590,9 @@ class TestCosts:
             assert joined.times.forward[stage] == pytest.approx(pairs, abs=2)
             halves = [(row[i // 2] - fixed_ns) / 2 + fixed_ns for i in range(12)]
             assert divided.times.forward[stage] == pytest.approx(halves, abs=2)
-            kept = given.sizes.kept[stage]
+            kept = given.sizes.activations[stage]
             sums = [kept[2 * i] + kept[2 * i + 1] for i in range(3)]
-            assert joined.sizes.kept[stage] == pytest.approx(sums, abs=2)
+            assert joined.sizes.activations[stage] == pytest.approx(sums, abs=2)
         assert sum(joined.links.num_bytes) == sum(given.links.num_bytes)
 
     def test_a_document_that_cuts(self, run: Run, tmp_path: Path) -> None:

@@ -12,18 +12,15 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.hints import Order, kinds_of, parse_order
 from rrfp.schedule.named_hints import ORDERS, hint_named
-from rrfp.schedule.order import Order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Cause, Kind, Task
-from rrfp.simulate.engine import PipelineRun
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import play, simulate_step
+from rrfp.simulate.engine import PipelineRun, StepConditions, TaskTimes, Transfer
+from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.simulate.time_bounds import Floor, floor, paper_bound_ns
-from rrfp.simulate.world import TaskTimes, Transfer, World
 from rrfp.trace.records import RankRecords
 from tests.analyze.simulated_runs import equal_times, random_times
 from tests.properties.cases import SEEDS, Case, cases, examples, random_case
@@ -39,7 +36,7 @@ def even_times(shape: Shape, forward: int = 10, backward: int = 10, weight: int 
 
 
 def of_hint(name: str, shape: Shape, dispatch: Dispatch = Dispatch.FIXED) -> tuple[Shape, Policy]:
-    hint = hint_named(name).on(shape)
+    hint = hint_named(name).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     return shape, Policy(hint, order_of(hint, shape), dispatch)
 
@@ -55,7 +52,9 @@ def test_a_step_is_what_an_independent_engine_makes_of_it(case: Case) -> None:
     late_ns = case.seed % 50
     order = case.order if case.dispatch is Dispatch.FIXED else None
     policy = case.policy(order)
-    world = World(times, num_members=num_members, lateness=lambda member, _: late_ns * member)
+    world = StepConditions(
+        times, num_members=num_members, lateness=lambda member, _: late_ns * member
+    )
     recording = new_recording(shape, num_members, 1, {})
     step = simulate_step(shape, policy, [world], recording=recording)
 
@@ -86,10 +85,10 @@ def key(record: object) -> Task:
     return Task(record.stage, Kind(record.kind), record.microbatch)  # type: ignore[attr-defined]
 
 
-def second_stage(num_microbatches: int, world: World) -> list[RankRecords]:
+def second_stage(num_microbatches: int, world: StepConditions) -> list[RankRecords]:
     """What the members of the second of two stages do in a forward-only step."""
     shape = Shape(2, num_microbatches, kinds=(F,))
-    hint = hint_named("bf").on(shape)
+    hint = hint_named("bf").for_shape(shape)
     recording = new_recording(shape, world.num_members, 1, {})
     simulate_step(shape, Policy(hint), [world], recording=recording)
     return recording.ranks[world.num_members :]
@@ -97,7 +96,7 @@ def second_stage(num_microbatches: int, world: World) -> list[RankRecords]:
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     shape = Shape(2, 3, kinds=(F,))
-    (records,) = second_stage(3, World(even_times(shape), transfer=lambda *_: 25))
+    (records,) = second_stage(3, StepConditions(even_times(shape), transfer=lambda *_: 25))
     # They leave at 10, 20 and 30, and take 25 each.
     assert [receive[:2] for receive in records.receives] == [(10, 35), (35, 60), (60, 85)]
     assert [task.start_ns for task in records.tasks] == [35, 60, 85]
@@ -111,14 +110,14 @@ def test_a_message_s_time_may_depend_on_the_link_and_the_microbatch() -> None:
         return 100 * task.microbatch
 
     shape = Shape(2, 2, kinds=(F,))
-    (records,) = second_stage(2, World(even_times(shape), transfer=transfer))
+    (records,) = second_stage(2, StepConditions(even_times(shape), transfer=transfer))
     assert seen == [(0, 1, Task(1, F, 0)), (0, 1, Task(1, F, 1))]
     assert [task.start_ns for task in records.tasks] == [10, 120]
 
 
 def test_the_members_of_a_group_wait_for_the_last_message_and_for_their_round() -> None:
     shape = Shape(2, 2, kinds=(F,))
-    world = World(
+    world = StepConditions(
         even_times(shape), num_members=3, lateness=lambda member, _: 4 * member, agreement_ns=3
     )
     leader, follower, last = second_stage(2, world)
@@ -131,7 +130,7 @@ def test_the_members_of_a_group_wait_for_the_last_message_and_for_their_round() 
 
 def test_every_member_waits_for_a_round_that_finds_it_idle() -> None:
     shape = Shape(2, 2, kinds=(F,))
-    world = World(even_times(shape), transfer=lambda *_: 50, num_members=2, agreement_ns=7)
+    world = StepConditions(even_times(shape), transfer=lambda *_: 50, num_members=2, agreement_ns=7)
     for records in second_stage(2, world):
         # Messages come at 67 and 117; each time both have the task, and agree on it.
         assert [task.start_ns for task in records.tasks] == [74, 124]
@@ -140,15 +139,15 @@ def test_every_member_waits_for_a_round_that_finds_it_idle() -> None:
 
 def test_a_round_that_outlasts_the_task_beside_it_is_waited_for() -> None:
     shape = Shape(1, 3, kinds=(F,))
-    hint = hint_named("bf").on(shape)
-    world = World(even_times(shape), num_members=2, agreement_ns=30)
+    hint = hint_named("bf").for_shape(shape)
+    world = StepConditions(even_times(shape), num_members=2, agreement_ns=30)
     run = play(shape, Policy(hint), world)
     # A round before the first task; the others begin with the task before them and outlast it.
     assert run.makespan_ns == 30 + 30 + 30 + 10
 
 
 def blocking(order: Order, times: TaskTimes, transfer_ns: int) -> PipelineRun:
-    world = World(times, transfer=lambda *_: transfer_ns, blocking=True)
+    world = StepConditions(times, transfer=lambda *_: transfer_ns, blocking=True)
     return play(order.shape, Policy(order, order, Dispatch.FIXED), world)
 
 
@@ -167,7 +166,7 @@ def test_blocking_1f1b_takes_what_asynchronous_takes_where_messages_take_none(
     num_ranks: int,
 ) -> None:
     shape, policy = of_hint("1f1b", Shape(num_ranks, 12))
-    world = World(even_times(shape, 10, 15, 5))
+    world = StepConditions(even_times(shape, 10, 15, 5))
     free = play(shape, policy, world).makespan_ns
     assert (
         play(shape, policy, replace(world, blocking=True)).makespan_ns
@@ -180,7 +179,9 @@ def test_blocking_1f1b_takes_what_asynchronous_takes_where_messages_take_none(
 @given(cases())
 def test_blocking_never_gains(case: Case) -> None:
     shape, policy = of_hint("1f1b", Shape(case.shape.num_ranks, case.shape.num_microbatches))
-    world = World(random_times(random.Random(case.seed), shape), transfer=lambda *_: case.seed % 7)
+    world = StepConditions(
+        random_times(random.Random(case.seed), shape), transfer=lambda *_: case.seed % 7
+    )
     blocked = play(shape, policy, replace(world, blocking=True))
     assert blocked.makespan_ns >= play(shape, policy, world).makespan_ns
     assert blocked.busy_ns == play(shape, policy, world).busy_ns
@@ -188,7 +189,7 @@ def test_blocking_never_gains(case: Case) -> None:
 
 def test_blocking_never_gains_by_a_group_whose_messages_come_apart() -> None:
     shape, policy = of_hint("1f1b", Shape(4, 12))
-    world = World(even_times(shape), num_members=2, lateness=lambda member, _: 9 * member)
+    world = StepConditions(even_times(shape), num_members=2, lateness=lambda member, _: 9 * member)
     blocked = play(shape, policy, replace(world, blocking=True)).makespan_ns
     assert blocked >= play(shape, policy, world).makespan_ns > 15 * 30
 
@@ -197,14 +198,14 @@ def test_blocking_never_gains_by_a_group_whose_messages_come_apart() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_blocking_interleaving_runs_to_its_end(num_ranks: int, num_chunks: int) -> None:
     shape, policy = of_hint("interleaved", Shape(num_ranks, 3 * num_ranks, num_chunks))
-    world = World(random_times(random.Random(num_chunks), shape), transfer=lambda *_: 3)
+    world = StepConditions(random_times(random.Random(num_chunks), shape), transfer=lambda *_: 3)
     blocked = play(shape, policy, replace(world, blocking=True)).makespan_ns
     assert blocked > play(shape, policy, world).makespan_ns
 
 
 def test_a_weight_gradient_runs_while_messages_pass() -> None:
     shape, policy = of_hint("zb-h1", Shape(2, 4))
-    world = World(even_times(shape), transfer=lambda *_: 9, blocking=True)
+    world = StepConditions(even_times(shape), transfer=lambda *_: 9, blocking=True)
     recording = new_recording(shape, 1, 1, {})
     simulate_step(shape, policy, [world], recording=recording)
     passing = [receive[:2] for records in recording.ranks for receive in records.receives]
@@ -219,7 +220,7 @@ def test_a_weight_gradient_runs_while_messages_pass() -> None:
 def test_blocking_links_take_an_order_that_binds() -> None:
     shape, policy = of_hint("1f1b", Shape(2, 2), Dispatch.READY)
     with pytest.raises(UsageError, match="blocking links need a binding order; add --dispatch"):
-        play(shape, policy, World(even_times(shape), blocking=True))
+        play(shape, policy, StepConditions(even_times(shape), blocking=True))
 
 
 def test_an_order_that_deadlocks_is_told_with_where_each_rank_stands() -> None:
@@ -227,7 +228,7 @@ def test_an_order_that_deadlocks_is_told_with_where_each_rank_stands() -> None:
     order = parse_order("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", shape, "crossed")
     policy = Policy(order, order, Dispatch.FIXED)
     with pytest.raises(RrfpError, match=r"7 tasks left, rank 0 at 0F1, rank 1 at 1F0: its order"):
-        play(shape, policy, World(even_times(shape)))
+        play(shape, policy, StepConditions(even_times(shape)))
 
 
 def test_a_stretch_sees_each_task_once_in_sequence() -> None:
@@ -238,7 +239,7 @@ def test_a_stretch_sees_each_task_once_in_sequence() -> None:
         return 2 * time_ns
 
     shape, policy = of_hint("bf", Shape(2, 3), Dispatch.READY)
-    run = play(shape, policy, World(even_times(shape), stretch=stretch))
+    run = play(shape, policy, StepConditions(even_times(shape), stretch=stretch))
     assert sorted(task for _, task in seen) == sorted(
         task for rank in range(2) for task in shape.tasks_of(rank)
     )
@@ -248,7 +249,7 @@ def test_a_stretch_sees_each_task_once_in_sequence() -> None:
 
 def test_replicas_meet_at_the_end() -> None:
     shape, policy = of_hint("1f1b", Shape(2, 4))
-    worlds = [World(random_times(random.Random(seed), shape)) for seed in (1, 2)]
+    worlds = [StepConditions(random_times(random.Random(seed), shape)) for seed in (1, 2)]
     recording = new_recording(shape, 1, 2, {})
     step = simulate_step(shape, policy, worlds, gradient_sync_ns=70, recording=recording)
     runs = [play(shape, policy, world) for world in worlds]
@@ -419,7 +420,7 @@ def makespan_and_floor(case: Case) -> tuple[int, Floor]:
     def transfer(sender: int, receiver: int, task: Task) -> int:
         return message * (1 + sender) + task.microbatch
 
-    world = World(
+    world = StepConditions(
         times,
         transfer if message else None,
         lambda _rank, _start, _task, time: time + rng.choice([0, 0, 100]),
@@ -443,9 +444,11 @@ def test_no_simulated_step_is_below_its_floor(seed: int) -> None:
 @given(SEEDS)
 def test_nor_is_one_over_blocking_links(seed: int) -> None:
     rng = random.Random(seed)
-    order = ORDERS[rng.choice(["1f1b", "zb-h1"])].on(Shape(rng.randint(1, 6), rng.randint(1, 12)))
+    order = ORDERS[rng.choice(["1f1b", "zb-h1"])].for_shape(
+        Shape(rng.randint(1, 6), rng.randint(1, 12))
+    )
     times, message = random_times(rng, order.shape), rng.choice([0, 10, 200])
-    world = World(times, lambda *_: message, blocking=True)
+    world = StepConditions(times, lambda *_: message, blocking=True)
     run = play(order.shape, Policy(order, order, Dispatch.FIXED), world)
     assert floor(order.shape, times, world.transfer).ns <= run.makespan_ns
 

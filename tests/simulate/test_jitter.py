@@ -17,6 +17,7 @@ from rrfp.errors import UsageError
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import Links, check_takes_time
+from rrfp.simulate.engine import Stretch, TaskTimes
 from rrfp.simulate.jitter import (
     LEVELS,
     NO_JITTER,
@@ -28,7 +29,6 @@ from rrfp.simulate.jitter import (
     uniforms,
     uniforms_in_parts,
 )
-from rrfp.simulate.world import Stretch, TaskTimes
 from tests.properties.cases import examples
 
 # Draws: the same to the bit everywhere, distributed as they say, keyed by what they are for.

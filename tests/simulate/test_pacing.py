@@ -16,15 +16,14 @@ from rrfp.planning.trials import Setting, run_settings
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.knobs import Auto
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Auto, Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.conditions import Conditions, conditions
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
-from rrfp.simulate.recording import new_recording
+from rrfp.simulate.step import new_recording
 from rrfp.trace.records import SendRecord, StimulusRecord, TaskRecord, WaitRecord
 from rrfp.train.pacing import PaceTally, StepPacer, check_pace, make_pace
 from rrfp.train.settings import TrainSettings
@@ -91,7 +90,7 @@ def test_tasks_take_as_long_as_those_of_the_simulator(
 ) -> None:
     """Two steps of two replicas, task by task, in the order in which the simulator ran them."""
     shape = Shape(3, 5)
-    chosen = hint_named(hint).on(shape)
+    chosen = hint_named(hint).for_shape(shape)
     setting = Setting(
         shape=replace(shape, kinds=kinds_of(chosen)),
         policy=Policy(chosen),

@@ -14,12 +14,12 @@ from rrfp.replay.change import Change, replay, task_times
 from rrfp.replay.cost_sources import costs_of
 from rrfp.replay.measured import StepSample, measure, redispatch
 from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.schedule.hints import Order
 from rrfp.schedule.named_hints import HINTS
-from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import Recording, task_of
 from tests.analyze.simulated_runs import MEGATRONS, OURS, policy_of, random_times, simulated_run
@@ -74,7 +74,7 @@ def test_a_run_that_would_have_decided_otherwise_is_refused() -> None:
 
 def test_a_member_that_would_have_run_otherwise_is_refused() -> None:
     policy, shape = policy_of("bf", Shape(2, 4), limit=32)
-    world = World(random_times(Random(1), shape), num_members=2)
+    world = StepConditions(random_times(Random(1), shape), num_members=2)
     recording = simulated_run(policy, shape, [world])
     follower = next(rank for rank in recording.ranks if rank.info.tp_rank == 1)
     tasks = follower.tasks
@@ -150,7 +150,7 @@ def test_a_fresh_run_is_replayed(tmp_path: Path, flags: tuple[str, ...]) -> None
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[World]]:
+def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
     """A policy, a shape, and the worlds of its replicas."""
     num_ranks = draw(st.integers(1, 4))
     num_chunks = draw(st.sampled_from([1, 1, 2]))
@@ -173,7 +173,7 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[World]]:
     }
     num_members = draw(st.sampled_from([1, 1, 2]))
     worlds = [
-        World(
+        StepConditions(
             random_times(rng, shape),
             lambda sender, receiver, task: way_ns[task],
             num_members=num_members,
@@ -185,7 +185,9 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[World]]:
 
 @given(runs())
 @examples(quick=40, thorough=1000)
-def test_a_simulated_run_is_replayed_to_the_ns(made: tuple[Policy, Shape, list[World]]) -> None:
+def test_a_simulated_run_is_replayed_to_the_ns(
+    made: tuple[Policy, Shape, list[StepConditions]],
+) -> None:
     policy, shape, worlds = made
     run = read_run(simulated_run(policy, shape, worlds, num_steps=2))
     assert run.shape.kinds == shape.kinds
@@ -212,7 +214,7 @@ def test_a_simulated_run_is_replayed_to_the_ns(made: tuple[Policy, Shape, list[W
 def test_a_simulated_run_over_blocking_links_is_replayed(hint: str, whole: Shape) -> None:
     policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
     times = random_times(Random(5), shape)
-    world = World(times, lambda sender, receiver, task: 30, blocking=True)
+    world = StepConditions(times, lambda sender, receiver, task: 30, blocking=True)
     run = read_run(simulated_run(policy, shape, [world], links="blocking"))
     assert run.is_blocking
     assert max(errors(run)) <= 0.01
@@ -222,7 +224,7 @@ def test_the_order_of_a_file_is_read_from_the_places_of_its_tasks() -> None:
     policy, shape = policy_of("zb-h1", Shape(3, 6), limit=32)
     assert isinstance(policy.hint, Order)
     times = random_times(Random(1), shape)
-    run = read_run(simulated_run(policy, shape, [World(times)], hint="mine.csv"))
+    run = read_run(simulated_run(policy, shape, [StepConditions(times)], hint="mine.csv"))
     assert isinstance(run.policy.hint, Order)
     assert run.policy.hint.rows == policy.hint.rows
     assert run.policy.hint.name == run.hint_name == "mine.csv"
@@ -230,7 +232,7 @@ def test_the_order_of_a_file_is_read_from_the_places_of_its_tasks() -> None:
 
 def test_only_a_simulated_run_can_have_no_bound() -> None:
     policy, shape = policy_of("f-first", Shape(2, 40))
-    recording = simulated_run(policy, shape, [World(random_times(Random(1), shape))])
+    recording = simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))])
     run = read_run(recording)
     assert run.told == "f-first ready"
     assert errors(run) == [0]
@@ -241,10 +243,10 @@ def test_only_a_simulated_run_can_have_no_bound() -> None:
     assert trained.bounds_under(Dispatch.FIXED) == (None, None)
     # One that was run with an order that binds becomes ready as usual.
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED)
-    run = read_run(simulated_run(policy, shape, [World(random_times(Random(1), shape))]))
+    run = read_run(simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))]))
     assert Change(dispatch=Dispatch.READY).policy(run)[0].limit == 32
     wide, shape = policy_of("1f1b", Shape(20, 24), dispatch=Dispatch.FIXED)
-    run = read_run(simulated_run(wide, shape, [World(random_times(Random(1), shape))]))
+    run = read_run(simulated_run(wide, shape, [StepConditions(random_times(Random(1), shape))]))
     assert Change(dispatch=Dispatch.READY).policy(run)[0].limit == 40
     assert Change(hint=HINTS["bf"], unbound=True).policy(run)[0].limit is None
 
@@ -252,14 +254,16 @@ def test_only_a_simulated_run_can_have_no_bound() -> None:
 @pytest.mark.parametrize("bounds", [{"limit": 5}, {"hold": 4}])
 def test_an_order_that_binds_is_held_to_the_bound_that_was_given(bounds: dict[str, int]) -> None:
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED, **bounds)
-    run = read_run(simulated_run(policy, shape, [World(random_times(Random(1), shape))]))
+    run = read_run(simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))]))
     given = bounds.get("limit"), bounds.get("hold")
     assert run.bounds_under(Dispatch.READY) == run.bounds_under(Dispatch.FIXED) == given
 
 
 def one_step() -> Recording:
     policy, shape = policy_of("bf", Shape(2, 3), limit=32)
-    return simulated_run(policy, shape, [World(random_times(Random(2), shape))], num_steps=3)
+    return simulated_run(
+        policy, shape, [StepConditions(random_times(Random(2), shape))], num_steps=3
+    )
 
 
 def test_a_step_that_is_not_whole_is_left_out() -> None:
@@ -370,7 +374,7 @@ def test_costs_fit_their_own_shape_only(shape: Shape, flag: str) -> None:
 def test_a_hint_that_splits_no_backward_keeps_the_whole_of_it() -> None:
     policy, shape = policy_of("bf", Shape(2, 3), limit=32)
     times = random_times(Random(4), shape)
-    (step,) = measure(read_run(simulated_run(policy, shape, [World(times)])))
+    (step,) = measure(read_run(simulated_run(policy, shape, [StepConditions(times)])))
     for w_share in (0, 0.25, 1):
         found = task_times(step.replicas[0].durations_ns, shape, w_share)
         assert found.by_kind(split=False) == times.by_kind(split=False)

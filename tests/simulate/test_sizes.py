@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.replay.cost_sources import resolve_costs
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.language_models import FlopCosts, _even_cut, parse_flops
 from rrfp.simulate.costs.model import ScaledCosts, StepCosts
 from rrfp.simulate.costs.rows import parse_rows
 from rrfp.simulate.costs.toml_files import PRESETS, parse_table
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 from tests.properties.cases import examples
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +28,11 @@ HEADING = "kind,pp_rank,chunk,microbatch,seconds,bytes\n"
 SECONDS = "seconds = { F = 0.02, B = 0.02, W = 0.02 }\n"
 
 
-def of_rows(text: str, shape: Shape) -> Sizes | None:
+def of_rows(text: str, shape: Shape) -> ActivationSizes | None:
     return parse_rows(HEADING + text, "costs.csv").step(shape, 0, 0).sizes
 
 
-def of_table(text: str, shape: Shape, *, seed: int = 0) -> Sizes | None:
+def of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | None:
     table = parse_table(tomllib.loads(SECONDS + text), "costs.toml")
     return table.step(shape, seed, 0).sizes
 
@@ -49,7 +49,7 @@ def test_bytes_in_rows_are_those_of_the_rows_that_count() -> None:
     )
     # Rank 0 holds stages 0 and 3, and its rows are for both.
     kept = [[500, 1000, 500], [7, 7, 7], [9, 9, 50], [501, 1000, 501]]
-    assert sizes == Sizes(kept)
+    assert sizes == ActivationSizes(kept)
 
 
 @pytest.mark.parametrize("kinds", [SPLIT_BACKWARD, ("F", "B")])
@@ -59,15 +59,15 @@ def test_bytes_of_w_are_what_it_still_needs(kinds: tuple[str, ...]) -> None:
         Shape(1, 3, 2, kinds=SPLIT_BACKWARD if "W" in kinds else Shape(1, 1).kinds),
     )
     # The W of microbatch 2 does not say, and needs all.
-    assert sizes == Sizes([[500] * 3, [501] * 3], [[500, 300, 500], [501, 300, 501]])
+    assert sizes == ActivationSizes([[500] * 3, [501] * 3], [[500, 300, 500], [501, 300, 501]])
 
 
 def test_a_w_of_a_whole_rank_never_needs_more_than_its_chunk_s_f() -> None:
     text = "F,0,0,,0.01,501\nF,0,1,,0.01,501\nF,0,2,,0.01,500\nB,0,,,0.01,\nW,0,,,0.01,1500\n"
     sizes = of_rows(text, Shape(1, 1, 3))
-    assert sizes == Sizes([[501], [501], [500]], [[500], [500], [500]])
+    assert sizes == ActivationSizes([[501], [501], [500]], [[500], [500], [500]])
     text = "F,0,,,0.01,5\nB,0,,,0.01,\nW,0,0,,0.01,2\nW,0,1,,0.01,2\n"
-    assert of_rows(text, Shape(1, 1, 2)) == Sizes([[2], [3]], [[2], [2]])
+    assert of_rows(text, Shape(1, 1, 2)) == ActivationSizes([[2], [3]], [[2], [2]])
 
 
 WITHOUT = "F,0,,,0.01,\nB,0,,,0.01,\nW,0,,,0.01,\n"
@@ -83,7 +83,9 @@ def test_rows_without_bytes_say_nothing_of_memory() -> None:
 
 def test_the_column_of_bytes_stands_anywhere() -> None:
     text = " bytes, microbatch,kind,pp_rank,seconds,chunk\n12,,F,0,0.01,\n,,B,0,0.01,\n"
-    assert parse_rows(text, "costs.csv").step(Shape(1, 2), 0, 0).sizes == Sizes([[12, 12]])
+    assert parse_rows(text, "costs.csv").step(Shape(1, 2), 0, 0).sizes == ActivationSizes(
+        [[12, 12]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,10 +141,10 @@ def test_chunks_add_up_to_what_a_rank_keeps(num_chunks: int, kept: list[int], sh
         Shape(1, len(kept), num_chunks),
     )
     assert sizes is not None
-    assert sizes.owed is not None
-    assert [sum(each) for each in zip(*sizes.kept, strict=True)] == kept
+    assert sizes.pending_w is not None
+    assert [sum(each) for each in zip(*sizes.activations, strict=True)] == kept
     # A byte of what is owed may be lost in a chunk that keeps no more.
-    for whole, parts in zip(owed, zip(*sizes.owed, strict=True), strict=True):
+    for whole, parts in zip(owed, zip(*sizes.pending_w, strict=True), strict=True):
         assert whole - num_chunks < sum(parts) <= whole
 
 
@@ -170,7 +172,7 @@ def test_a_table_says_what_ranks_and_chunks_keep() -> None:
     # Ranks 0 to 3 hold stages 0 to 3 and 7 to 4. What is said of a chunk counts more.
     kept = [[150], [150], [500], [500], [500], [500], [151], [70]]
     owed = [[38], [38], [125], [125], [125], [125], [38], [18]]
-    assert sizes == Sizes(kept, owed)
+    assert sizes == ActivationSizes(kept, owed)
 
 
 def test_bytes_grow_with_the_length_of_the_seconds() -> None:
@@ -184,7 +186,7 @@ def test_bytes_grow_with_the_length_of_the_seconds() -> None:
         """
     costs = parse_table(tomllib.loads(SECONDS + text), "costs.toml").step(Shape(2, 50), 3, 0)
     # As many bytes as F takes nanoseconds.
-    assert costs.sizes == Sizes(costs.times.forward)
+    assert costs.sizes == ActivationSizes(costs.times.forward)
     assert len(set(costs.times.forward[0])) == 50
 
 
@@ -234,14 +236,14 @@ def test_presets_keep_a_gigabyte_for_an_f_of_20_ms(
     shape = Shape(num_ranks, 40, num_chunks)
     costs = resolve_costs(name).step(shape, 5, 0)
     assert costs.sizes is not None
-    assert costs.sizes.owed is None
-    for kept, forward in zip(costs.sizes.kept, costs.times.forward, strict=True):
+    assert costs.sizes.pending_w is None
+    for kept, forward in zip(costs.sizes.activations, costs.times.forward, strict=True):
         # Times are whole nanoseconds, so bytes differ by less than two of them, 50 bytes each.
         assert all(
             abs(size - 50 * time_ns) < 100 for size, time_ns in zip(kept, forward, strict=True)
         )
     if name != "multimodal":
-        of_rank = [sum(costs.sizes.kept[stage][0] for stage in shape.stages_of(0))]
+        of_rank = [sum(costs.sizes.activations[stage][0] for stage in shape.stages_of(0))]
         assert of_rank == [GB]
 
 
@@ -265,8 +267,8 @@ def kept(text: str, stages: int = 3) -> list[int]:
     """What the first microbatch keeps, by stage."""
     sizes = parse_flops(tomllib.loads(text), "model.toml").step(Shape(stages, 2), 0, 0).sizes
     assert sizes is not None
-    assert sizes.owed is None
-    return [row[0] for row in sizes.kept]
+    assert sizes.pending_w is None
+    return [row[0] for row in sizes.activations]
 
 
 @given(
@@ -368,7 +370,7 @@ def steps(draw: st.DrawFn) -> tuple[StepCosts, list[int]]:
     row = st.lists(st.integers(0, 10**12), min_size=num, max_size=num)
     kept = draw(st.lists(row, min_size=num_stages, max_size=num_stages))
     owed = draw(st.one_of(st.none(), st.just([[size // 3 for size in each] for each in kept])))
-    return StepCosts(TaskTimes(kept, kept, kept), sizes=Sizes(kept, owed)), draw(
+    return StepCosts(TaskTimes(kept, kept, kept), sizes=ActivationSizes(kept, owed)), draw(
         st.permutations(range(num))
     )
 
@@ -380,10 +382,10 @@ def test_sizes_are_permuted_with_the_times(drawn: tuple[StepCosts, list[int]]) -
     permuted = costs.permuted(order)
     assert costs.sizes is not None
     assert permuted.sizes is not None
-    assert permuted.sizes.kept == permuted.times.forward
-    for stage, row in enumerate(costs.sizes.owed or ()):
-        assert permuted.sizes.owed is not None
-        assert permuted.sizes.owed[stage] == [row[microbatch] for microbatch in order]
+    assert permuted.sizes.activations == permuted.times.forward
+    for stage, row in enumerate(costs.sizes.pending_w or ()):
+        assert permuted.sizes.pending_w is not None
+        assert permuted.sizes.pending_w[stage] == [row[microbatch] for microbatch in order]
     inverse = [order.index(microbatch) for microbatch in range(len(order))]
     assert permuted.permuted(inverse).sizes == costs.sizes
 

@@ -22,13 +22,13 @@ from rrfp.replay.change import Change
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
+from rrfp.schedule.hints import Order, format_order
 from rrfp.schedule.named_hints import HINTS, hint_named
-from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
+from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
-from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
@@ -45,13 +45,13 @@ from tests.properties.cases import examples
 SHAPE = Shape(4, 8)
 
 
-def recorded(world: World, hint: str = "bf", num_steps: int = 1) -> Recording:
+def recorded(world: StepConditions, hint: str = "bf", num_steps: int = 1) -> Recording:
     """The recording of a simulated run of `SHAPE`."""
     policy, shape = policy_of(hint, SHAPE, limit=32)
     return simulated_run(policy, shape, [world], num_steps=num_steps)
 
 
-def makespan_ns(world: World, hint: str, **bounds: int | Dispatch) -> int:
+def makespan_ns(world: StepConditions, hint: str, **bounds: int | Dispatch) -> int:
     policy, shape = policy_of(hint, SHAPE, **(bounds or {"limit": 32}))
     return play(shape, policy, world).makespan_ns
 
@@ -63,14 +63,14 @@ def makespan_ns(world: World, hint: str, **bounds: int | Dispatch) -> int:
         (Change(HINTS["bf"], hold=5), {"hold": 5}),
         (Change(HINTS["bf"], limit=2), {"limit": 2}),
         (Change(HINTS["bf"], Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
-        (Change(hint_named("1f1b").on(SHAPE), Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
+        (Change(hint_named("1f1b").for_shape(SHAPE), Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
         (Change(limit=3), {"limit": 3}),
     ],
 )
 def test_another_policy_comes_to_what_it_would_have_come_to(
     change: Change, bounds: dict[str, int | Dispatch]
 ) -> None:
-    world = World(random_times(Random(7), SHAPE), lambda sender, receiver, task: 20)
+    world = StepConditions(random_times(Random(7), SHAPE), lambda sender, receiver, task: 20)
     report = what_if(recorded(world), lambda run: [change])
     hint = "bf" if change.hint is None else change.hint.name
     assert report.replay_error == 0
@@ -82,16 +82,20 @@ def test_another_policy_comes_to_what_it_would_have_come_to(
 
 def test_a_split_backward_stays_split_and_a_whole_one_is_divided() -> None:
     times = random_times(Random(3), SHAPE)
-    split = what_if(recorded(World(times), "bfw"), lambda run: [Change(HINTS["bfw"], limit=4)])
-    assert split.rows[0].makespan_ns == makespan_ns(World(times), "bfw", limit=4)
-    whole = what_if(recorded(World(times)), lambda run: [Change(HINTS["bfw"])], w_share=0.25)
+    split = what_if(
+        recorded(StepConditions(times), "bfw"), lambda run: [Change(HINTS["bfw"], limit=4)]
+    )
+    assert split.rows[0].makespan_ns == makespan_ns(StepConditions(times), "bfw", limit=4)
+    whole = what_if(
+        recorded(StepConditions(times)), lambda run: [Change(HINTS["bfw"])], w_share=0.25
+    )
     backward = times.by_kind(split=False)[Kind.B]
     parts = [[round(0.25 * time_ns) for time_ns in row] for row in backward]
     rest = [
         [all_ns - part for all_ns, part in zip(*rows, strict=True)]
         for rows in zip(backward, parts, strict=True)
     ]
-    divided = World(TaskTimes(times.forward, rest, parts))
+    divided = StepConditions(TaskTimes(times.forward, rest, parts))
     assert whole.rows[0].makespan_ns == makespan_ns(divided, "bfw")
 
 
@@ -103,10 +107,10 @@ def test_one_stage_as_fast_as_the_median() -> None:
             for rows in map(enumerate, (fast.forward, fast.input_gradient, fast.weight_gradient))
         )
     )
-    report = what_if(recorded(World(slow)), lambda run: [Change(median_stage=2)])
-    assert report.rows[0].makespan_ns == makespan_ns(World(fast), "bf")
+    report = what_if(recorded(StepConditions(slow)), lambda run: [Change(median_stage=2)])
+    assert report.rows[0].makespan_ns == makespan_ns(StepConditions(fast), "bf")
     # Without being told, that stage is found to be the slow one.
-    report = what_if(recorded(World(slow)))
+    report = what_if(recorded(StepConditions(slow)))
     assert "stage 2 as fast as the median" in [row.what for row in report.rows]
     assert re.fullmatch(
         r"You would save \d+% with \w+; \d+% of what remains is stage 2, slower than the median\.",
@@ -115,7 +119,7 @@ def test_one_stage_as_fast_as_the_median() -> None:
 
 
 def test_a_tiny_loss_is_no_negative_zero() -> None:
-    report = what_if(recorded(World(equal_times(SHAPE, 100, 100, 50))))
+    report = what_if(recorded(StepConditions(equal_times(SHAPE, 100, 100, 50))))
     lost = replace(report, rows=(replace(report.rows[0], saving=-1e-5),))
     table = whatif_table(lost, 1e6)
     (saved,) = (cells for column, cells in table.shown() if "saved" in str(column.heading))
@@ -130,13 +134,13 @@ def test_without_jitter_and_with_free_links() -> None:
         [time for pair in zip(row[::2], row[1::2], strict=True) for time in _shift(rng, *pair)]
         for row in even.forward
     ]
-    jittery = World(TaskTimes(shaken, even.input_gradient, even.weight_gradient))
+    jittery = StepConditions(TaskTimes(shaken, even.input_gradient, even.weight_gradient))
     report = what_if(recorded(jittery), lambda run: [Change(without_jitter=True)])
-    assert report.rows[0].makespan_ns == makespan_ns(World(even), "bf")
+    assert report.rows[0].makespan_ns == makespan_ns(StepConditions(even), "bf")
     assert report.bubble.whole.excess == pytest.approx(report.rows[0].saving)
-    late = World(even, lambda sender, receiver, task: 70)
+    late = StepConditions(even, lambda sender, receiver, task: 70)
     report = what_if(recorded(late), lambda run: [Change(free_links=True)])
-    assert report.rows[0].makespan_ns == makespan_ns(World(even), "bf")
+    assert report.rows[0].makespan_ns == makespan_ns(StepConditions(even), "bf")
     assert report.rows[0].saving > 0
     assert report.bubble.whole.excess == 0
 
@@ -150,7 +154,7 @@ def _shift(rng: Random, one: int, other: int) -> tuple[int, int]:
 @given(st.integers(0, 10**6))
 @examples(quick=10, thorough=200)
 def test_the_parts_of_the_bubble_sum_to_it(seed: int) -> None:
-    world = World(random_times(Random(seed), SHAPE))
+    world = StepConditions(random_times(Random(seed), SHAPE))
     run = read_run(recorded(world))
     (step,) = steps = measure(run)
     parts = structural(run, steps)
@@ -163,7 +167,7 @@ def test_the_parts_of_the_bubble_sum_to_it(seed: int) -> None:
 
 def test_savings_are_paired_by_step() -> None:
     """Steps of very different lengths do not hide that each is the same share shorter."""
-    world = World(random_times(Random(2), SHAPE))
+    world = StepConditions(random_times(Random(2), SHAPE))
     recording = recorded(world, num_steps=1)
     policy, shape = policy_of("bf", SHAPE, limit=32)
     for factor in (5, 9):
@@ -177,7 +181,7 @@ def test_savings_are_paired_by_step() -> None:
                 )
             )
         )
-        longer = simulated_run(policy, shape, [World(times)])
+        longer = simulated_run(policy, shape, [StepConditions(times)])
         origin_ns = max(phase.end_ns for rank in recording.ranks for phase in rank.phases)
         for mine, theirs in zip(recording.ranks, longer.ranks, strict=True):
             step = len(mine.phases)
@@ -211,7 +215,7 @@ def test_savings_are_paired_by_step() -> None:
     ],
 )
 def test_a_change_that_does_not_go_is_refused(change: Change, said: str) -> None:
-    recording = recorded(World(equal_times(SHAPE, 1, 1, 1)))
+    recording = recorded(StepConditions(equal_times(SHAPE, 1, 1, 1)))
     with pytest.raises(UsageError, match=said):
         what_if(recording, lambda run: [change])
 
@@ -226,7 +230,7 @@ def test_a_run_of_megatron_is_compared_with_ours() -> None:
 def rows_of(hint: str, **bounds: int | Dispatch) -> list[str]:
     """What the sensible set shows of a run, all of whose stages have the same work."""
     policy, shape = policy_of(hint, SHAPE, **bounds)
-    world = World(equal_times(SHAPE, 100, 100, 50))
+    world = StepConditions(equal_times(SHAPE, 100, 100, 50))
     return [row.what for row in what_if(simulated_run(policy, shape, [world])).rows]
 
 
@@ -244,8 +248,8 @@ def test_the_sensible_set_leaves_out_the_run_itself_and_what_it_could_not_do() -
 
 def test_an_order_that_binds_is_held_to_the_runs_bound() -> None:
     policy, shape = policy_of("bf", SHAPE, hold=2)
-    recording = simulated_run(policy, shape, [World(equal_times(SHAPE, 100, 100, 50))])
-    one_f_one_b = hint_named("1f1b").on(SHAPE)
+    recording = simulated_run(policy, shape, [StepConditions(equal_times(SHAPE, 100, 100, 50))])
+    one_f_one_b = hint_named("1f1b").for_shape(SHAPE)
     with pytest.raises(UsageError, match="above the hold of 2"):
         what_if(recording, lambda run: [Change(one_f_one_b, Dispatch.FIXED)])
     free = Change(one_f_one_b, Dispatch.FIXED, unbound=True)
@@ -258,7 +262,7 @@ def test_an_order_that_binds_is_held_to_the_runs_bound() -> None:
 
 def test_a_row_tells_that_the_dispatch_changed() -> None:
     policy, shape = policy_of("1f1b", SHAPE, dispatch=Dispatch.FIXED, limit=6)
-    recording = simulated_run(policy, shape, [World(equal_times(SHAPE, 100, 100, 50))])
+    recording = simulated_run(policy, shape, [StepConditions(equal_times(SHAPE, 100, 100, 50))])
     changes = [Change(hold=4), Change(HINTS["bf"]), Change(without_jitter=True)]
     rows = what_if(recording, lambda run: changes).rows
     assert [row.what for row in rows] == ["1f1b ready, hold 4", "bf ready", "without jitter"]
@@ -266,14 +270,14 @@ def test_a_row_tells_that_the_dispatch_changed() -> None:
 
 
 def test_a_small_saving_is_told_as_one() -> None:
-    near = World(equal_times(SHAPE, 100, 100, 50), lambda sender, receiver, task: 1)
+    near = StepConditions(equal_times(SHAPE, 100, 100, 50), lambda sender, receiver, task: 1)
     change = Change(HINTS["bf"], free_links=True)
     report = what_if(recorded(near), lambda run: [change])
     assert 0 < report.rows[0].saving < 0.005
     assert report.conclusion.startswith("bf, free links would save less than 0.5%, and no policy")
     same = what_if(recorded(near), lambda run: [Change(HINTS["bf"])])
     assert same.conclusion.startswith("bf would save nothing")
-    far = World(near.times, lambda sender, receiver, task: 90)
+    far = StepConditions(near.times, lambda sender, receiver, task: 90)
     report = what_if(recorded(far), lambda run: [change])
     assert report.conclusion.endswith("; no stage has much more work than the median.")
 
@@ -283,7 +287,7 @@ def test_the_busiest_stage_is_not_blamed_for_what_it_does_not_do() -> None:
     forward = [
         [time_ns + 8 * (stage == 1) for time_ns in row] for stage, row in enumerate(even.forward)
     ]
-    world = World(replace(even, forward=forward), lambda sender, receiver, task: 90)
+    world = StepConditions(replace(even, forward=forward), lambda sender, receiver, task: 90)
     report = what_if(recorded(world), lambda run: [Change(HINTS["bf"], free_links=True)])
     said = "; the busiest stage, 1, as fast as the median would then save less than 0.5%."
     assert report.conclusion.endswith(said)
@@ -301,7 +305,7 @@ def test_where_ranks_may_share_cores_a_changed_policy_is_cautioned_of() -> None:
             for rank in recording.ranks
         ],
     )
-    simulated_one = recorded(World(equal_times(SHAPE, 1, 1, 1)))
+    simulated_one = recorded(StepConditions(equal_times(SHAPE, 1, 1, 1)))
 
     def caution(recording: Recording, change: Change) -> str:
         return what_if(recording, lambda run: [change], range(1)).caution
@@ -356,7 +360,7 @@ def test_the_table_fits_and_ends_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = tmp_path / "trace.pftrace"
-    write_trace(trace, recorded(World(random_times(Random(6), SHAPE)), num_steps=2))
+    write_trace(trace, recorded(StepConditions(random_times(Random(6), SHAPE)), num_steps=2))
     code, out, _ = rrfp(capsys, monkeypatch, str(trace))
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
@@ -396,7 +400,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(
 def test_a_step_that_is_not_whole_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = recorded(World(random_times(Random(6), SHAPE)), num_steps=3)
+    recording = recorded(StepConditions(random_times(Random(6), SHAPE)), num_steps=3)
     ranks = [replace(rank) for rank in recording.ranks]
     ranks[3].tasks.pop()
     write_trace(tmp_path / "trace.pftrace", recording)
@@ -414,7 +418,7 @@ def test_a_run_without_a_bound_and_a_change_to_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, shape = policy_of("f-first", Shape(2, 64))
-    recording = simulated_run(policy, shape, [World(equal_times(shape, 10, 10, 5))])
+    recording = simulated_run(policy, shape, [StepConditions(equal_times(shape, 10, 10, 5))])
     write_trace(tmp_path / "trace.pftrace", recording)
     as_json = ("--format", "json")
     code, out, _ = rrfp(capsys, monkeypatch, str(tmp_path), *as_json)
@@ -434,13 +438,15 @@ def test_names_that_look_like_styles_are_told_as_they_are(
     monkeypatch.chdir(tmp_path)
     name = "a[/b].csv"
     Path("a[").mkdir()
-    gpipe = hint_named("gpipe").on(SHAPE)
+    gpipe = hint_named("gpipe").for_shape(SHAPE)
     assert isinstance(gpipe, Order)
     Path(name).write_text(format_order(gpipe), encoding="utf-8")
     policy, shape = policy_of("zb-h1", SHAPE, limit=32)
     own = "[red]:smile:.csv"
     times = random_times(Random(1), SHAPE)
-    write_trace(Path("trace.pftrace"), simulated_run(policy, shape, [World(times)], hint=own))
+    write_trace(
+        Path("trace.pftrace"), simulated_run(policy, shape, [StepConditions(times)], hint=own)
+    )
     code, out, _ = rrfp(capsys, monkeypatch, ".", "--hint", name)
     assert code == 0
     assert out.count(name) == 2

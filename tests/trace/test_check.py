@@ -11,7 +11,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.cli import main as cli
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
 from rrfp.trace.check import check_contents, recording_fraction
 from rrfp.trace.perfetto.format import VERSION
 from rrfp.trace.perfetto.reader import read_contents
@@ -267,7 +267,7 @@ TRACE = Path("trace.pftrace")
 
 def simulated_recording(num_ranks: int = NUM_RANKS) -> Recording:
     policy, shape = policy_of("bf", Shape(num_ranks, 4), limit=32)
-    world = World(equal_times(shape, 1000, 2000, 0), lambda sender, receiver, task: 300)
+    world = StepConditions(equal_times(shape, 1000, 2000, 0), lambda sender, receiver, task: 300)
     recording = simulated_run(policy, shape, [world], num_steps=3)
     recording.settings["world"] = num_ranks
     return recording

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.named_hints import hint_named
-from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.policy import Bytes, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
-from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import World
+from rrfp.simulate.engine import StepConditions
+from rrfp.simulate.step import new_recording, simulate_step
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import LossRecord, RankInfo, RankRecords, Recording, TaskRecord
@@ -316,12 +314,12 @@ def _members() -> Recording:
 def _replicas() -> Recording:
     """Two pipelines side by side, which wait for each other's gradients."""
     shape = Shape(2, 4)
-    hint = hint_named("bf").on(shape)
+    hint = hint_named("bf").for_shape(shape)
     policy = Policy(hint, order_of(hint, shape), Dispatch.READY, limit=2)
     recording = new_recording(shape, 1, 2, {})
     rng = random.Random(3)
     for step in range(2):
-        worlds = [World(random_times(rng, shape)) for _ in range(2)]
+        worlds = [StepConditions(random_times(rng, shape)) for _ in range(2)]
         simulate_step(shape, policy, worlds, gradient_sync_ns=7, recording=recording, step=step)
     return recording
 
@@ -331,13 +329,15 @@ def _memory() -> Recording:
     shape = Shape(3, 5, kinds=SPLIT_BACKWARD)
     rng = random.Random(4)
     kept = [[rng.randint(1, 100) for _ in range(5)] for _ in range(3)]
-    sizes = Sizes(kept, [[size // 3 for size in row] for row in kept])
-    hint = hint_named("bfw").on(shape)
+    sizes = ActivationSizes(kept, [[size // 3 for size in row] for row in kept])
+    hint = hint_named("bfw").for_shape(shape)
     policy = Policy(hint, order_of(hint, shape), hold=Bytes(180))
     recording = new_recording(shape, 1, 1, {})
     for step in range(2):
         times = random_times(rng, shape)
-        world = World(times, lambda *_: 5_000, num_bytes=[1, 20, 300, 4_000, 50_000], sizes=sizes)
+        world = StepConditions(
+            times, lambda *_: 5_000, num_bytes=[1, 20, 300, 4_000, 50_000], sizes=sizes
+        )
         simulate_step(shape, policy, [world], recording=recording, step=step)
     for rank in recording.ranks:
         rank.tasks[:] = [task._replace(waiting_bytes=rng.choice([0, 7, 8])) for task in rank.tasks]

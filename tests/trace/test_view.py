@@ -20,7 +20,7 @@ from rrfp.analyze import perfetto_overlay as initial_view
 from rrfp.analyze.perfetto_overlay import find_initial_view
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
-from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.policy import Bytes
 from rrfp.trace.initial_view import InitialView, Preset, typical_step, widened, worst_step
 from rrfp.trace.perfetto.format import PATH_OF_CATEGORY, counters_of, stage_path
 from rrfp.trace.perfetto.writer import write_trace

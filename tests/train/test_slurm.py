@@ -581,7 +581,7 @@ def room_on(gpus: str, sees_own: bool) -> int:
     """The memory for activations of this rank. The ranks' GPUs are named by rank, and each sees
     only its own, or all."""
     from rrfp.megatron.memory.bound import MemoryBound, activation_headroom
-    from rrfp.schedule.knobs import Auto
+    from rrfp.schedule.policy import Auto
 
     own = gpus[int(os.environ["RANK"])]
     seen = own if sees_own else "".join(sorted({*gpus}))

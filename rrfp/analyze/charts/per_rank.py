@@ -23,7 +23,7 @@ from rrfp.analyze.frames import Frames, label_of, run_limit
 from rrfp.analyze.memory import budgets, kept_changes, memory
 from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
-from rrfp.schedule.knobs import byte_unit, told_bytes
+from rrfp.schedule.policy import byte_unit, format_bytes
 from rrfp.trace.records import NS_PER_S, count_of, step_name
 
 # Bubble causes: how much of each rank's window was idle, and why.
@@ -216,7 +216,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     return finished(
         chart,
         f"Bytes of activations held in {which}",
-        f"at most {told_bytes(most)}",
+        f"at most {format_bytes(most)}",
         *notes,
     )
 

@@ -158,7 +158,7 @@ def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
     }
 
     def changes(run: "RecordedRun") -> "list[Change]":
-        chosen = [resolve_hint(text).on(run.shape) for text in hints] if hints else [None]
+        chosen = [resolve_hint(text).for_shape(run.shape) for text in hints] if hints else [None]
         return [Change(hint, unbound=unbound, **knobs, **causes) for hint in chosen]
 
     is_asked = bool(hints) or Change(unbound=unbound, **knobs, **causes) != Change()

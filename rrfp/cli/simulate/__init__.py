@@ -148,7 +148,7 @@ def _record(
 ) -> "list[Row]":
     """Simulate, one row after the other, and write the run of each."""
     from rrfp.planning.trials import num_plans, run_settings, with_budget, with_choice
-    from rrfp.simulate.recording import new_recording
+    from rrfp.simulate.step import new_recording
     from rrfp.trace.perfetto.writer import write_run_files
 
     rows = []

@@ -16,8 +16,7 @@ from typing import Any
 from rrfp.cli.declared_options import DATA, LAYOUT, SCHEDULE, cost_names
 from rrfp.errors import RrfpError, UsageError, did_you_mean
 from rrfp.inputs import Declared, declared_in, declared_knobs, is_choice, read_knob, setting
-from rrfp.schedule.admission import Admit
-from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.admission import Admit, AdmitAcross
 from rrfp.schedule.policy import KNOBS, Knob, Policy, one_of, parse_count
 from rrfp.schedule.shape import Placement
 

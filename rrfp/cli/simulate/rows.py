@@ -10,16 +10,15 @@ from rrfp.inputs import admission_file, resolve_admission
 from rrfp.planning.modelled_costs import BalancedCosts
 from rrfp.planning.trials import Setting, check_fits
 from rrfp.replay.cost_sources import resolve_costs
-from rrfp.schedule.admission import Admission, check_replicas
-from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.admission import Admission, AdmitAcross, check_replicas
 from rrfp.schedule.named_hints import AutoHint
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs.language_models import check_divided
+from rrfp.simulate.costs.layer_costs import check_divided
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.transfers import check_meets
+from rrfp.simulate.transfers import check_blocking_transfers
 
 _MAX_FORWARDS = 2**22
 """The forwards of all ranks: four times 1,024 stages of 1,024 microbatches, which need 6 GB."""
@@ -64,7 +63,7 @@ class _Sources:
         self.admission = cache(resolve_admission)
         self.dealt = cache(lambda text, num_replicas: BalancedCosts(self.costs(text), num_replicas))
         self.jitter = cache(parse_jitter)
-        self.check_meets = cache(check_meets)
+        self.check_blocking_transfers = cache(check_blocking_transfers)
 
     def costs_of(self, row: Asked) -> Costs:
         """Dealt to the replicas if the row asks for it."""
@@ -111,7 +110,7 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
         policy = asked.of_shape(shape)
     if row.links is LinkMode.BLOCKING:
         assert policy.order is not None
-        sources.check_meets(policy.order)
+        sources.check_blocking_transfers(policy.order)
     admission = sources.admission(row.admit, row.microbatches)
     check_replicas(admission, row.dp)
     return Setting(

@@ -12,7 +12,7 @@ from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_u
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
 from rrfp.inputs import setting
-from rrfp.schedule.knobs import parse_hold
+from rrfp.schedule.policy import parse_hold
 from rrfp.simulate.costs.model import Uneven
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from rrfp.analyze.table import (
 from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
-from rrfp.schedule.knobs import Bytes, Hold, told_bytes
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.policy import Bytes, Dispatch, Hold, format_bytes
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import NS_PER_S
 from rrfp.tune.flags import flags_of
@@ -172,7 +171,7 @@ def _trials(found: "SearchResult", trials: "Sequence[Tried]") -> Iterator[Column
 
 def _memory(memory: Hold) -> str:
     if isinstance(memory, Bytes):
-        return told_bytes(memory.num)
+        return format_bytes(memory.num)
     return f"{memory} microbatch{'' if memory == 1 else 'es'}"
 
 
@@ -383,7 +382,7 @@ class Trials:
         """Costs of the proposal's own stages and microbatches, as a file where they are cut
         anew."""
         from rrfp.replay.cost_sources import costs_file, settled
-        from rrfp.simulate.costs.cut_files import CUT, cut_in, written_cut
+        from rrfp.simulate.costs.layer_costs import CUT, cut_in, written_cut
         from rrfp.trace.run_dir import RUNS
         from rrfp.trace.safe_files import make_directory, write_whole
         from rrfp.tune.from_costs import cut_of

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rrfp.cli.console import console
-from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import format_bytes
 from rrfp.trace.records import NS_PER_S, STEP, counted
 from rrfp.watch.alarms import (
     Alarm,
@@ -130,7 +130,7 @@ def _told_held(ranks: Sequence[RankFigures]) -> str:
     """The most activations kept, and the most bytes where they are known."""
     held = str(max(rank.peak_held for rank in ranks))
     most_bytes = max(rank.peak_held_bytes for rank in ranks)
-    return f"{held}  {told_bytes(most_bytes)}" if most_bytes else held
+    return f"{held}  {format_bytes(most_bytes)}" if most_bytes else held
 
 
 def _told_ranks(ranks: Sequence[RankFigures]) -> str:

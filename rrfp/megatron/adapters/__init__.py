@@ -1,5 +1,5 @@
-"""What rrfp needs of Megatron-Core, in its own terms: one module a concern.
+"""Adapters to Megatron-Core, one module per concern.
 
-An adapter looks at what the installed Megatron-Core has, and never at its version: distributions
-patch and backport. `compatibility` checks first that it is one of the known forms.
+An adapter checks which names the installed Megatron-Core has, and never its version, because
+distributions patch and backport. `compatibility` first checks that these names have a known form.
 """

@@ -1,15 +1,15 @@
 """Checks the installed Megatron-Core against the parts of it that rrfp uses.
 
-Megatron's schedules have no stable interface, so what counts is their code, not their version. The
-tables below list what rrfp uses; everything is checked before anything runs.
+Megatron's schedules have no stable interface, so the check compares code and not versions. The
+tables below list the names that rrfp uses. All of them are checked before anything runs.
 
-An entry is a name in a module of `megatron.core`, and how it is used:
+An entry is a name in a module of `megatron.core` and its required form:
 
-- ``name``: it exists;
+- ``name``: the name exists;
 - ``name: dict``: it is a dict;
 - ``name(a, b, *, c)``: it takes `a` and `b` by position and `c` by name, and requires nothing else;
-- ``name(a, b, ...)``: it begins with these, and the rest is passed through;
-- ``newer | older``: it is one of these, and `rrfp.megatron.adapters` meets both. The older may be
+- ``name(a, b, ...)``: its first parameters are these, and rrfp passes the rest through;
+- ``newer | older``: either form, and `rrfp.megatron.adapters` supports both. The older name may be
   in another module: ``module:name``.
 """
 
@@ -29,7 +29,7 @@ from rrfp.schedule.named_hints import HINTS, hint_named
 
 _WORKS = "megatron-core 0.16.1 to 0.20"
 _CORE = "megatron.core"
-_NUM_TOLD = 3
+_MAX_LISTED = 3
 
 Needs = Mapping[str, tuple[str, ...]]
 """Entries by module."""
@@ -48,7 +48,7 @@ _GROUPS = (
     "get_expert_tensor_parallel_group(*, check_initialized)",
     "get_expert_tensor_and_model_parallel_group(*, check_initialized)",
 )
-"""The groups of a step in `parallel_state`, and their sizes."""
+"""Getters of process groups and their sizes in `parallel_state`."""
 
 DROP_IN: Needs = {
     "pipeline_parallel.schedules": (
@@ -97,7 +97,7 @@ DROP_IN: Needs = {
         "DSAIndexerLossLoggingHelper.tracker: dict",
     ),
 }
-"""Names that the drop-in calls, sets and reads."""
+"""Names that the drop-in calls, sets or reads."""
 
 _STEP = (
     "(forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
@@ -112,8 +112,8 @@ REPLACED: Needs = {
         f"forward_backward_pipelining_with_interleaving{_STEP}",
     ),
 }
-"""What the drop-in replaces: it must require no other parameters, and must not be patched. The
-drop-in refuses a call that sets others."""
+"""Functions that the drop-in replaces. They must require no other parameters and must not be
+patched. The drop-in refuses calls that set other parameters."""
 
 _LINEAR = (
     "LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, bias, "
@@ -126,7 +126,7 @@ REPLACED_IF_SPLIT: Needs = {
         f"{_LINEAR}, gtp_remat_size, output_dtype) | {_LINEAR}, gtp_remat_size) | {_LINEAR})",
     ),
 }
-"""The same, if weight gradients are separate tasks."""
+"""Further functions that are replaced if weight gradients are separate tasks."""
 
 REPLACED_BY_INSTALL: Needs = {
     "pipeline_parallel.schedules": (
@@ -134,7 +134,7 @@ REPLACED_BY_INSTALL: Needs = {
         " | get_forward_backward_func(pp_size, vp_size)",
     ),
 }
-"""What `install()` replaces."""
+"""The function that `install()` replaces."""
 
 TRACED: Needs = {
     "pipeline_parallel.schedules": (
@@ -149,14 +149,14 @@ TRACED: Needs = {
     "parallel_state": _GROUPS,
     "process_groups_config": ("ProcessGroupCollection()",),
 }
-"""What `trace_native()` records, and what it needs from Megatron."""
+"""Names that `trace_native()` uses."""
 
 
 @cache
 def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> None:
-    """Raise UsageError for a Megatron-Core that the drop-in does not know, before the drop-in is
-    imported. `installs` also checks what `install()` needs. Results are cached, because loops ask
-    for a schedule again and again."""
+    """Raise UsageError if the drop-in does not support the installed Megatron-Core. Call it before
+    importing the drop-in. With `installs`, also check the names that `install()` needs. Results are
+    cached, because training loops fetch the schedule for every evaluation."""
     _check([DROP_IN], [REPLACED, REPLACED_BY_INSTALL] if installs else [REPLACED])
     if settings.policy.hint.splits_backward:
         whole = [name for name in HINTS if not hint_named(name).splits_backward]
@@ -164,27 +164,31 @@ def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> 
 
 
 def check_for_trace() -> None:
-    """Raise UsageError for a Megatron-Core that `trace_native()` does not know."""
+    """Raise UsageError if `trace_native()` does not support the installed Megatron-Core."""
     _check([TRACED], [])
 
 
 def schedules() -> Any:
-    """Megatron's module `schedules`. Raises UsageError if Megatron-Core is not installed."""
-    return _imported("pipeline_parallel.schedules")
+    """Import Megatron's module `schedules`. Raises UsageError if Megatron-Core is not installed."""
+    return _import("pipeline_parallel.schedules")
 
 
-def _check(called: Iterable[Needs], stood_for: Iterable[Needs], instead: str = "") -> None:
+def _check(called: Iterable[Needs], replaced: Iterable[Needs], instead: str = "") -> None:
+    """Raise UsageError if an entry of these tables is not met. `instead` is advice that the message
+    puts before the supported releases."""
     differences = []
-    for is_stood_for, tables in ((False, called), (True, stood_for)):
+    for is_replaced, tables in ((False, called), (True, replaced)):
         for module, entry in _entries(tables):
-            difference = _difference(module, entry, is_stood_for=is_stood_for)
+            difference = _difference(module, entry, is_replaced=is_replaced)
             if difference is not None:
                 differences.append(difference)
     if differences:
-        told = ", ".join(differences[:_NUM_TOLD])
-        if len(differences) > _NUM_TOLD:
-            told += f" and {len(differences) - _NUM_TOLD} more"
-        raise UsageError(f"{_version()} is not one that rrfp knows: {told}; {instead}use {_WORKS}")
+        listed = ", ".join(differences[:_MAX_LISTED])
+        if len(differences) > _MAX_LISTED:
+            listed += f" and {len(differences) - _MAX_LISTED} more"
+        raise UsageError(
+            f"{_version()} is not one that rrfp knows: {listed}; {instead}use {_WORKS}"
+        )
 
 
 def _entries(tables: Iterable[Needs]) -> Iterator[tuple[str, str]]:
@@ -196,8 +200,8 @@ def _entries(tables: Iterable[Needs]) -> Iterator[tuple[str, str]]:
     )
 
 
-def forms(module: str, entry: str) -> Iterator[tuple[str, str]]:
-    """What an entry of a module's table takes, the newest first: modules and names."""
+def parse_forms(module: str, entry: str) -> Iterator[tuple[str, str]]:
+    """Yield the accepted forms of an entry as (module, name with parameters), newest first."""
     for form in entry.split(" | "):
         home, colon, name = form.partition(":")
         elsewhere = colon and not name.startswith(" ")
@@ -206,18 +210,18 @@ def forms(module: str, entry: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """An entry of a table."""
+    """One parsed form of a table entry."""
 
     name: str
     is_dict: bool = False
     is_called: bool = False
-    by_place: tuple[str, ...] = ()
-    by_name: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    by_keyword: tuple[str, ...] = ()
     is_open: bool = False
-    """Whether all further parameters are passed through."""
+    """True if further parameters are passed through."""
 
     @staticmethod
-    def of(entry: str) -> "_Need":
+    def parse(entry: str) -> "_Need":
         name, is_called, inside = entry.rstrip(")").partition("(")
         name, _, kind = name.partition(": ")
         parameters = inside.split(", ") if inside else []
@@ -232,13 +236,13 @@ class _Need:
         )
 
 
-def _difference(module: str, entry: str, *, is_stood_for: bool) -> str | None:
-    """How the installed name differs from all forms that an entry takes, told of the newest; None
-    if it has one of them. Raises UsageError if a third party's patch is the reason."""
-    looks = [_Look.at(home, _Need.of(form)) for home, form in forms(module, entry)]
+def _difference(module: str, entry: str, *, is_replaced: bool) -> str | None:
+    """Describe how the installed name differs from the newest form of an entry; None if it has one
+    of the entry's forms. Raises UsageError if a third party's patch is the reason."""
+    looks = [_Finding.at(home, _Need.parse(form)) for home, form in parse_forms(module, entry)]
     look = next((look for look in looks if look.differs is None), looks[0])
     foreign = foreign_layer(look.called) if look.called is not None else None
-    if foreign is not None and not is_ours(foreign) and (is_stood_for or look.differs):
+    if foreign is not None and not is_ours(foreign) and (is_replaced or look.differs):
         why = look.differs or "would not run under rrfp's schedule"
         raise UsageError(
             f"{describe_callable(foreign)} has replaced {_CORE}.{look.path} and {why}; "
@@ -248,33 +252,34 @@ def _difference(module: str, entry: str, *, is_stood_for: bool) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What the installed Megatron-Core has in place of a need."""
+class _Finding:
+    """The installed Megatron-Core compared with one form of an entry."""
 
     path: str
     differs: str | None
     called: Any = None
-    """What is called, if the need is a call and the name exists."""
+    """The callable, if the form has parameters and the name exists."""
 
     @staticmethod
-    def at(module: str, need: _Need) -> "_Look":
+    def at(module: str, need: _Need) -> "_Finding":
         path = f"{module}.{need.name}"
         try:
-            found: Any = _imported(module)
+            found: Any = _import(module)
             for name in need.name.split("."):
                 found = getattr(found, name)
         except _MissingModuleError:
-            return _Look(f"the module {module}", "is missing")
+            return _Finding(f"the module {module}", "is missing")
         except AttributeError:
-            return _Look(path, "is missing")
+            return _Finding(path, "is missing")
         if need.is_dict:
-            return _Look(path, None if isinstance(found, dict) else "is not a dict")
+            return _Finding(path, None if isinstance(found, dict) else "is not a dict")
         if not need.is_called:
-            return _Look(path, None)
-        return _Look(path, _parameters_differ(found, need), found)
+            return _Finding(path, None)
+        return _Finding(path, _parameters_differ(found, need), found)
 
 
 def _parameters_differ(found: Any, need: _Need) -> str | None:
+    """Describe how a callable's parameters differ from the need; None if they do not."""
     try:
         parameters = inspect.signature(found).parameters.values()
     except ValueError:  # built in: its parameters are unknown
@@ -282,9 +287,9 @@ def _parameters_differ(found: Any, need: _Need) -> str | None:
     except TypeError:
         return "cannot be called"
     kinds = {parameter.kind for parameter in parameters}
-    by_place = [p.name for p in parameters if p.kind in _BY_PLACE]
+    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
     named = [p.name for p in parameters if p.kind in _NAMED]
-    passed = (*need.by_place, *need.by_name)
+    passed = (*need.positional, *need.by_keyword)
     if Parameter.VAR_POSITIONAL not in kinds and Parameter.VAR_KEYWORD not in kinds:
         lacking = [name for name in passed if name not in named]
         if lacking:
@@ -298,20 +303,22 @@ def _parameters_differ(found: Any, need: _Need) -> str | None:
         if new:
             return f"has a parameter {' and '.join(new)}"
     # Parameters that a wrapper passes on by `*args` may have any names in the wrapped function.
-    if any(a != b for a, b in zip(by_place, need.by_place, strict=False)):
-        return f"takes its parameters in the order {', '.join(by_place)}"
+    if any(a != b for a, b in zip(positional, need.positional, strict=False)):
+        return f"takes its parameters in the order {', '.join(positional)}"
     return None
 
 
-_BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_NAMED = (*_BY_PLACE, Parameter.KEYWORD_ONLY)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (*_POSITIONAL, Parameter.KEYWORD_ONLY)
 
 
 class _MissingModuleError(Exception):
-    """Megatron-Core does not have a module."""
+    """Raised if Megatron-Core lacks a module."""
 
 
-def _imported(module: str) -> Any:
+def _import(module: str) -> Any:
+    """Import a module of megatron.core. Raises _MissingModuleError if this Megatron-Core lacks it,
+    and UsageError if it cannot be imported."""
     name = f"{_CORE}.{module}"
     try:
         return importlib.import_module(name)
@@ -336,7 +343,7 @@ def _unimportable(name: str, error: Exception) -> str:
 
 
 def _version() -> str:
-    """The installed Megatron-Core, by version and place as far as they are known."""
+    """The installed Megatron-Core's version and path, as far as known, for a message."""
     version = place = None
     try:
         core = importlib.import_module(_CORE)

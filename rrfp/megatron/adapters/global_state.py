@@ -31,7 +31,7 @@ except ImportError:
 
 
 def named_states() -> dict[str, torch.Tensor]:
-    """All states by value, on the CPU."""
+    """All named random states, by value, on the CPU."""
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in get_cuda_rng_tracker().get_states().items()
@@ -39,52 +39,51 @@ def named_states() -> dict[str, torch.Tensor]:
 
 
 def set_named_states(states: dict[str, torch.Tensor]) -> None:
-    """Set states that `named_states` gave."""
+    """Set random states that `named_states` returned."""
     tracker = get_cuda_rng_tracker()
-    kept = tracker.get_states()
-    if any(isinstance(state, torch.Generator) for state in kept.values()):
+    current = tracker.get_states()
+    if any(isinstance(state, torch.Generator) for state in current.values()):
         for name, state in states.items():
-            kept[name].set_state(state)
-    # A tracker that is given states, even an empty dict, considers itself initialised.
+            current[name].set_state(state)
+    # `set_states` marks a tracker as initialized, even with an empty dict.
     elif states:
         tracker.set_states(states)
 
 
 def shared_state_name() -> str:
-    """The name of the state that tensor-parallel ranks have in common."""
+    """The name of the random state that is equal on all tensor-parallel ranks."""
     return str(get_data_parallel_rng_tracker_name())
 
 
 def tracker_of_generators() -> str | None:
-    """The type of the tracker, if Megatron's recomputation brings its states back by reference;
-    None otherwise."""
+    """The tracker's type name, if Megatron's recomputation restores its states by reference; None
+    otherwise."""
     tracker = get_cuda_rng_tracker()
     return type(tracker).__name__ if is_graph_safe_cuda_rng_tracker(tracker) else None
 
 
 def seed_states(seed: int) -> None:
-    """Reset all states to those of this seed, which differ between tensor-parallel ranks."""
-    # Only whoever sets up the process groups needs it.
+    """Seed all named random states; they differ between tensor-parallel ranks."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 class LossTracker(Protocol):
-    """One of these places."""
+    """A place where Megatron sums losses for its log."""
 
     def empty(self) -> Any:
-        """What can stand there and holds no losses."""
+        """A new tracker value without losses."""
 
     def exchange(self, losses: Any) -> Any:
-        """Put losses there; returns those that were there."""
+        """Replace the tracker's losses and return the previous ones."""
 
     def add(self, losses: Any) -> None:
-        """Add losses to those that are there."""
+        """Add losses to the tracker's."""
 
 
-class _Dict:
-    """A dict that is an attribute."""
+class _DictTracker:
+    """A tracker that is a dict in an attribute of `owner`."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner = owner
@@ -94,34 +93,34 @@ class _Dict:
         return {}
 
     def exchange(self, losses: dict[str, Any]) -> dict[str, Any]:
-        there: dict[str, Any] = getattr(self._owner, self._name)
+        previous: dict[str, Any] = getattr(self._owner, self._name)
         setattr(self._owner, self._name, losses)
-        return there
+        return previous
 
     def add(self, losses: dict[str, Any]) -> None:
-        _add(getattr(self._owner, self._name), losses)
+        _add_losses(getattr(self._owner, self._name), losses)
 
 
-def _add(total: dict[str, Any], losses: dict[str, Any]) -> None:
+def _add_losses(total: dict[str, Any], losses: dict[str, Any]) -> None:
     for key, value in losses.items():
         if isinstance(value, dict):
-            _add(total.setdefault(key, {}), value)
+            _add_losses(total.setdefault(key, {}), value)
         elif isinstance(value, torch.Tensor) and key in total:
             total[key] += value
         else:
             total[key] = value
 
 
-class _Metrics:
+class _MetricsTracker:
     """The `MoEMetricsTracker` of the process."""
 
     def empty(self) -> Any:
         return moe_logging.MoEMetricsTracker()
 
     def exchange(self, losses: Any) -> Any:
-        there = moe_logging.get_moe_metrics_tracker()
+        previous = moe_logging.get_moe_metrics_tracker()
         moe_logging.set_moe_metrics_tracker(losses)
-        return there
+        return previous
 
     def add(self, losses: Any) -> None:
         total: MutableMapping[str, Any] = moe_logging.get_moe_metrics_tracker().metrics
@@ -132,8 +131,10 @@ class _Metrics:
 
 
 TRACKERS: tuple[LossTracker, ...] = (
-    _Dict(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER") if moe_logging is None else _Metrics(),
-    _Dict(MTPLossLoggingHelper, "tracker"),
-    _Dict(DSAIndexerLossLoggingHelper, "tracker"),
+    _DictTracker(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER")
+    if moe_logging is None
+    else _MetricsTracker(),
+    _DictTracker(MTPLossLoggingHelper, "tracker"),
+    _DictTracker(DSAIndexerLossLoggingHelper, "tracker"),
 )
-"""All of them in the installed Megatron-Core."""
+"""The loss trackers of the installed Megatron-Core."""

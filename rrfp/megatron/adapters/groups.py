@@ -1,8 +1,8 @@
-"""The process groups of a step, of a collection or of Megatron's parallel state.
+"""The process groups of a step, from the training loop's collection or Megatron's parallel state.
 
-Up to 0.18 Megatron's schedules insist on all groups that they use. Since 0.19 they ask a loop's
-collection for `tp` and `cp` only: the pipeline's ranks come with the communicator, and the replicas
-matter to whoever finalizes the gradients.
+Up to 0.18 Megatron's schedules require a collection with every group that they use. Since 0.19 the
+collection must have `tp` and `cp` only: the pipeline group comes with the communicator, and only
+gradient finalization needs the replicas.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ _MULTI_MODULE = getattr(process_groups_config, "MultiModuleProcessGroupCollectio
 
 
 def default_groups() -> Any:
-    """The collection that Megatron's schedules make of the parallel state when a loop passes none.
-    From 0.19 on Megatron has a function for it."""
+    """Build the collection that Megatron's schedules use when a training loop passes none. From
+    0.19 on Megatron has a function for it."""
     build = getattr(schedules, "_build_default_pg_collection", None)
     if build is not None:
         return build()
@@ -38,8 +38,8 @@ def default_groups() -> Any:
 
 
 def pipeline_group(collection: Any, communicator: Any = None) -> Any:
-    """The ranks of the pipeline: of the collection, else of the communicator, else of Megatron's
-    parallel state. None if there is no pipeline in any of them."""
+    """The pipeline's process group, from the collection, else the communicator, else Megatron's
+    parallel state. None if none of them has one."""
     return (
         getattr(collection, "pp", None)
         or getattr(communicator, "pp_group", None)
@@ -48,36 +48,32 @@ def pipeline_group(collection: Any, communicator: Any = None) -> Any:
 
 
 def replica_group(collection: Any) -> Any:
-    """The ranks that hold the same stages, those that share a sequence included: of the collection,
-    else of Megatron's parallel state. Raises UsageError if neither has them."""
-    found = getattr(collection, "dp_cp", None)
-    if found is not None:
-        return found
-    if pipeline_group(None) is None:
-        raise UsageError(
-            "the process groups of this step have no dp_cp, and Megatron's parallel state, which "
-            "would have it, is not set up; add it to pg_collection"
-        )
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    """The group of ranks that hold the same stages (data and context parallelism), from the
+    collection, else Megatron's parallel state. Raises UsageError if neither has it."""
+    return _data_group(collection, "dp_cp", with_context_parallel=True)
 
 
 def data_parallel_group(collection: Any) -> Any:
-    """The ranks with this one's place in all replicas: of the collection, else of Megatron's
-    parallel state. Raises UsageError if neither has them."""
-    found = getattr(collection, "dp", None)
+    """The data-parallel group without context parallelism, from the collection, else Megatron's
+    parallel state. Raises UsageError if neither has it."""
+    return _data_group(collection, "dp", with_context_parallel=False)
+
+
+def _data_group(collection: Any, name: str, *, with_context_parallel: bool) -> Any:
+    found = getattr(collection, name, None)
     if found is not None:
         return found
     if pipeline_group(None) is None:
         raise UsageError(
-            "the process groups of this step have no dp, and Megatron's parallel state, which "
+            f"the process groups of this step have no {name}, and Megatron's parallel state, which "
             "would have it, is not set up; add it to pg_collection"
         )
-    return parallel_state.get_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
 def expert_groups(collection: Any) -> list[Any]:
-    """The groups in which experts share collectives: of the collection where it names them, else of
-    Megatron's parallel state, as in Megatron's own modules."""
+    """The groups in which experts run collectives. Each comes from the collection if it names the
+    group, else from Megatron's parallel state, as in Megatron's own modules."""
     found = (
         getattr(collection, name, None) or of_state(check_initialized=False)
         for name, of_state in _OF_EXPERTS.items()
@@ -86,7 +82,7 @@ def expert_groups(collection: Any) -> list[Any]:
 
 
 def expert_parallel_group(collection: Any) -> Any:
-    """The group over which experts are spread; None if there is none."""
+    """The expert-parallel group, or None without expert parallelism."""
     return getattr(collection, "ep", None) or _OF_EXPERTS["ep"](check_initialized=False)
 
 
@@ -103,14 +99,14 @@ def pipeline_size() -> int:
 
 
 def virtual_pipeline_size() -> int | None:
-    """The number of chunks a rank in Megatron's parallel state; None without chunks."""
+    """The virtual pipeline size (model chunks per rank) in Megatron's parallel state, or None."""
     size: int | None = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return size
 
 
 def refuse_multi_module(collection: Any) -> None:
-    """Raise UsageError for the groups of several models in one pipeline, such as an encoder and a
-    language model on grids of their own."""
+    """Raise UsageError if the collection has the groups of several models in one pipeline, such as
+    an encoder and a language model on separate grids."""
     if _MULTI_MODULE is not None and isinstance(collection, _MULTI_MODULE):
         modules = ", ".join(collection.module_pgs)
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Megatron's layers: linear ones without the gradients of their weights, and softmaxes with masks.
+"""Megatron's linear layers with deferred weight gradients, and its softmaxes with masks.
 
-During a task, our own autograd function stands in the place of the one that the layers look up. Its
-backward computes the gradients of the input and the bias, and hands over the operands of the
-weight's product. Every computation is Megatron's own, operation by operation.
+During a task, rrfp's autograd function replaces the one that the linear layers look up. Its
+backward computes the gradients of the input and the bias, and passes the operands of the weight
+gradient to a callback. Every computation is Megatron's own, operation by operation.
 """
 
 import inspect
@@ -22,19 +22,19 @@ _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
 
 
 def masked_softmaxes(model: torch.nn.Module) -> list[Any]:
-    """The layers that fill a mask into scores by their `mask_func` and take the softmax."""
+    """The model's softmax layers that apply a mask with their `mask_func`."""
     return [module for module in model.modules() if isinstance(module, FusedScaleMaskSoftmax)]
 
 
 def is_parallel_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is one of Megatron's own linear layers."""
+    """True if a module is one of Megatron's own parallel linear layers."""
     return isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
 
 
 @contextmanager
 def deferring_linear(defers: Callable[..., bool], keep: "Keep") -> Iterator[None]:
-    """Have the linear layers compute no weight gradients in the forwards of this block, where
-    `defers` says so; `keep` gets their products in the backwards."""
+    """Make linear layers that run in this block leave out their weight gradients if `defers`
+    returns True for a use. Their backwards then pass a LinearProduct to `keep`."""
     native = getattr(layers, _FUNCTION)
     setattr(layers, _FUNCTION, _DeferringLinear(native, defers, keep))
     try:
@@ -45,7 +45,7 @@ def deferring_linear(defers: Callable[..., bool], keep: "Keep") -> Iterator[None
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """The state of a thread that operations depend on."""
+    """Thread-local torch settings that affect an operation's result: autocast, dtype, stream."""
 
     device: torch.device
     autocasts: bool
@@ -55,6 +55,7 @@ class ThreadState:
 
     @classmethod
     def now(cls, device: torch.device) -> "ThreadState":
+        """Read the settings of the current thread."""
         autocasts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(
             device.type
         )
@@ -68,7 +69,7 @@ class ThreadState:
 
     @contextmanager
     def restored(self, operands: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run what uses these tensors in this state."""
+        """Apply this state for the block, which uses these tensors."""
         now = self.now(self.device)
         if now == self:
             yield
@@ -97,10 +98,11 @@ class Linear:
     sequence_parallel: bool
     tp_group: Any
     casts_gradient: bool
-    """Whether the backward takes the output's gradient in the input's dtype (from 0.20 on)."""
+    """True if the backward casts the output's gradient to the input's dtype (from 0.20 on)."""
 
     def whole(self, input_: torch.Tensor) -> torch.Tensor:
-        """The input of all ranks that share the sequence, valid until the next call."""
+        """The full input: under sequence parallelism, gathered into Megatron's global buffer, where
+        it is valid until the next call."""
         if not self.sequence_parallel:
             return input_
         shape = [input_.size(0) * self.tp_group.size(), *input_.shape[1:]]
@@ -111,7 +113,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LinearProduct:
-    """The weight gradient of one use of a linear layer."""
+    """The weight gradient of one use of a linear layer, not computed yet."""
 
     linear: Linear
     input_: torch.Tensor
@@ -140,6 +142,7 @@ class LinearProduct:
             yield weight, product.to(weight.dtype)
 
     def _compute(self) -> torch.Tensor | None:
+        """Compute the gradient; None if a fused kernel has added it to `main_grad`."""
         weight: Any = self.linear.weight
         output_gradient, input_ = prepare_input_tensors_for_wgrad_compute(
             self.output_gradient, self.linear.whole(self.input_)
@@ -161,18 +164,18 @@ class LinearProduct:
 Keep = Callable[[LinearProduct], None]
 
 _anchors = {torch.device("cpu"): torch.empty(0, requires_grad=True)}
-"""By device, a leaf that stands for all deferred weights in a graph (`_InputGradient`)."""
+"""By device: a leaf that represents all deferred weights in a graph (see `_InputGradient`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DeferringLinear:
-    """Replaces Megatron's function in one task."""
+    """Replaces Megatron's autograd function during one task."""
 
     native: Any
     defers: Callable[..., bool]
-    """Whether a use of a weight leaves its gradient to W; gets what else the use is."""
-    keep: Callable[[LinearProduct], None]
-    """Gets the product of a use in its backward."""
+    """Returns True if a use of a weight leaves its gradient to W."""
+    keep: Keep
+    """Called with the product of a use in its backward."""
 
     def apply(
         self,
@@ -224,7 +227,7 @@ class _DeferringLinear:
 
 @cache
 def _newer_parameters(function: Any) -> dict[str, Any]:
-    """The parameters of Megatron's function that came after 0.16, and their values in plain use."""
+    """The parameters that Megatron's function gained after 0.16, with their neutral values."""
     known = inspect.signature(function.forward).parameters.values()
     return {
         parameter.name: _PLAIN.get(parameter.name, parameter.default)
@@ -233,7 +236,7 @@ def _newer_parameters(function: Any) -> dict[str, Any]:
 
 
 _NUM_OLDEST = 10
-"""The parameters that `_Deferring.apply` names, and the context."""
+"""The number of parameters of Megatron's function in 0.16, including the context."""
 
 _PLAIN = {"gtp_remat_size": 1, "output_dtype": None}
 
@@ -241,8 +244,8 @@ _PLAIN = {"gtp_remat_size": 1, "output_dtype": None}
 class _InputGradient(torch.autograd.Function):
     """Megatron's linear function without the weight's gradient, operation by operation.
 
-    The anchor stands for the weight. It keeps the backward even if no input requires a gradient,
-    and autograd visits it in those backwards that add gradients to weights, but not in a
+    The anchor represents the weight. With it, a backward exists even if no input requires a
+    gradient. Autograd visits it in backwards that add gradients to weights, but not in a
     `torch.autograd.grad` of something else.
     """
 
@@ -254,7 +257,7 @@ class _InputGradient(torch.autograd.Function):
         _anchor: torch.Tensor,
         bias: torch.Tensor | None,
         linear: Linear,
-        keep: Callable[[LinearProduct], None],
+        keep: Keep,
     ) -> torch.Tensor:
         ctx.save_for_backward(input_)
         ctx.linear = linear
@@ -272,8 +275,8 @@ class _InputGradient(torch.autograd.Function):
         linear: Linear = ctx.linear
         if linear.casts_gradient:
             output_gradient = output_gradient.to(input_.dtype)
-        # The product needs only their values. The input has a graph, and so has the gradient from
-        # Megatron's cross entropy, which saves it; both graphs would stay alive until W.
+        # Detached: the input has a graph, and so has the gradient from Megatron's cross entropy,
+        # which saves it. Both graphs would otherwise stay alive until W.
         _, (anchor, _), *_ = ctx.next_functions
         if torch._C._will_engine_execute_node(anchor):
             product = LinearProduct(

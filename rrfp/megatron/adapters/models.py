@@ -1,4 +1,5 @@
-"""What rrfp asks of Megatron's models: configuration and wrappers, and its files of tokens."""
+"""Access to Megatron's models (configuration, attributes inside wrappers) and its indexed
+datasets."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,22 +10,23 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 
 def version() -> str:
-    """The version of the installed Megatron-Core, for people: code looks at what is there."""
+    """The version of the installed Megatron-Core, for display only: code checks for names
+    instead."""
     return str(getattr(megatron.core, "__version__", "unknown"))
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of a model chunk, inside of its wrappers."""
+    """The configuration of a model chunk, found inside its wrappers."""
     return get_model_config(model)
 
 
 def may_have_experts(model: Any) -> bool:
-    """Whether a model chunk may have layers of experts."""
+    """True if a model chunk's configuration sets a number of experts."""
     return getattr(config_of(model), "num_moe_experts", None) is not None
 
 
 def attribute_of(model: Any, name: str) -> Any:
-    """An attribute of a model inside its wrappers; None if no layer of them has it."""
+    """An attribute of a model or of a module that it wraps; None if none of them has it."""
     try:
         return get_attr_wrapped_model(model, name)
     except RuntimeError:
@@ -32,7 +34,7 @@ def attribute_of(model: Any, name: str) -> Any:
 
 
 def unwrap_models(chunks: Sequence[Any]) -> list[Any]:
-    """Model chunks without the wrappers of data parallelism and mixed precision."""
+    """Return model chunks without their data-parallel and mixed-precision wrappers."""
     from megatron.core.utils import unwrap_model
 
     found: list[Any] = unwrap_model([*chunks])
@@ -40,7 +42,7 @@ def unwrap_models(chunks: Sequence[Any]) -> list[Any]:
 
 
 def indexed_dataset(prefix: Path) -> Any:
-    """Megatron's reader of a .bin/.idx pair, which maps it into memory."""
+    """Open a .bin/.idx pair with Megatron's memory-mapped reader."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     return IndexedDataset(str(prefix))

@@ -1,4 +1,4 @@
-"""Megatron's own schedule: which of its functions runs a step, and the parts that it calls."""
+"""Megatron's own schedule functions, and patches of the functions that they call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,9 +17,9 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 def patched_parts(
     *, forward: Wrap, backward: Wrap, communicate: Wrap, config: Any, finalize: Wrap
 ) -> Iterator[None]:
-    """Have Megatron's own schedules call wrapped versions of their parts during the block: of the
-    forward and the backward of a microbatch, of the method that all transfers go through, and of
-    the configuration's finalization of gradients, if it has one."""
+    """Replace, for the block, functions that Megatron's own schedules call by wrapped versions: a
+    microbatch's forward and backward, the method that makes all transfers, and the configuration's
+    `finalize_model_grads_func`, if set."""
     with ExitStack() as restored:
         _replace(restored, schedules, "forward_step", forward)
         _replace(restored, schedules, "backward_step", backward)
@@ -37,7 +37,8 @@ def _replace(restored: ExitStack, owner: Any, name: str, wrap: Wrap) -> None:
 
 
 def megatron_schedule_for(num_chunks: int) -> Callable[..., list[Any]]:
-    """Megatron's own function, as its getter chooses."""
+    """Megatron's own schedule function for this number of chunks per rank, chosen as its
+    `get_forward_backward_func` does."""
     if pipeline_size() == 1:
         return original_function("forward_backward_no_pipelining")
     if num_chunks == 1:

@@ -1,6 +1,6 @@
-"""Megatron's parallel state, for what creates it: `rrfp train` and races.
+"""Creates and changes Megatron's parallel state, for `rrfp train` and `rrfp bench`.
 
-The drop-in finds its groups by `rrfp.megatron.adapters.groups`, in whatever state a script has.
+The drop-in only reads the parallel state, through `rrfp.megatron.adapters.groups`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from rrfp.megatron.adapters.groups import virtual_pipeline_size
 
 @contextmanager
 def virtual_pipeline(size: int | None) -> Iterator[None]:
-    """Have Megatron's parallel state say for the block that a rank has so many chunks."""
+    """Set the virtual pipeline size (chunks per rank) in Megatron's parallel state for the
+    block."""
     before = (
         virtual_pipeline_size(),
         parallel_state.get_virtual_pipeline_model_parallel_rank(),
@@ -32,7 +33,7 @@ def _set_virtual_pipeline(size: int | None, chunk: int | None) -> None:
 
 
 class RankPlace(NamedTuple):
-    """The number of this process in each of its groups."""
+    """This process's rank in each of its groups."""
 
     pp_rank: int
     tp_rank: int
@@ -43,8 +44,8 @@ class RankPlace(NamedTuple):
 def create_groups(
     *, pp: int, tp: int, cp: int, ep: int, num_chunks: int | None, timeout_s: float
 ) -> RankPlace:
-    """Create the groups of Megatron's parallel state; every process of the run calls this.
-    `num_chunks` is what Megatron is told of a rank's chunks."""
+    """Create the groups of Megatron's parallel state and return this process's rank in each. Every
+    process of the run must call it. `num_chunks` becomes the virtual pipeline size."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -63,10 +64,10 @@ def create_groups(
 
 
 def destroy_groups() -> None:
-    """Forget the groups of Megatron's parallel state, if it has any."""
+    """Destroy the groups of Megatron's parallel state, if it has any."""
     parallel_state.destroy_model_parallel()
 
 
 def context_parallel_size() -> int:
-    """The number of ranks that share a sequence in Megatron's parallel state."""
+    """The context-parallel size in Megatron's parallel state."""
     return int(parallel_state.get_context_parallel_world_size())

@@ -1,6 +1,6 @@
-"""What Megatron's schedules are made of: the work of a task, and what comes before and after tasks.
+"""The functions of Megatron's schedules that run one microbatch, and the work around a step.
 
-Megatron's own functions do the work, loss scaling, gradient scaling and deallocation included.
+Megatron's own functions do the work, including loss scaling, gradient scaling and deallocation.
 """
 
 import inspect
@@ -23,9 +23,10 @@ _backward_step = schedules.backward_step
 
 
 def _takes_type() -> bool:
+    """True if Megatron's `backward_step` takes a `model_type` (up to 0.16)."""
     parameters = inspect.signature(_backward_step).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        # A patch that passes on whatever it gets: the parameter left when this function came.
+        # A patch hides the parameters. Megatron removed `model_type` when it added this function.
         return not hasattr(schedules, "backward_step_multimodule")
     return any(parameter.name == "model_type" for parameter in parameters)
 
@@ -49,9 +50,9 @@ def run_forward(
     collect_non_loss_data: bool = False,
     vp_stage: int | None = None,
 ) -> tuple[list[Any], Any]:
-    """Run the forward of a microbatch. `reduced` receives what the loss function returns. Returns
-    the outputs, and the number of tokens that the loss counted. `vp_stage` is the number of the
-    chunk, which Megatron gets if a rank has several, and checks against the model's."""
+    """Run the forward of a microbatch. Returns the outputs and the number of tokens that the loss
+    counted; appends the loss function's results to `reduced`. `vp_stage` is the chunk's index if a
+    rank has several chunks; Megatron checks it against the model's."""
     outputs, num_tokens = forward_step(
         forward_step_func,
         data,
@@ -73,13 +74,13 @@ def run_forward(
 def is_first_since_update(
     first_val_step: bool | None, *, forward_only: bool, is_first_forward: bool
 ) -> bool:
-    """Whether a forward is the first since the weights changed. `first_val_step` is the training
-    loop's argument."""
+    """True if a forward is the first one since the weights changed. `first_val_step` is the
+    training loop's argument."""
     return bool(check_first_val_step(first_val_step, forward_only, is_first_forward))
 
 
 def outputs_to_send(outputs: list[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
-    """What of a forward's outputs goes to the next stage, as leaves of no graph."""
+    """Return a forward's outputs for the next stage, detached from the graph."""
     if config.deallocate_pipeline_outputs:
         # Megatron empties the tensor in place, which would not affect the base of a view.
         outputs[0] = make_viewless_tensor(
@@ -89,8 +90,8 @@ def outputs_to_send(outputs: list[torch.Tensor], config: Any) -> tuple[torch.Ten
 
 
 def free_output(outputs: list[torch.Tensor], config: Any) -> None:
-    """Free the memory of an output that only its graph refers to from now on, if the configuration
-    asks for it."""
+    """Free the output's data, which only the graph needs from now on, if the configuration sets
+    `deallocate_pipeline_outputs`."""
     deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
 
 
@@ -101,8 +102,8 @@ def run_backward(
     model: Any,
     config: Any,
 ) -> list[torch.Tensor | None]:
-    """Run the backward of a microbatch. Returns the gradients of the inputs, from those of the
-    outputs (None for the loss). Up to 0.16 Megatron takes the model's type, and does nothing with
+    """Run the backward of a microbatch and return the gradients of its inputs. `gradients` are
+    those of the outputs (None for the loss). Up to 0.16 Megatron takes the model's type and ignores
     it."""
     model_type = (get_model_type(model),) if _TAKES_TYPE else ()
     found: list[torch.Tensor | None] = _backward_step(
@@ -114,8 +115,7 @@ def run_backward(
 def start_embedding_gradients(
     config: Any, models: Sequence[Any], groups: Any, *, has_last_stage: bool
 ) -> Callable[[], None]:
-    """Prepare a training step for gradients of the embedding that the configuration puts off
-    (`defer_embedding_wgrad_compute`). Returns a function that computes them, for after the last
-    task."""
+    """Prepare a training step with `defer_embedding_wgrad_compute`. Returns a function that
+    computes the deferred embedding gradients; call it after the last task."""
     embedding = clear_embedding_activation_buffer(config, models, has_last_stage)
     return partial(finish_embedding_wgrad_compute, config, embedding, has_last_stage, groups.tp)

@@ -1,1 +1,1 @@
-"""What makes Megatron-Core run on the CPU."""
+"""Patches that make Megatron-Core run on the CPU."""

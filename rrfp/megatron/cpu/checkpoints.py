@@ -1,20 +1,18 @@
-"""Makes Megatron-Core's `dist_checkpointing` save and load in ranks of ours.
+"""Patches Megatron-Core's `dist_checkpointing` for the ranks of `rrfp train`.
 
-- On the CPU: its modules refer to CUDA for tensors of one number and for synchronisation, as others
-  do; they get the same copy of torch's namespace (`rrfp.megatron.cpu.patches`). Where that was not
-  prepared the copy is torch itself.
-- Its writer forks a process per file, so that a GPU's process goes on, and asks a further process
-  for the results. A rank here has threads and sockets, which a fork would copy, and these processes
-  outlive a rank that is killed. The rank itself writes instead; who wants to go on meanwhile calls
-  the writing in a thread. Megatron-Core 0.19 writes in threads, too.
-- Staging copies tensors to the CPU. From the CPU Megatron's would be no copy, and training would
-  change what is still being written.
-- Rank 0 writes the last files while the other ranks wait for it in a collective, where they would
-  stay if it failed, and be taken for standing still if it took long. These writes are put off.
+- On the CPU: its modules use CUDA for scalar tensors and for synchronization. They get the copy of
+  torch's namespace that `rrfp.megatron.cpu.patches` makes; without that patch, torch itself.
+- Megatron's writer forks a process per file, so that training continues, and another process for
+  the results. A rank has threads and sockets, which a fork would copy, and the forked processes
+  outlive a killed rank. So the rank itself writes, in a thread if training is to continue.
+  Megatron-Core 0.19 also writes in threads.
+- Staging copies tensors to the CPU. If they are on the CPU already, Megatron makes no copy, and
+  training would change the data while it is written.
+- Rank 0 writes the last files while the other ranks wait for it in a collective. They would wait
+  indefinitely if it failed, and count as stalled if it took long. So these writes are deferred.
+- The digest of every file is computed as it is written, so that the file need not be read again.
 
-- Every file is digested as it is written, so that nobody has to read it again.
-
-Modules and functions that a version of Megatron-Core lacks are passed over.
+Modules and functions that a version of Megatron-Core lacks are skipped.
 """
 
 import hashlib
@@ -44,20 +42,20 @@ _MODULES = (
 """Modules that use ``torch.cuda`` or ``device="cuda"``."""
 
 _RESULTS_QUEUES = ("_get_write_results_queue", "get_write_results_queue")
-"""Where a writer's results go, by the names of several versions."""
+"""The functions that return a writer's queue of results, under the names of several versions."""
 
 Bucket = tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]
-"""What goes into a file: its path, its name, and its objects and tensors."""
+"""The content of a file: its path, its name, and its objects and tensors."""
 
 
 def prepare_checkpoints() -> None:
-    """Patch the package, on the CPU after `prepare_cpu`. Further calls change nothing."""
+    """Patch `dist_checkpointing`; on the CPU, call `prepare_cpu` first. Idempotent."""
     cpu_torch: ModuleType = _core_utils.torch
     for name in _MODULES:
         module = _module(name)
         if module is not None:
             module.torch = cpu_torch
-    # A package for remote storage, with which Megatron would read and write by other functions.
+    # With this package for remote storage, Megatron would read and write by other functions.
     storage = _imported("megatron.core.msc_utils")
     if storage is not None:
         storage.MultiStorageClientFeature.disable()
@@ -67,36 +65,37 @@ def prepare_checkpoints() -> None:
     for name in _RESULTS_QUEUES:
         if hasattr(files, name):
             setattr(files, name, lambda *_: queue.Queue())
-    # Without psutil it raises, and its answer is only logged.
+    # Without psutil it raises, and Megatron only logs its result.
     files._process_memory = lambda: 0
     files.FileSystemWriterAsync.get_save_function_and_args = _save_function_and_args
 
 
 @contextmanager
-def writes_put_off() -> Iterator[list[Callable[[], None]]]:
-    """Put off what Megatron writes while ranks finalize a checkpoint. Gives this rank's writes, to
-    be called once no rank waits for it; they raise what writing raises."""
-    put_off: list[Callable[[], None]] = []
+def deferred_writes() -> Iterator[list[Callable[[], None]]]:
+    """Defer the files that Megatron writes while ranks finalize a checkpoint in the block. Gives a
+    list of this rank's writes; call them once no rank waits for this one. They raise OSError."""
+    deferred: list[Callable[[], None]] = []
 
-    def putting_off(write: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args, **kwargs: put_off.append(partial(write, *args, **kwargs))
+    def defer(write: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: deferred.append(partial(write, *args, **kwargs))
 
     writer = getattr(_module("strategies.filesystem_async"), "FileSystemWriterAsync", None)
     places = ((writer, "finish"), (_module("serialization"), "save_config"))
     own = [(at, name, getattr(at, name)) for at, name in places if hasattr(at, name)]
     for at, name, write in own:
-        setattr(at, name, putting_off(write))
+        setattr(at, name, defer(write))
     try:
-        yield put_off
+        yield deferred
     finally:
         for at, name, write in own:
             setattr(at, name, write)
 
 
 @contextmanager
-def writes_digested() -> Iterator[dict[str, Callable[[], str]]]:
-    """Compute the SHA-256 of each file that Megatron writes in the block, of what it asks to be
-    written; by the file's name, complete once the file is closed."""
+def digested_writes() -> Iterator[dict[str, Callable[[], str]]]:
+    """Compute the SHA-256 of the data of each file that Megatron writes in the block. Gives a dict
+    from file name to a function that returns the digest, which is complete once the file is
+    closed."""
     found: dict[str, Callable[[], str]] = {}
 
     def opened(path: str, _mode: str) -> _DigestedFile:
@@ -113,7 +112,7 @@ def writes_digested() -> Iterator[dict[str, Callable[[], str]]]:
 
 
 class _DigestedFile(io.BufferedWriter):
-    """A new file that is written from its beginning to its end."""
+    """A new file, written sequentially, with the digest of its data."""
 
     def __init__(self, path: str) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -136,7 +135,8 @@ def _imported(name: str) -> Any:
 
 
 def _save_function_and_args(writer: Any) -> tuple[Callable[..., None] | None, Any, list[Any]]:
-    """In the place of the writer's own method: what writes, what stages, and the arguments."""
+    """Replaces the writer's method: returns the function that writes, the one that stages, and the
+    arguments."""
     if not writer.write_buckets:
         return None, None, []
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
@@ -150,8 +150,8 @@ def _save_function_and_args(writer: Any) -> tuple[Callable[..., None] | None, An
 def _write(
     writer: Any, transforms: list[Any], _rank: int, buckets: list[Bucket], results: Any
 ) -> None:
-    """Write a rank's files in this thread, and let go of what was written. Raises what writing
-    raises."""
+    """Write a rank's files in this thread and release their tensors. Raises the error of a failed
+    write."""
     written = {}
     for index, bucket in enumerate(buckets):
         own: queue.Queue[Any] = queue.Queue()
@@ -168,8 +168,8 @@ def _write(
 
 
 def _staged(buckets: list[Bucket]) -> list[Bucket]:
-    """Put a copy in the place of every tensor that is to be written. Some are copies already, such
-    as gathered ones: these are let go of, one by one."""
+    """Replace every tensor to be written by a copy on the CPU, one by one. This releases tensors
+    that are themselves copies, such as gathered ones."""
     for _, _, (_, tensors) in buckets:
         for index, (item, tensor) in enumerate(tensors):
             tensors[index] = item, tensor.to("cpu", copy=True)

@@ -1,25 +1,24 @@
 """Makes Megatron-Core run on the CPU, its own schedules and optimizers included.
 
-Megatron-Core refers to CUDA in about thirty places of its training path. They are of four kinds,
-and each kind is patched in one way, by the *chosen* device and never by what the machine has:
+Megatron-Core uses CUDA in about thirty places of its training path. They are of four kinds. Each
+kind is patched in one way, for the *chosen* device, whether or not the machine has a GPU:
 
-1. ``torch.cuda.current_device()``, synchronisation, streams, and tensors created with
+1. ``torch.cuda.current_device()``, synchronization, streams, and tensors created with
    ``device="cuda"``: the modules in `_MODULES` get, under the name ``torch``, a copy of torch's
-   namespace in which ``cuda`` is torch's own CPU counterpart and functions that create tensors take
-   "cuda" to mean "cpu". torch itself is not changed, and no lookup goes through a wrapper.
+   namespace. In it, ``cuda`` is torch's own CPU counterpart, and functions that create tensors
+   accept "cuda" for "cpu". torch itself is not changed, and lookups use no wrapper.
 2. Type checks by name (``tensor.type() == 'torch.cuda.FloatTensor'``) and ``tensor.cuda()``: the
-   functions in `_FUNCTIONS` get the CPU's names instead, in their constants and attribute names.
+   functions in `_FUNCTIONS` get the CPU's names in their constants and attribute names.
 3. The random-state tracker: `CpuRNGStatesTracker` forks the CPU generator.
-4. The exchange of tokens between experts takes Transformer Engine's matrix product where that is
-   installed, and copies its split sizes off the GPU.
+4. The token exchange between experts uses Transformer Engine's matrix product if installed, and
+   copies its split sizes from the GPU: both are replaced.
 
-Functions that Megatron compiles by ``torch.compile`` stay as they are written: for the CPU that
-would take a C++ compiler, and to import what compiles takes every rank a second.
+Functions that Megatron compiles with ``torch.compile`` stay uncompiled: compiling for the CPU needs
+a C++ compiler, and importing the compiler takes every rank a second.
 
-What it lacks without Transformer Engine, it lacks on every device
-(`rrfp.megatron.cpu.patches`), and what gloo asks of it, gloo asks on GPUs, too
-(`rrfp.megatron.cpu.patches`). `prepare_cpu` must run before any other part of this package
-imports megatron.
+Further patches are also needed on GPUs: for Megatron-Core without Transformer Engine, and for gloo,
+which ranks use that share a GPU. `prepare_cpu` must run before any other part of rrfp imports
+megatron.
 """
 
 import contextlib
@@ -75,7 +74,7 @@ _FUNCTIONS = (
     "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
 )
-"""Functions that check for a CUDA tensor by the name of its type, or call ``tensor.cuda()``."""
+"""Functions that compare a tensor's type name with CUDA's, or call ``tensor.cuda()``."""
 
 _CPU_NAMES = {
     "torch.cuda.FloatTensor": "torch.FloatTensor",
@@ -109,7 +108,7 @@ def prepare_cpu() -> None:
 @contextlib.contextmanager
 def _without_import_warnings() -> Iterator[None]:
     # At import Megatron warns that Transformer Engine and Apex are missing, and uses deprecated
-    # parts of torch, one of which logs that there is no CUDA; on the CPU none of it matters.
+    # parts of torch, one of which logs that CUDA is missing. On the CPU none of this matters.
     extensions = logging.getLogger("torch.utils.cpp_extension")
     level = extensions.level
     extensions.setLevel(logging.ERROR)
@@ -132,7 +131,7 @@ def _without_compilation() -> Iterator[None]:
 
 
 def _as_written(function: Any = None, **_options: object) -> Any:
-    """In place of ``torch.compile``, with and without options."""
+    """Replaces ``torch.compile``, with and without options: returns the function unchanged."""
     return _as_written if function is None else function
 
 
@@ -175,6 +174,7 @@ def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _install_cpu_torch() -> None:
+    """Give the modules in `_MODULES` a copy of torch's namespace that uses the CPU."""
     cpu_torch = ModuleType("torch", torch.__doc__)
     vars(cpu_torch).update(vars(torch))
     vars(cpu_torch).update({name: _on_cpu(getattr(torch, name)) for name in _CREATORS})
@@ -184,6 +184,7 @@ def _install_cpu_torch() -> None:
 
 
 def _use_cpu_names(path: str) -> None:
+    """Replace CUDA's names in the code of a function, given as `module:name`."""
     module, _, name = path.partition(":")
     found = operator.attrgetter(name)(_core(module))
     function = inspect.unwrap(getattr(found, "__func__", found))
@@ -248,6 +249,8 @@ def _install_cpu_random_states() -> None:
 
 
 def _install_expert_exchange() -> None:
+    """Keep the token exchange between experts on the CPU."""
+
     def sizes(
         tensor: torch.Tensor | None, as_numpy: bool = False, **_unused: object
     ) -> torch.Tensor | npt.NDArray[Any] | None:
@@ -257,11 +260,17 @@ def _install_expert_exchange() -> None:
     _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = sizes
 
 
-# Patches that GPUs need too: without Transformer Engine and Apex, and for gloo.
+# Patches for Megatron-Core without Transformer Engine and Apex, and for gloo, on any device.
 
 
 def prepare_without_transformer_engine() -> None:
-    """Patch Megatron-Core. Further calls change nothing, nor does one where both are installed."""
+    """Make Megatron-Core run without Transformer Engine and Apex. Idempotent; changes nothing if
+    both are installed.
+
+    Megatron's wrapper of torch's norms, which replaces theirs, refuses sequence parallelism. Here
+    it returns torch's norm, with its weights tagged for Megatron's gradient finalization. The
+    expert router looks up Transformer Engine's matrix product by a name that is otherwise
+    undefined."""
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = _tagged_norm
     experts = _core("transformer.moe.moe_utils")
     experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
@@ -279,7 +288,11 @@ def _tagged_norm(
 
 
 def reduce_losses_among_several() -> None:
-    """Leave the reduction of losses out in groups of one rank."""
+    """Skip the reduction of the loss in tensor-parallel groups of one rank.
+
+    Megatron reduces the loss three times per microbatch even there. With NCCL this is one launch;
+    with gloo it wakes up a thread and, on a GPU, waits for it.
+    """
     distributed = ModuleType("torch.distributed", torch.distributed.__doc__)
     vars(distributed).update(vars(torch.distributed))
 
@@ -295,11 +308,13 @@ def reduce_losses_among_several() -> None:
 
 
 def reduce_one_by_one() -> None:
-    """Let data parallelism without overlap call a collective for each of its buckets."""
+    """Make data parallelism without overlap run a separate collective for each bucket. Megatron
+    coalesces them, which gloo does not support for GPU tensors."""
     _core("distributed.param_and_grad_buffer")._coalescing_manager = _one_by_one
 
 
 @contextlib.contextmanager
 def _one_by_one(*_: object, **__: object) -> Iterator[None]:
-    """In the place of the manager that unites them; without overlap nobody asks it for more."""
+    """Replaces torch's manager that coalesces collectives. Without overlap, its result is
+    unused."""
     yield

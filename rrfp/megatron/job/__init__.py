@@ -1,1 +1,1 @@
-"""Somebody's own training job: our schedule put in, and the job recorded."""
+"""A user's training job: replaces its schedule and records its steps."""

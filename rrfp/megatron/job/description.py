@@ -1,4 +1,4 @@
-"""What a recorded job says of itself in `run.json`: what steers it, its layout, its model."""
+"""The description of a recorded job in `run.json`: its dispatch, layout, model and script."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,53 +21,55 @@ Described = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class DispatchDescription:
-    """Who dispatches the tasks of a job, and by which policy."""
+    """The scheduler of a job (rrfp's dispatcher or Megatron's own) and its policy."""
 
     label: str
-    """For the name of the run's directory."""
+    """A part of the run directory's name."""
     placement: Placement
     settings: Callable[[Sequence[Any], int], Described]
-    """What was asked for, by flag, of these model chunks and this number of pipeline ranks."""
+    """Returns the requested settings, for model chunks and a number of pipeline ranks."""
     policy: Callable[[Described], Described]
-    """The effective policy of these settings, as `rrfp.trace.run_policy` defines it."""
+    """Returns the effective policy of such settings (see `rrfp.trace.run_policy`)."""
     connect_s: float | None
-    """How long the ranks may take to meet at their first step; None: as long as the pipeline's
-    process group waits."""
+    """Seconds that ranks wait for each other at their first step. None: the timeout of the
+    pipeline's process group."""
 
 
 def describe_dispatch(settings: DispatchSettings) -> DispatchDescription:
-    """A job whose tasks we dispatch."""
-    # Not a copy in depth: a cost function may hold on to anything.
+    """Describe a job whose tasks rrfp dispatches."""
+    # A shallow copy: a cost function may refer to anything.
     others = {each.name: getattr(settings, each.name) for each in fields(settings)}
     del others["policy"]
-    asked = settings.policy.described() | others
+    requested = settings.policy.described() | others
     for name in ("admit_cost", "hold_features"):
-        if callable(asked[name]):
-            asked[name] = getattr(asked[name], "__qualname__", "a function")
+        if callable(requested[name]):
+            requested[name] = getattr(requested[name], "__qualname__", "a function")
     return DispatchDescription(
         settings.policy.hint.name,
         settings.placement,
-        lambda *_: asked,
-        lambda asked: settings.policy.of_shape(_shape_of(asked, settings.placement)).described(),
+        lambda *_: requested,
+        lambda requested: settings.policy.of_shape(
+            _shape_of(requested, settings.placement)
+        ).described(),
         settings.connect_s,
     )
 
 
 def _shape_of(settings: Mapping[str, Any], placement: Placement) -> Shape:
-    """The shape of the first step, of these settings as they are recorded."""
+    """The shape of the first step, from recorded settings."""
     return Shape(settings["pp"], settings["microbatches"], settings["chunks"], placement)
 
 
 def describe_native_dispatch() -> DispatchDescription:
-    """A job that Megatron's own schedule runs."""
+    """Describe a job that runs Megatron's own schedule."""
 
     def settings(chunks: Sequence[Any], num_ranks: int) -> Described:
         hint = "1f1b"
         if len(chunks) > 1:
-            in_turn = config_of(chunks[0]).microbatch_group_size_per_vp_stage
-            is_usual = in_turn in (None, num_ranks)
+            group_size = config_of(chunks[0]).microbatch_group_size_per_vp_stage
+            is_usual = group_size in (None, num_ranks)
             # With an unknown hint name, a replay takes the order in which the tasks ran.
-            hint = "interleaved" if is_usual else f"interleaved by {in_turn}"
+            hint = "interleaved" if is_usual else f"interleaved by {group_size}"
         return {"hint": hint, "dispatch": str(Dispatch.MEGATRON), "placement": str(Placement.LOOP)}
 
     return DispatchDescription(
@@ -79,24 +81,24 @@ def describe_native_dispatch() -> DispatchDescription:
     )
 
 
-def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
-    """The sizes of a step's process groups, under the names of `rrfp train`'s settings."""
+def describe_layout(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
+    """The sizes of a step's process groups, keyed by `rrfp train`'s setting names."""
     experts = expert_parallel_group(groups) if has_experts else None
     return {
         "pp": groups.pp.size(),
         "tp": groups.tp.size(),
         "cp": groups.cp.size(),
-        # Ranks that share a sequence run the same tasks, like replicas.
+        # Context-parallel ranks run the same tasks, so they count as replicas.
         "dp": replica_group(groups).size(),
         "ep": 1 if experts is None else experts.size(),
         "chunks": num_chunks,
     }
 
 
-def model_of(
+def describe_model(
     chunks: Sequence[Any], device: torch.device, arguments: Mapping[str, Any]
 ) -> Described:
-    """The model and its step; what its configuration does not know is left out."""
+    """The sizes of the model and of its steps, without those that the configuration lacks."""
     config = config_of(chunks[0])
     parameter = next((each for chunk in chunks for each in chunk.parameters()), None)
     known = {
@@ -122,11 +124,11 @@ _UNEVEN = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""What in a configuration makes stages differ in layers."""
+"""Settings of a configuration that give stages different numbers of layers."""
 
 
-def program() -> Described:
-    """The script that runs, and on what."""
+def describe_program() -> Described:
+    """The running script, its arguments, and the versions of Megatron-Core and torch."""
     script, *arguments = sys.argv or [""]
     return {
         "script": script,
@@ -137,19 +139,22 @@ def program() -> Described:
 
 
 def num_parameters(chunks: Sequence[Any]) -> list[int]:
-    """How many parameters this rank has in each of its chunks."""
+    """The number of parameters in each of this rank's chunks."""
     return [sum(each.numel() for each in chunk.parameters()) for chunk in chunks]
 
 
 def _innermost(model: Any) -> Any:
-    """The model inside of the wrappers that data parallelism and mixed precision put around it."""
+    """The model inside its data-parallel and mixed-precision wrappers."""
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
     return model
 
 
-def by_stage(ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]) -> list[int]:
-    """How many parameters each stage has, on a rank that holds it."""
+def parameters_by_stage(
+    ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]
+) -> list[int]:
+    """The number of parameters of each stage, on one rank that holds it. `parameters` has the
+    numbers by rank and chunk."""
     found = {
         stage: number
         for info, numbers in zip(ranks, parameters, strict=True)

@@ -1,7 +1,10 @@
-"""Records a job's steps on one rank, whoever's schedule runs them.
+"""Records a job's steps on one rank, under rrfp's or Megatron's schedule.
 
-Recording begins at the first step, when the job has certainly set up its process groups, and ends
-with the process. If anything fails here, the training goes on.
+Recording starts at the first step, when the job has set up its process groups, and ends with the
+process. If recording fails, the training continues.
+
+Not every process of a job need be in a pipeline. The ranks of a recording are therefore those that
+share process groups with each other, directly or through others.
 """
 
 import itertools
@@ -28,11 +31,11 @@ from rrfp.megatron.adapters.groups import replica_group
 from rrfp.megatron.adapters.models import may_have_experts
 from rrfp.megatron.job.description import (
     DispatchDescription,
-    by_stage,
-    layout_of,
-    model_of,
+    describe_layout,
+    describe_model,
+    describe_program,
     num_parameters,
-    program,
+    parameters_by_stage,
 )
 from rrfp.megatron.job.request import RecordingRequest, num_restarts, print_to_stderr
 from rrfp.megatron.job.transport_log import TransportLog
@@ -56,7 +59,7 @@ from rrfp.runtime.rendezvous import (
     publish_rank_info,
     wait_for_rank_infos,
 )
-from rrfp.schedule.balance import Hands
+from rrfp.schedule.admission import Assignment
 from rrfp.schedule.shape import Shape
 from rrfp.strict_json import instance, integers
 from rrfp.trace.locate import encode_apart
@@ -78,11 +81,11 @@ from rrfp.trace.spill import is_being_written, records_bytes
 T = TypeVar("T")
 
 _END_S = 60.0
-"""How long the leader waits for the other ranks to close their records."""
-_LOOK_S = 0.05
+"""The time that the leader waits for the other ranks to close their records."""
+_POLL_S = 0.05
 
 _PREFIX = "rrfp/recording"
-_USED_STORE = (
+_REUSED_STORE = (
     "the job's store holds what an earlier start of the job left there; set "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node, so that each start has a "
     "store of its own"
@@ -91,29 +94,29 @@ _USED_STORE = (
 
 @dataclass(frozen=True, slots=True)
 class _Presence:
-    """What a rank says when it comes, or instead of coming."""
+    """A rank's announcement that it records, or why it cannot."""
 
     linked: tuple[int, ...] = ()
     """The ranks that share a process group with it."""
     num_restarts: int = 0
     failure: str = ""
-    """Why it cannot record; empty if it can."""
+    """The reason why it cannot record; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a rank knows once it has read the presence of all others."""
+class _Membership:
+    """The ranks of a recording, as one of them has found them."""
 
     ranks: tuple[int, ...]
     num_restarts: int
-    """Of all of them together."""
+    """The sum over these ranks."""
 
 
 class RecordingRendezvous:
-    """The meeting of a recording's ranks, as one of them sees it; all of them call it together.
+    """The rendezvous of a recording's ranks. All ranks call the same methods in the same order.
 
-    One deadline holds for all of it. As a context manager, it tells the other ranks of an exception
-    raised inside, so that none of them waits for this one.
+    One deadline applies to all calls together. As a context manager, it publishes an exception
+    raised inside, so that the other ranks do not wait for this one.
     """
 
     def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
@@ -123,9 +126,9 @@ class RecordingRendezvous:
         self._rendezvous = Rendezvous(store, _PREFIX, rank, timeout_s)
         self._num_restarts = 0
         self.ranks: Sequence[int] = ()
-        """Those of the recording, once they are known."""
+        """The ranks of the recording; empty before `find_ranks`."""
         self.is_leader = False
-        """Whether this rank does what is done once."""
+        """True on the rank that creates the directory and writes `run.json`."""
 
     def __enter__(self) -> Self:
         return self
@@ -142,45 +145,43 @@ class RecordingRendezvous:
         if self.ranks:
             self._rendezvous.fail(failure)
         else:
-            # Only those linked to this rank learn of it; another pipeline may go on meeting.
+            # Only ranks linked to this one read it; another pipeline may still record.
             with suppress(RrfpError):
-                self._say(_Presence(failure=failure))
+                self._publish_presence(_Presence(failure=failure))
 
-    def gather(self, linked: Iterable[int]) -> None:
-        """Find the ranks of the recording. `linked` are those that share a process group with this
-        one. Raises PeerLostError naming a rank that does not come in time or cannot record, and
-        RrfpError if an earlier start of the job has used the store: torchrun keeps its own."""
+    def find_ranks(self, linked: Iterable[int]) -> None:
+        """Find the ranks of the recording. `linked` are the ranks that share a process group with
+        this one. Raises PeerLostError naming a rank that does not come in time or cannot record,
+        and RrfpError if an earlier start of the job has used the store, which torchrun keeps."""
         if self._rendezvous.has(f"presence/{self._rank}"):
-            raise self._used_store()
-        self._say(_Presence(tuple(sorted(linked)), num_restarts()))
+            raise self._reused_store_error()
+        self._publish_presence(_Presence(tuple(sorted(linked)), num_restarts()))
         found: set[int] = set()
-        num_started_again = 0
         new = {self._rank}
         while new:
             self._rendezvous.awaited = sorted(new)
-            told = [self._presence_of(rank) for rank in self._rendezvous.awaited]
-            num_started_again += sum(each.num_restarts for each in told)
+            presences = [self._wait_presence(rank) for rank in self._rendezvous.awaited]
+            self._num_restarts += sum(each.num_restarts for each in presences)
             found |= new
-            new = {rank for each in told for rank in each.linked} - found
-        self._confirm(_Found(tuple(sorted(found)), num_started_again))
-        self._num_restarts = num_started_again
+            new = {rank for each in presences for rank in each.linked} - found
+        self._check_agreement(_Membership(tuple(sorted(found)), self._num_restarts))
         self.ranks = sorted(found)
         self.is_leader = self._rank == self.ranks[0]
-        # From here on a failure concerns these ranks only.
+        # From here on, only these ranks read a failure.
         self._prefix = f"{_PREFIX}/{self.ranks[0]}"
         remaining_s = self._rendezvous.remaining_s
         self._rendezvous = Rendezvous(self._store, self._prefix, self._rank, remaining_s)
 
-    def run(self, request: RecordingRequest, label: str) -> RunDir:
-        """The run's directory, which the leader makes. Raises RrfpError if it cannot, or if another
-        pipeline of the job is recorded already: a recording has one."""
+    def run_directory(self, request: RecordingRequest, label: str) -> RunDir:
+        """The run's directory, which the leader creates. Raises RrfpError if the leader cannot, or
+        if the job already records another pipeline: a recording has one."""
         if self.is_leader:
-            self._rendezvous.publish("run", str(self._make(request, label).path))
+            self._rendezvous.publish("run", str(self._create_directory(request, label).path))
         return RunDir(Path(self._rendezvous.wait_text("run", self.ranks[0])))
 
-    def introduce(self, own: RankInfo, device: torch.device) -> RankInfo:
-        """Introduce this rank to the others; returns it with its clocks, that of its device too,
-        compared to the leader's."""
+    def publish_info(self, own: RankInfo, device: torch.device) -> RankInfo:
+        """Publish this rank's info and compare its clocks, the device's included, with the
+        leader's. Returns the info with the clock offsets."""
         placed = publish_rank_info(
             self._store,
             self._prefix,
@@ -191,8 +192,8 @@ class RecordingRendezvous:
         )
         return replace(placed, rank=self._rank)
 
-    def introduced(self) -> list[RankInfo]:
-        """All ranks, once they have introduced themselves."""
+    def wait_infos(self) -> list[RankInfo]:
+        """Wait until all ranks have published their infos and return them by rank."""
         found = wait_for_rank_infos(
             self._store,
             self._prefix,
@@ -202,53 +203,53 @@ class RecordingRendezvous:
         )
         return [replace(info, rank=rank) for info, rank in zip(found, self.ranks, strict=True)]
 
-    def settle(self) -> None:
-        """The leader calls this when all that it does once is done; the others wait for it. Raises
+    def wait_for_leader(self) -> None:
+        """Wait until the leader calls this too, after it has written the run's description. Raises
         PeerLostError with the reason if a rank has failed before."""
         if self.is_leader:
             self._rendezvous.publish("settled", "")
         self._rendezvous.wait("settled", self.ranks[0])
 
-    def share(self, name: str, value: object) -> None:
+    def publish(self, name: str, value: object) -> None:
         """Publish a JSON value about this rank."""
         self._rendezvous.publish(f"{name}/{self._rank}", json.dumps(value))
 
-    def shared(self, name: str, decode: Callable[[object], T]) -> list[T]:
-        """What all ranks have published under this name, by rank."""
+    def collect(self, name: str, decode: Callable[[object], T]) -> list[T]:
+        """The values that all ranks have published under this name, by rank."""
         return [self._rendezvous.wait_json(f"{name}/{rank}", rank, decode) for rank in self.ranks]
 
     @property
     def _index(self) -> int:
         return self.ranks.index(self._rank)
 
-    def _say(self, presence: _Presence) -> None:
+    def _publish_presence(self, presence: _Presence) -> None:
         self._rendezvous.publish(f"presence/{self._rank}", json.dumps(asdict(presence)))
 
-    def _presence_of(self, rank: int) -> _Presence:
+    def _wait_presence(self, rank: int) -> _Presence:
         found = self._rendezvous.wait_json(f"presence/{rank}", rank, partial(instance, _Presence))
         if found.failure:
             raise PeerLostError(f"rank {rank} cannot record: {found.failure}")
         return found
 
-    def _confirm(self, own: _Found) -> None:
-        """See that all ranks have found the same.
+    def _check_agreement(self, own: _Membership) -> None:
+        """Raise RrfpError unless all ranks have found the same membership.
 
-        A presence may be left from an earlier start in which this rank did not come so far. What
-        others have found cannot: if it names this rank, they have read the presence that this rank
+        A presence may be left over from an earlier start in which this rank failed earlier. A
+        membership that names this rank cannot: its author has read the presence that this rank
         published just now.
         """
         self._rendezvous.publish(f"found/{self._rank}", json.dumps(asdict(own)))
         for rank in own.ranks:
-            decode = partial(instance, _Found)
+            decode = partial(instance, _Membership)
             if self._rendezvous.wait_json(f"found/{rank}", rank, decode) != own:
-                raise self._used_store()
+                raise self._reused_store_error()
 
-    def _used_store(self) -> RrfpError:
-        """The error to raise. Told to every rank of the job: none can trust what it reads."""
-        self._rendezvous.fail(_USED_STORE)
-        return RrfpError(_USED_STORE)
+    def _reused_store_error(self) -> RrfpError:
+        """The error to raise. Also published to every rank, because none can trust the store."""
+        self._rendezvous.fail(_REUSED_STORE)
+        return RrfpError(_REUSED_STORE)
 
-    def _make(self, request: RecordingRequest, label: str) -> RunDir:
+    def _create_directory(self, request: RecordingRequest, label: str) -> RunDir:
         own = str(self._rank)
         first = self._store.compare_set(f"{_PREFIX}/leader", "", own).decode()
         if first != own:
@@ -258,7 +259,7 @@ class RecordingRendezvous:
             )
         out, force = request.out, request.force
         if self._num_restarts and out is not None and out.exists():
-            out, force = _free_beside(out), False
+            out, force = _next_free_path(out), False
             print_to_stderr(
                 f"{request.out} holds the run of an earlier start of this job, so this one is "
                 f"recorded in {out}"
@@ -267,64 +268,65 @@ class RecordingRendezvous:
             return create_run_dir(out, force, label, request.runs)
 
 
-def _free_beside(out: Path) -> Path:
+def _next_free_path(out: Path) -> Path:
     """The first of `OUT-restart-1`, `OUT-restart-2` and so on that does not exist."""
     candidates = (out.with_name(f"{out.name}-restart-{number}") for number in itertools.count(1))
     return next(path for path in candidates if not path.exists())
 
 
 class JobRecording:
-    """This process' recording of its job.
+    """This process's recording of its job.
 
     A recording has one pipeline, that of the first call. A second model, such as a critic, may have
-    other groups or chunks; its steps are left out.
+    other groups or chunks; its steps are not recorded.
     """
 
-    def __init__(self, request: RecordingRequest, steering: DispatchDescription) -> None:
+    def __init__(self, request: RecordingRequest, dispatch: DispatchDescription) -> None:
         self._request = request
         self._window = request.window
-        self._steering = steering
+        self._dispatch = dispatch
         self._layout: tuple[Place, int] | None = None
         self._recorder: Recorder | None = None
         self._run: RunDir | None = None
-        """The run's directory, on the leader."""
+        """The run's directory on the leader, None on other ranks."""
         self._directory: RunDir | None = None
-        """Likewise, on every rank."""
+        """The run's directory on every rank."""
         self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
-        self._orders: StepFile | None = None
+        self._order_file: StepFile | None = None
         self._assignments: StepFile | None = None
         self._transport: TransportLog | None = None
         self._is_off = False
-        self._has_given_up = False
+        self._has_failed = False
         self._num_trained = 0
         self._num_evaluated = 0
         self._recorded: list[int] = []
         self._lock = threading.Lock()
-        # Guarded by the lock, because other threads record what arrives.
+        # Guarded by the lock, because other threads record messages as they arrive.
         self._evaluations: set[int] = set()
-        """Those that are to be recorded, as steps."""
+        """The step numbers of the evaluations to record."""
         self._last_evaluation = evaluation_step(-1)
-        """The last one that has begun on this rank, as a step."""
+        """The step number of the last evaluation started on this rank."""
         self._early: list[Record] = []
-        """What ranks that have begun an evaluation before this one have sent of it."""
+        """Records of an evaluation that other ranks have started before this one."""
         self._is_in_step = False
-        """Whether a recorded call has begun and not returned."""
+        """True during a recorded call."""
         self._script_step: int | None = None
-        """The recorded step after which the script runs; None during a step, and after others."""
+        """The last recorded step while the script runs; None in a call or after an unrecorded
+        one."""
         self._script_since_ns: int | None = None
-        """Since when, if no unrecorded call is under way."""
+        """The time at which the script started to run; None during an unrecorded call."""
         self.info: RankInfo | None = None
-        """Who this rank is; None before the first step."""
+        """This rank's place; None before the first step."""
         self.is_on_gpu = False
-        """Whether calls return before their work is done; known from the first step on."""
+        """True if calls return before their work is done; set at the first step."""
         self.before_close: Callable[[], object] = lambda: None
-        """Called before the records are closed, for those that come late."""
-        # Registered before the links of a drop-in are, and so called after their end.
+        """Called before the records are closed, to record late times."""
+        # Registered before a drop-in's links, and so called after they are closed.
         at_end.register(self.close)
 
     def record(self, record: Record) -> None:
-        """Take a record if its step is in the window. Any thread may call this."""
+        """Write a record if its step is in the window. Thread-safe."""
         recorder, step = self._recorder, record.step
         if recorder is None:
             return
@@ -333,7 +335,7 @@ class JobRecording:
                 recorder.record(record)
             return
         with self._lock:
-            # Evaluations count downwards.
+            # Step numbers of evaluations count downwards.
             if step < self._last_evaluation:
                 self._early.append(record)
             elif step in self._evaluations:
@@ -341,24 +343,25 @@ class JobRecording:
 
     @property
     def num_pipeline_ranks(self) -> int:
-        """Of the recorded pipeline; known from the first step on."""
+        """The size of the recorded pipeline; call it after the first step has begun."""
         assert self._layout is not None
         return len(self._layout[0].pipeline)
 
     def begin(self, arguments: Mapping[str, Any]) -> int | None:
-        """A call of the schedule with these arguments begins. Returns the number of its step; None
-        if that is not recorded."""
+        """Record that a call of the schedule with these arguments begins. Returns its step number,
+        or None if the step is not recorded."""
         return self.safely(lambda: self._begin(arguments))
 
     def end(self, step: int | None, report: StepReport | None = None) -> None:
-        """The call for which `begin` gave this step, or None, has returned; the report is that of
-        a drop-in."""
+        """Record that the call with this result of `begin` has returned. `report` is the
+        drop-in's."""
         if report is not None:
-            self.safely(lambda: self._take(step, report))
+            self.safely(lambda: self._write_report(step, report))
         self.safely(lambda: self._end(step))
 
-    def _take(self, step: int | None, report: StepReport) -> None:
-        """Keep what a drop-in reports of a step, recorded as this one or not."""
+    def _write_report(self, step: int | None, report: StepReport) -> None:
+        """Write the planes, policy, order and assignment of a step, recorded or not, to their
+        files."""
         if report.planes is not None and self._transport is not None:
             self._transport.publish(report.planes)
         if report.is_evaluation:
@@ -374,14 +377,14 @@ class JobRecording:
 
     def _write_order(self, order: Sequence[int]) -> None:
         info, directory = self.info, self._directory
-        # The first rank of the replica's pipeline; others have the same order.
+        # Only the first rank of a replica's pipeline writes; the others have the same order.
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
-        if self._orders is None:
-            self._orders = StepFile(part_of(directory.admission, info.dp_rank), ())
-        self._orders.write([order])
+        if self._order_file is None:
+            self._order_file = StepFile(part_of(directory.admission, info.dp_rank), ())
+        self._order_file.write([order])
 
-    def _write_assignment(self, assignment: Hands) -> None:
+    def _write_assignment(self, assignment: Assignment) -> None:
         if self._run is None:
             return
         if self._assignments is None:
@@ -389,29 +392,31 @@ class JobRecording:
         self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
-        """Do a part of the recording. If it fails, recording ends and the training goes on."""
+        """Run a part of the recording and return its result. An exception ends the recording and
+        not the training."""
         if self._is_off:
             return None
         try:
             return record()
-        except Exception as error:  # whatever it is
+        except Exception as error:  # any failure ends the recording only
             self._is_off = True
-            self._give_up(error)
+            self._stop_recording(error)
             return None
 
-    def _give_up(self, error: Exception) -> None:
+    def _stop_recording(self, error: Exception) -> None:
+        """Close the records after a failure and print it once."""
         recorder, self._recorder = self._recorder, None
-        if not self._has_given_up:
-            self._has_given_up = True
+        if not self._has_failed:
+            self._has_failed = True
             what = "the run is not recorded" if recorder is None else "recording is switched off"
             print_to_stderr(f"{what}, the training goes on: {error}")
         if recorder is not None:
-            # Whoever reads the run is told by the file that this rank writes no more.
+            # A closed file shows readers that this rank writes no more.
             with suppress(Exception):
                 recorder.close()
 
     def close(self) -> None:
-        """Write the remaining records; the leader makes the trace once every rank has done so."""
+        """Write the remaining records. The leader then waits for all ranks and makes the trace."""
         self.safely(self._close_records)
         run, self._run = self._run, None
         outcome, self._outcome = self._outcome, None
@@ -420,8 +425,8 @@ class JobRecording:
         if run is None:
             return
         try:
-            self._conclude(run)
-        except Exception as error:  # the process ends well all the same
+            self._make_trace(run)
+        except Exception as error:  # a failure must not change the process's exit
             print_to_stderr(f"the trace is made when 'rrfp analyze' opens the run: {error}")
 
     def _begin(self, arguments: Mapping[str, Any]) -> int | None:
@@ -436,9 +441,9 @@ class JobRecording:
             self._layout = layout
             try:
                 self._join(place, groups, chunks, arguments, has_experts=has_experts)
-            except Exception as error:  # whatever it is
-                # Steps go on being counted: a profile may have their ranges.
-                self._give_up(error)
+            except Exception as error:  # any failure ends the recording only
+                # Steps are still counted, because a profile may have their ranges.
+                self._stop_recording(error)
         self._leave_script(now_ns)
         if layout != self._layout or self.info is None:
             return None
@@ -454,7 +459,7 @@ class JobRecording:
         return step
 
     def _leave_script(self, now_ns: int) -> None:
-        """A call begins, whether of the recorded pipeline or of another."""
+        """Record the time that the script has taken since the last call."""
         if self._script_step is not None and self._script_since_ns is not None:
             times_ns = self._script_since_ns, now_ns
             self.record(PhaseRecord(*times_ns, self._script_step, Phase.SCRIPT))
@@ -475,7 +480,8 @@ class JobRecording:
             self._script_since_ns = now_ns
 
     def _next_step(self, *, forward_only: bool) -> int | None:
-        # Counted as the drop-in counts: a call that fails counts too.
+        """Count a call and return its step number, or None if it is not recorded."""
+        # As in the drop-in, a failed call counts too.
         if forward_only:
             step = evaluation_step(self._num_evaluated)
             self._num_evaluated += 1
@@ -492,15 +498,15 @@ class JobRecording:
         self._num_trained += 1
         return step if self._window.has_step(step) else None
 
-    def _identify(self, place: Place, groups: Any, num_microbatches: int) -> RankInfo:
+    def _rank_info(self, place: Place, groups: Any, num_microbatches: int) -> RankInfo:
         assert self._layout is not None
         num_chunks = self._layout[1]
-        shape = Shape(len(place.pipeline), num_microbatches, num_chunks, self._steering.placement)
+        shape = Shape(len(place.pipeline), num_microbatches, num_chunks, self._dispatch.placement)
         return RankInfo(
             rank=place.rank,
             pp_rank=place.pp_rank,
             tp_rank=groups.tp.rank(),
-            # Ranks that share a sequence run the same tasks, like replicas.
+            # Context-parallel ranks run the same tasks, so they count as replicas.
             dp_rank=replica_group(groups).rank(),
             stages=shape.stages_of(place.pp_rank),
             host=socket.gethostname(),
@@ -516,42 +522,43 @@ class JobRecording:
         *,
         has_experts: bool,
     ) -> None:
-        """Meet the other ranks and open the records. Raises RrfpError if they do not come, and if
-        the run's directory cannot be made; the others learn why this rank cannot record."""
-        timeout_s = self._steering.connect_s or timeout_s_of(groups.pp)
-        with RecordingRendezvous(default_store(), place.rank, timeout_s) as meeting:
+        """Find the other ranks, open this rank's records and describe the run. Raises RrfpError if
+        ranks do not come or the directory cannot be created. The other ranks get the reason if this
+        rank fails."""
+        timeout_s = self._dispatch.connect_s or timeout_s_of(groups.pp)
+        with RecordingRendezvous(default_store(), place.rank, timeout_s) as rendezvous:
             device = device_of(chunks, groups)
             self.is_on_gpu = device.type == "cuda"
-            own = self.info = self._identify(place, groups, arguments["num_microbatches"])
+            own = self.info = self._rank_info(place, groups, arguments["num_microbatches"])
             settings = {
-                **self._steering.settings(chunks, groups.pp.size()),
-                **layout_of(groups, len(chunks), has_experts=has_experts),
-                **model_of(chunks, device, arguments),
+                **self._dispatch.settings(chunks, groups.pp.size()),
+                **describe_layout(groups, len(chunks), has_experts=has_experts),
+                **describe_model(chunks, device, arguments),
                 "recorded_by": self._request.by,
                 "recorded_steps": str(self._window),
-                **program(),
+                **describe_program(),
             }
             try:
-                policy = self._steering.policy(settings)
+                policy = self._dispatch.policy(settings)
             except UsageError:
-                self._has_given_up = True  # without a word: the schedule refuses the step itself
+                self._has_failed = True  # not printed: the schedule refuses the step itself
                 raise
             replicas = ranks_of(replica_group(groups))
-            meeting.gather({*place.pipeline, *place.sharers, *replicas})
-            run = meeting.run(self._request, self._steering.label)
-            own = meeting.introduce(own, device)
+            rendezvous.find_ranks({*place.pipeline, *place.sharers, *replicas})
+            run = rendezvous.run_directory(self._request, self._dispatch.label)
+            own = rendezvous.publish_info(own, device)
             most_bytes = records_bytes(self._request.trace_mb, dist.get_world_size())
             recorder = Recorder(run.rank_records(own.rank), own, most_bytes=most_bytes)
             ranks: Sequence[RankInfo] = ()
             try:
-                meeting.share("parameters", num_parameters(chunks))
-                if meeting.is_leader:
-                    ranks = meeting.introduced()
-                    parameters = meeting.shared("parameters", integers)
-                    settings["parameters"] = by_stage(ranks, parameters)
+                rendezvous.publish("parameters", num_parameters(chunks))
+                if rendezvous.is_leader:
+                    ranks = rendezvous.wait_infos()
+                    parameters = rendezvous.collect("parameters", integers)
+                    settings["parameters"] = parameters_by_stage(ranks, parameters)
                     describe_run(run.run_json, settings, policy, len(ranks), ranks)
-                # Records without a description are of no use to anybody.
-                meeting.settle()
+                # Records without the run's description would be useless.
+                rendezvous.wait_for_leader()
             except BaseException:
                 with suppress(Exception):
                     recorder.close()
@@ -559,13 +566,13 @@ class JobRecording:
             self._recorder, self._directory = recorder, run
             numbers = [each.rank for each in ranks]
             self._transport = TransportLog(default_store(), run.path.name, run, own.rank, numbers)
-            if meeting.is_leader:
+            if rendezvous.is_leader:
                 self._run = run
-            self._outcome = JobOutcome(run, leads=meeting.is_leader)
+            self._outcome = JobOutcome(run, leads=rendezvous.is_leader)
 
     def _close_records(self) -> None:
-        recorder, files = self._recorder, (self._orders, self._assignments)
-        self._orders = self._assignments = None
+        recorder, files = self._recorder, (self._order_file, self._assignments)
+        self._order_file = self._assignments = None
         for file in files:
             if file is not None:
                 file.close()
@@ -577,30 +584,30 @@ class JobRecording:
             else:
                 recorder.close()
 
-    def _conclude(self, run: RunDir) -> None:
-        """Have the trace made, once every rank has closed its records, and say where it is."""
+    def _make_trace(self, run: RunDir) -> None:
+        """Wait until every rank has closed its records, make the trace and print its path."""
         if not self._recorded:
             if isinstance(at_end.program_error, UsageError):
                 empty(run)
-                run.path.rmdir()  # fails where its script has put something there
-            elif not self._has_given_up:
-                why = self._window.without_steps(self._num_trained)
-                print_to_stderr(f"{run.path} has no steps: {why}")
+                run.path.rmdir()  # fails if the script has written files there
+            elif not self._has_failed:
+                reason = self._window.without_steps(self._num_trained)
+                print_to_stderr(f"{run.path} has no steps: {reason}")
             return
         deadline_s = time.monotonic() + _END_S
         while any(is_being_written(spill) for spill in run.records.glob("rank-*.jsonl")):
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         join_parts(run.admission)
-        told = f"{count_of(self._recorded)} recorded in {run.path}"
+        summary = f"{count_of(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
             print_to_stderr(
-                f"{told}; this environment lacks {lacking}, so the first rrfp command that opens "
-                "the run in another one makes its trace"
+                f"{summary}; this environment lacks {lacking}, so the first rrfp command that "
+                "opens the run in another one makes its trace"
             )
             return
-        # Where the window ended before the job, another command may have made the trace.
+        # If the window ended before the job, another command may have made the trace.
         if run.records.is_dir():
             encode_apart(run.path)
-        print_to_stderr(f"{told}; open it with: rrfp trace view {run.path}")
+        print_to_stderr(f"{summary}; open it with: rrfp trace view {run.path}")

@@ -1,4 +1,4 @@
-"""What of a job is recorded, and where to. Imports no torch."""
+"""The request to record a job: its steps, directory and limits. Imports no torch."""
 
 import logging
 import os
@@ -11,20 +11,17 @@ from typing import Self
 from rrfp.errors import UsageError
 from rrfp.trace.run_dir import RUNS
 
-# What a job is told at its end: a sentence on stderr.
-#
-# The logging of a script would hide it, or repeat it on every rank in a form of its own.
-
 
 def print_to_stderr(sentence: str) -> None:
-    """Write a sentence to stderr, whatever the script's logging is. Never raises."""
+    """Print a sentence to stderr. Does not use the script's logging, which might hide it or repeat
+    it on every rank. Never raises."""
     stderr = getattr(sys, "stderr", None)
     if stderr is not None:  # a script may have removed it
         logging.StreamHandler(stderr).handle(logging.makeLogRecord({"msg": f"rrfp: {sentence}"}))
 
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""How often torchrun has started a job's processes anew, and how often Slurm has requeued it."""
+"""Restarts of a job's processes by torchrun, and requeues by Slurm."""
 _MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 
@@ -37,8 +34,8 @@ class StepWindow:
 
     @classmethod
     def of(cls, text: str | None) -> Self:
-        """Read `A:B` as Python reads a slice; either number may be left out. None means all steps.
-        Raises UsageError for anything else, and for a window without steps."""
+        """Parse `A:B` like a Python slice; either number may be left out. None means all steps.
+        Raises UsageError for other text, and for an empty window."""
         if text is None:
             return cls()
         match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", str(text))
@@ -55,24 +52,24 @@ class StepWindow:
         return window
 
     def has_step(self, step: int) -> bool:
-        """Whether a training step is in the window."""
+        """True if a training step is in the window."""
         return self.start <= step < self.stop
 
     def has_evaluation(self, num_trained: int) -> bool:
-        """Whether an evaluation that comes after that many training steps lies between two steps of
-        the window. Before the first and after the last step of a job, one of them is enough."""
+        """True if an evaluation after `num_trained` training steps lies between two steps of the
+        window. An evaluation before the first step only needs that step in the window."""
         is_first = num_trained == self.start == 0
         return self.has_step(num_trained) and (is_first or self.has_step(num_trained - 1))
 
     def is_over(self, num_trained: int) -> bool:
-        """Whether nothing more can be in the window after that many training steps."""
+        """True if no step after `num_trained` training steps can be in the window."""
         return num_trained >= self.stop
 
     def __str__(self) -> str:
         return f"{self.start or ''}:{'' if self.stop == sys.maxsize else self.stop}"
 
     def without_steps(self, num_begun: int) -> str:
-        """Why a job that has begun so many training steps has none recorded."""
+        """Explain why a job that started `num_begun` training steps recorded none."""
         began = f"the job began {num_begun} step{'' if num_begun == 1 else 's'}"
         if num_begun > self.start:
             return f"{began} and ended none"
@@ -82,34 +79,34 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class RecordingRequest:
-    """A recording that somebody has asked for."""
+    """The parameters of a requested recording."""
 
     by: str
-    """What asked for it: `rrfp run`, `install()` or `trace_native()`."""
+    """The caller: `rrfp run`, `install()` or `trace_native()`."""
     out: Path | None = None
     """The run's directory; None means `<time>-<hint>/` in `runs`."""
     window: StepWindow = StepWindow()
     force: bool = False
-    """Whether to replace the run in `out`."""
+    """True replaces the run in `out`."""
     runs: Path = RUNS
     trace_mb: int | None = None
-    """The most that the records and the trace take on disk (`rrfp.trace.spill`)."""
+    """The limit in MB for records and trace on disk (`rrfp.trace.spill`)."""
 
     def __post_init__(self) -> None:
-        """Paths count from where the recording was asked for: a script may change the directory
-        before its first step."""
+        """Make paths absolute now, because a script may change the directory before its first
+        step."""
         object.__setattr__(self, "runs", self.runs.absolute())
         if self.out is not None:
             object.__setattr__(self, "out", self.out.absolute())
 
 
 def num_restarts() -> int:
-    """How often this process' launcher says that it has started the job again. Where one node has
-    failed, torchrun counts on that node only."""
-    told = [os.environ.get(name, "") for name in _RESTART_COUNTS]
-    return sum(int(count) for count in told if count.isdecimal())
+    """The number of restarts of the job that this process's launcher reports. After the failure of
+    one node, torchrun counts the restart on that node only."""
+    counts = [os.environ.get(name, "") for name in _RESTART_COUNTS]
+    return sum(int(count) for count in counts if count.isdecimal())
 
 
 def may_be_restarted() -> bool:
-    """Whether the job may have been started before, as far as this process alone can know."""
+    """True if this process sees that the job has been, or may be, restarted."""
     return num_restarts() > 0 or os.environ.get(_MAX_RESTARTS, "0") != "0"

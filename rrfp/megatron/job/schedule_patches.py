@@ -1,6 +1,6 @@
-"""What stands in a job for Megatron's schedule functions, and our own that does.
+"""Patches of a job's schedule functions, and the patch that puts the drop-in there.
 
-Imports no torch: a script may have things to do before torch is loaded.
+Imports no torch, because a script may need to run code before torch is loaded.
 """
 
 import sys
@@ -29,63 +29,64 @@ if TYPE_CHECKING:
 
 
 Schedule = Callable[..., Any]
-"""Runs a step, called as Megatron calls its schedule functions."""
+"""Runs a step; has the signature of Megatron's schedule functions."""
 
 
 class SchedulePatch(Protocol):
-    """Replaces functions of Megatron's."""
+    """A set of replacements for Megatron's schedule functions."""
 
     @property
     def was_called(self) -> bool:
-        """Whether the job has run a step so far, or tried to."""
+        """True once the job has started a step."""
 
     def check(self) -> None:
-        """Raise UsageError for a Megatron-Core that rrfp does not know."""
+        """Raise UsageError if rrfp does not support the installed Megatron-Core."""
 
     def functions(self) -> dict[str, Schedule]:
-        """The functions, by the names of those that they replace."""
+        """The replacements, keyed by the names of Megatron's functions."""
 
     def on_bypass(self, sentence: str) -> None:
-        """Megatron's own function is about to run a step, because the job has fetched it before
-        ours was put in its place; `sentence` says where. May raise UsageError."""
+        """React to a call of Megatron's own function, which the job fetched before the patch was
+        installed. `sentence` describes the call. May raise UsageError."""
 
 
-def install_now(stand_in: SchedulePatch, asker: str) -> None:
-    """Put it in place. Raises UsageError, replacing nothing, if Megatron's schedule has been
-    replaced already, and for a Megatron-Core that rrfp does not know."""
+def install_now(patch: SchedulePatch, asker: str) -> None:
+    """Install a patch. Raises UsageError, replacing nothing, if something has already replaced
+    Megatron's schedule, and if rrfp does not support the installed Megatron-Core."""
     installation.check_not_replaced(asker)
-    stand_in.check()
-    _put(stand_in, asker)
+    patch.check()
+    _install(patch, asker)
 
 
-def install_after_import(stand_in: SchedulePatch, asker: str) -> None:
-    """Put it in place once the process has imported Megatron's schedules; that import, or this call
-    if it came before, raises UsageError if something has replaced them already.
+def install_after_import(patch: SchedulePatch, asker: str) -> None:
+    """Install a patch when the process imports Megatron's schedules, or now if it already has. If
+    something has already replaced them, that import (or this call) raises UsageError.
 
-    At that time most of Megatron is still to be imported, so Megatron-Core is checked when the job
-    asks for a schedule.
+    At that time most of Megatron is not imported yet. The patch therefore checks Megatron-Core when
+    the job fetches a schedule.
     """
 
-    def put() -> None:
+    def install() -> None:
         installation.check_not_replaced(asker)
-        _put(stand_in, asker)
+        _install(patch, asker)
 
-    call_after_import(installation.HOME, put)
+    call_after_import(installation.HOME, install)
 
 
-def _put(stand_in: SchedulePatch, asker: str) -> None:
+def _install(patch: SchedulePatch, asker: str) -> None:
     def on_bypass(name: str, where: str, arguments: dict[str, Any]) -> None:
         if not _is_other_pipelines(name, arguments):
-            stand_in.on_bypass(
+            patch.on_bypass(
                 f"{where} calls Megatron's {name}, which it has fetched before {asker} replaced "
                 f"it; call {asker} before the loop calls {GETTER}()"
             )
 
-    installation.put(stand_in.functions(), asker, on_bypass)
-    at_end.register(_tell_of_end)
+    installation.replace_functions(patch.functions(), asker, on_bypass)
+    at_end.register(_publish_end)
 
 
-def _tell_of_end() -> None:
+def _publish_end() -> None:
+    """Publish how this process ends to the other ranks, if it uses torch.distributed."""
     if "torch.distributed" in sys.modules:
         from rrfp.runtime.rendezvous import publish_early_end
 
@@ -95,10 +96,9 @@ def _tell_of_end() -> None:
 def patched_schedule(
     name: str, check: Callable[[], None], run: Callable[[Schedule, dict[str, Any]], Any]
 ) -> Schedule:
-    """Stands for Megatron's schedule function of this name. `check` raises UsageError for a
-    Megatron-Core that rrfp does not know; then `run` gets Megatron's own and its arguments. A model
-    that is not the pipeline's, such as a teacher that each rank has whole, Megatron runs as
-    ever."""
+    """Make a replacement of Megatron's schedule function `name`. Each call first calls `check`, and
+    then `run` with Megatron's own function and the arguments. Calls with a model outside of the
+    pipeline, such as a teacher that every rank holds whole, run Megatron's function unchanged."""
     own = original_function(name)
 
     @wraps(own)
@@ -112,7 +112,7 @@ def patched_schedule(
 
 
 def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
-    """Whether a call is about a model that the rank has whole, beside that of its pipeline."""
+    """True if a call runs a model outside of the pipeline, which the rank holds whole."""
     from rrfp.megatron.adapters.groups import pipeline_group
 
     if name != NO_PIPELINING:
@@ -122,17 +122,17 @@ def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
 
 
 class DropInPatch:
-    """Our schedule, recorded if that is requested."""
+    """Replaces Megatron's schedule by the drop-in, and records it if requested."""
 
     def __init__(self, settings: DispatchSettings, request: RecordingRequest | None) -> None:
         self._settings = settings
         self._request = request
         self._recording: JobRecording | None = None
-        self._own: ForwardBackward | None = None
+        self._schedule: ForwardBackward | None = None
 
     @property
     def was_called(self) -> bool:
-        return self._own is not None and self._own.was_called
+        return self._schedule is not None and self._schedule.was_called
 
     def check(self) -> None:
         check_for_drop_in(self._settings, installs=True)
@@ -156,7 +156,7 @@ class DropInPatch:
         schedule_pg_collection: object = None,
         **newer: object,
     ) -> Schedule:
-        """Like Megatron's `get_forward_backward_func`."""
+        """Replaces Megatron's `get_forward_backward_func`."""
         refuse_unknown_arguments(GETTER, newer)
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
@@ -164,17 +164,17 @@ class DropInPatch:
 
         sizes = pp_size, vp_size, schedule_pg_collection
         if self._request is None:
-            self._own = dropin.get_forward_backward_func(*sizes, settings=self._settings)
-            return self._own
+            self._schedule = dropin.get_forward_backward_func(*sizes, settings=self._settings)
+            return self._schedule
         if self._recording is None:
             from rrfp.megatron.job.description import describe_dispatch
             from rrfp.megatron.job.recording import JobRecording
 
             self._recording = JobRecording(self._request, describe_dispatch(self._settings))
-        self._own = dropin.get_forward_backward_func(
+        self._schedule = dropin.get_forward_backward_func(
             *sizes,
             settings=self._settings,
             record=self._recording.record,
             observer=self._recording,
         )
-        return self._own
+        return self._schedule

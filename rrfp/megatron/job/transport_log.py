@@ -16,30 +16,31 @@ _log = logging.getLogger(__name__)
 
 
 class TransportLog:
-    """One rank's part of it: it tells what its links take, and one rank writes what all tell."""
+    """Publishes the data planes of this rank's links; one rank writes those of all ranks."""
 
     def __init__(
         self, store: Store, name: str, run: RunDir, rank: int, ranks: Sequence[int] = ()
     ) -> None:
-        """`name` tells this run from others in the store; its directory need not have the same name
-        on all hosts. `ranks` are those of the run, on the rank that writes."""
+        """`name` identifies the run in the store; its directory may have other names on other
+        hosts. `ranks` are the run's ranks on the writing rank, and empty on the others."""
         self._store = store
         self._name = name
         self._run = run
         self._rank = rank
         self._ranks = ranks
-        self._has_told = False
+        self._is_published = False
 
-    def publish(self, taken: AcceptedPlanes) -> None:
-        """Call it after each step until the last rank has told; it waits for nobody."""
-        if not self._has_told:
-            self._has_told = True
-            links = {peer: settled.to_json() for peer, settled in sorted(taken.links.items())}
-            told = {"links": links, "outbox_bytes": taken.outbox_bytes}
-            self._store.set(self._key(self._rank), json.dumps(told))
+    def publish(self, planes: AcceptedPlanes) -> None:
+        """Publish this rank's planes at the first call. The writing rank writes `run.json` once all
+        ranks have published, so call this after each step. Never waits."""
+        if not self._is_published:
+            self._is_published = True
+            links = {peer: choice.to_json() for peer, choice in sorted(planes.links.items())}
+            own = {"links": links, "outbox_bytes": planes.outbox_bytes}
+            self._store.set(self._key(self._rank), json.dumps(own))
         if self._ranks and self._store.check([self._key(rank) for rank in self._ranks]):
             try:
-                self._write(taken)
+                self._write(planes)
             except (RrfpError, OSError) as error:
                 _log.warning(
                     "%s does not say what carries the tensors of each link (%s)",
@@ -49,25 +50,25 @@ class TransportLog:
             self._ranks = ()
 
     def _write(self, own: AcceptedPlanes) -> None:
-        """All ranks were asked for the same."""
+        """Write the planes of all ranks. The requested transport is the same on every rank."""
         links: list[dict[str, object]] = []
         outbox_bytes = {}
         for rank in self._ranks:
-            told = parsed(bytes(self._store.get(self._key(rank))))
-            of_rank = member(told, "links")
+            published = parsed(bytes(self._store.get(self._key(rank))))
+            of_rank = member(published, "links")
             assert isinstance(of_rank, dict)
             links += [
                 {"from": rank, "to": int(peer), **PlaneChoice.decode(each).to_json()}
                 for peer, each in of_rank.items()
             ]
-            outbox_bytes[str(rank)] = integer(member(told, "outbox_bytes"))
-        described = {
+            outbox_bytes[str(rank)] = integer(member(published, "outbox_bytes"))
+        transport = {
             "asked": str(own.requested),
             "outbox_mb": own.outbox_mb,
             "links": links,
             "outbox_bytes": outbox_bytes,
         }
-        describe_transport(self._run.run_json, described)
+        describe_transport(self._run.run_json, transport)
 
     def _key(self, rank: int) -> str:
         return f"rrfp/transport-of/{self._name}/{rank}"

@@ -1,1 +1,1 @@
-"""What a step keeps in memory, in bytes: measured on the model, and predicted for other data."""
+"""Activation memory of a step in bytes: measured on the model, and bounded for other data."""

@@ -1,9 +1,14 @@
-"""Counts the bytes that a microbatch keeps on a model chunk: from its F until its B, and until its
-W.
+"""Counts the activation bytes of a microbatch on a model chunk, from F until B and from B until W.
 
-Each storage counts once. Parameters, buffers and gradients do not count, nor does what outlives the
-step though autograd saved it (the loop's own batches, caches of masks and positions): no B or W
-would free it.
+Each storage counts once. Parameters, buffers and gradients do not count. Neither do saved tensors
+that outlive the step (the loop's own batches, caches of masks and positions), because no B or W
+frees them.
+
+Saved tensors are found by walking the graph that a forward made. Hooks on saved tensors would see
+them too, but would interfere: torch calls only the innermost pair of hooks, so they would replace
+the user's (offloading). A weight that comes back from a hook has lost its attributes (`main_grad`),
+in-place changes go unnoticed, and `torch.func` refuses to run. The graph also shows only tensors
+that still exist after the forward, so recomputation needs no special case.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +24,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rrfp.megatron.adapters.layers import masked_softmaxes
 
 _CUDA_BLOCK = 512
-"""CUDA's allocator hands out multiples of so many bytes."""
+"""The granularity of torch's CUDA allocator, in bytes."""
 
 
 class StorageRef:
-    """A storage, its address and its size in bytes, without keeping it alive."""
+    """A weak reference to a storage, with its address and size in bytes."""
 
     __slots__ = ("_reference", "address", "size")
 
@@ -42,7 +47,7 @@ class StorageRef:
 def storage_refs(
     tensors: Iterable[torch.Tensor | None], device: torch.device
 ) -> dict[int, StorageRef]:
-    """The storages on `device` behind the tensors, by address."""
+    """The storages on `device` that the tensors use, by address."""
     found: dict[int, StorageRef] = {}
     for tensor in tensors:
         if tensor is None:
@@ -54,13 +59,13 @@ def storage_refs(
 
 
 def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Several if the tensor is a subclass made of others. A sparse tensor counts as empty; no layer
-    of Megatron saves one."""
-    made_of: Any = tensor
-    if is_traceable_wrapper_subclass(made_of):
-        names, _ = made_of.__tensor_flatten__()
+    """Yield the storages of a tensor: several for a subclass made of other tensors, and none for a
+    sparse tensor, which no layer of Megatron saves."""
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, _ = wrapper.__tensor_flatten__()
         for name in names:
-            yield from _storages_of(getattr(made_of, name))
+            yield from _storages_of(getattr(wrapper, name))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 
@@ -69,32 +74,33 @@ _SavedTensor: Any = torch._C._autograd.SavedTensor
 
 
 class SavedTensors:
-    """What the graph behind some tensors keeps."""
+    """Iterates over the tensors that autograd saved in the graph of some outputs."""
 
     def __init__(self, outputs: Iterable[torch.Tensor | None]) -> None:
-        self.hidden: set[str] = set()
-        """The kinds of nodes met that do not show what they keep: functions of C++ extensions."""
+        self.opaque_nodes: set[str] = set()
+        """Names of visited nodes whose saved tensors cannot be read (functions of C++
+        extensions)."""
         self._roots = [tensor.grad_fn for tensor in outputs if tensor is not None]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Each saved tensor, some more than once; parameters are among them."""
+        """Yield each saved tensor, some of them repeatedly. Parameters are included."""
         stack: list[Any] = [node for node in self._roots if node is not None]
-        # A saved tensor is read through its node, and reading it from a dead one is fatal.
+        # Keeps the nodes alive: reading a saved tensor through a dead node crashes.
         seen = set(stack)
         while stack:
             node = stack.pop()
             kind: type = type(node)
             if kind.__name__ == "CppFunction":
-                self.hidden.add(node.name())
+                self.opaque_nodes.add(node.name())
             following = [each for each, _ in node.next_functions]
             for name in _saved_names(kind):
                 try:
                     saved = getattr(node, name)
                 except RuntimeError:
-                    continue  # A backward inside the forward has freed it already.
+                    continue  # a backward inside the forward has freed it
                 for each in saved if isinstance(saved, tuple) else (saved,):
                     yield from self._unpacked(each, following)
-            # What a Python function puts on its context by other ways than `save_for_backward`.
+            # Tensors that a Python function stored on its context without `save_for_backward`.
             yield from tensors_in(getattr(node, "__dict__", ()))
             for each in following:
                 if each is not None and each not in seen:
@@ -102,13 +108,13 @@ class SavedTensors:
                     stack.append(each)
 
     def _unpacked(self, saved: Any, following: list[Any]) -> Iterator[torch.Tensor]:
-        """What a saved tensor keeps, without calling a hook: it may fetch from another memory, or
-        recompute."""
+        """Yield the tensors that a saved tensor keeps alive, without calling its unpack hook, which
+        may copy from another device or recompute."""
         yield from tensors_in(saved.data)
         if saved.unpack_hook is None:
             return
         yield from tensors_in(getattr(saved.data, "__dict__", ()))
-        # torch's checkpoint, in its form that is not reentrant, has the inputs of its forward here.
+        # torch's non-reentrant checkpoint stores the inputs of its forward here.
         for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
             frame = cell.cell_contents
             for each in getattr(frame, "saved_args", ()):
@@ -118,12 +124,12 @@ class SavedTensors:
 
 @cache
 def _saved_names(kind: type) -> tuple[str, ...]:
-    """The attributes of a kind of node that have what it saved."""
+    """The attributes of a node type that hold saved tensors."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, sets and dictionaries; other objects are left alone."""
+    """Yield the tensors in nested lists, tuples, sets and dicts. Other objects are skipped."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, dict):
@@ -134,27 +140,26 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-# The masks that a forward fills attention scores with.
-#
-# Where no fused kernel does it, Megatron fills them in place, in a view. The node that autograd
-# makes of it does not show what it keeps, so the masks are noted as they are used.
+class MaskTracker:
+    """Tracks the attention masks that a model chunk's forward uses.
 
-
-class Masks:
-    """The layers of a model chunk that use masks."""
+    Without a fused kernel, Megatron applies a mask to the scores in place, in a view. The autograd
+    node of this operation does not show its saved tensors, so masks are tracked as they are used.
+    """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._device = device
         self._users = masked_softmaxes(model)
 
     @contextmanager
-    def noted(self) -> Iterator[dict[int, StorageRef]]:
-        """Wrap a forward; gives the masks that are still there, by address, once it has ended."""
+    def tracking(self) -> Iterator[dict[int, StorageRef]]:
+        """Wrap a forward. The dict that it gives has, after the block, the masks still alive, by
+        address."""
         used: list[StorageRef] = []
         alive: dict[int, StorageRef] = {}
         functions = [user.mask_func for user in self._users]
 
-        def noting(function: Any) -> Any:
+        def tracked(function: Any) -> Any:
             def fill(scores: Any, mask: Any) -> Any:
                 used.extend(storage_refs([mask], self._device).values())
                 return function(scores, mask)
@@ -162,7 +167,7 @@ class Masks:
             return fill
 
         for user, function in zip(self._users, functions, strict=True):
-            user.mask_func = noting(function)
+            user.mask_func = tracked(function)
         try:
             yield alive
         finally:
@@ -176,60 +181,60 @@ Tensors = Iterable[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """What one microbatch kept on one chunk."""
+    """The activation bytes of one microbatch on one chunk."""
 
     until_b: int
-    """From the end of its F on."""
+    """Bytes from the end of F until B."""
     until_w: int
-    """From the end of its B on: the operands of the products that W computes; 0 if the backward is
-    whole. Gradients are among them, so it may be more than what the F kept."""
+    """Bytes from the end of B until W: the operands of W's matrix products; 0 if the backward is
+    whole. They include gradients, so there may be more of them than of `until_b`."""
     allocated: int | None
-    """By how much its F let the device's allocated memory grow; None on the CPU. Only a check: it
-    includes the output on its way to the next rank, and what other threads receive meanwhile."""
+    """The growth of the device's allocated memory during F; None on the CPU. Used as a check only:
+    it includes the output in flight to the next rank, and messages received meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """What a microbatch keeps after its F."""
+    """The memory of a microbatch after its F."""
 
     message_bytes: int
-    """Of the chunk's inputs and outputs, as far as they are kept."""
+    """Bytes of the chunk's inputs and outputs that stay in memory."""
     saved: list[StorageRef]
     allocated: int | None
 
 
 class ActivationCounter:
-    """Counts for the microbatches of one chunk in one step."""
+    """Counts the activation bytes of the microbatches of one chunk in one step."""
 
     def __init__(self, model: torch.nn.Module, fixed: frozenset[int], device: torch.device) -> None:
-        """`fixed` are the `fixed_storages` of all chunks of the rank. Only memory of `device`
+        """`fixed` are the `fixed_storages` of all chunks of the rank. Only memory on `device`
         counts."""
         self._fixed = fixed
         self._device = device
-        self._masks = Masks(model, device)
-        self._noted: dict[int, StorageRef] = {}
+        self._mask_tracker = MaskTracker(model, device)
+        self._masks: dict[int, StorageRef] = {}
         self._allocated: int | None = None
         self._forwards: dict[int, _Forward] = {}
         self._until_w: dict[int, int] = {}
         self._now: dict[int, int] = {}
-        self.hidden: set[str] = set()
-        """The kinds of autograd nodes met that do not show what they keep."""
+        self.opaque_nodes: set[str] = set()
+        """Names of autograd nodes whose saved tensors cannot be read."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap a forward; `count_forward` comes next."""
-        before = self._num_allocated()
-        with self._masks.noted() as self._noted:
+        """Wrap a forward. Call `count_forward` next."""
+        before = self._allocated_bytes()
+        with self._mask_tracker.tracking() as self._masks:
             yield
-        after = self._num_allocated()
+        after = self._allocated_bytes()
         self._allocated = None if before is None or after is None else after - before
 
     def count_forward(
         self, microbatch: int, inputs: Tensors, outputs: Tensors, sent: Tensors = ()
     ) -> None:
-        """Count what a microbatch keeps after its F: its inputs and outputs, and what autograd
-        saved in their graph. What was `sent` counts only if it was saved; a link may hold on to it
-        beyond the step."""
+        """Count the memory of a microbatch after its F: its inputs and outputs, and the tensors
+        that autograd saved. A tensor that was `sent` counts only if autograd saved it, because a
+        link may keep it beyond the step."""
         outputs = list(outputs)
         graph = SavedTensors(outputs)
         messages = self._storages((*inputs, *outputs))
@@ -238,33 +243,32 @@ class ActivationCounter:
             address: saved[address] for address in self._storages(sent) if address in saved
         }
         saved |= {
-            address: mask for address, mask in self._noted.items() if address not in self._fixed
+            address: mask for address, mask in self._masks.items() if address not in self._fixed
         }
-        self._forwards[microbatch] = _Forward(
+        forward = self._forwards[microbatch] = _Forward(
             sum(each.size for each in messages.values()),
             [each for address, each in saved.items() if address not in messages],
             self._allocated,
         )
-        self.hidden |= graph.hidden
-        forward = self._forwards[microbatch]
+        self.opaque_nodes |= graph.opaque_nodes
         self._now[microbatch] = forward.message_bytes + sum(each.size for each in forward.saved)
 
     def count_backward(self, microbatch: int, operands: Tensors) -> None:
-        """Count what a microbatch keeps after its B, for its W."""
+        """Count the memory of a microbatch after its B: the operands of its W."""
         operand_bytes = sum(each.size for each in self._storages(operands).values())
         self._until_w[microbatch] = self._now[microbatch] = operand_bytes
 
-    def freed(self, microbatch: int) -> None:
-        """Its last task has run."""
+    def remove(self, microbatch: int) -> None:
+        """Stop counting a microbatch in `held_bytes`, after its last task."""
         del self._now[microbatch]
 
     @property
     def held_bytes(self) -> int:
-        """What all microbatches keep now, with whatever outlives the step."""
+        """The bytes of all microbatches now, including tensors that outlive the step."""
         return sum(self._now.values())
 
-    def found(self) -> list[ActivationBytes]:
-        """By microbatch, once the step's last task has run."""
+    def results(self) -> list[ActivationBytes]:
+        """The bytes by microbatch. Call it after the step's last task."""
         return [
             ActivationBytes(
                 forward.message_bytes
@@ -279,18 +283,18 @@ class ActivationCounter:
         found = storage_refs(tensors, self._device)
         return {address: each for address, each in found.items() if address not in self._fixed}
 
-    def _num_allocated(self) -> int | None:
+    def _allocated_bytes(self) -> int | None:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
 
 
 def fixed_storages(models: Sequence[Any], device: torch.device) -> frozenset[int]:
-    """The addresses of parameters, buffers and gradients, which are there whatever a step runs."""
+    """The addresses of parameters, buffers and gradients, which exist outside of any step."""
     return frozenset(
         storage_refs(
             (
                 tensor
                 for model in models
-                # Megatron's DistributedDataParallel has a `buffers` of another meaning.
+                # Megatron's DistributedDataParallel has an attribute `buffers` of another meaning.
                 for held in (*model.parameters(), *torch.nn.Module.buffers(model))
                 for tensor in (held, held.grad, getattr(held, "main_grad", None))
             ),

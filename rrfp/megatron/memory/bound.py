@@ -1,9 +1,8 @@
-"""A rank's bound in bytes from step to step: the sizes to reckon with, and the budget.
+"""The memory bound of a rank in bytes: predicted activation sizes and the budget of each step.
 
-Before a step, every microbatch's size on every chunk is bounded by what earlier steps kept there
-(`SizeModel`). A size that nothing bounds yet takes all of the budget that the known ones leave, so
-that such a microbatch runs alone. In the first step no size is known, and microbatches pass one by
-one.
+Before a step, `SizeModel` bounds the size of every microbatch on every chunk by the sizes measured
+in earlier steps. A microbatch without a bound counts as all of the remaining budget, so that it
+runs alone. In the first step no size is known, and microbatches run one at a time.
 """
 
 import math
@@ -22,17 +21,15 @@ from rrfp.megatron.step_groups import device_for
 from rrfp.planning.forecast import Bound, SizeModel
 from rrfp.planning.item_costs import Features, with_group
 from rrfp.runtime.rendezvous import count_rank, num_ranks_counted
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.knobs import Auto, Bytes
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.policy import Auto, Bytes
 
-# What a device has left for activations, for `--hold auto`.
-#
-# Asked after a first step, when parameters, gradients and optimizer states are there.
-
+# The free memory of a device, for `--hold auto`. It is measured after a first step, when
+# parameters, gradients and optimizer states exist.
 
 _MARGIN = 0.1
-"""The share of the device that is left free: for temporary tensors, messages that wait to be sent
-or taken up, and what an allocator loses between its blocks."""
+"""The share of the device's memory left free for temporary tensors, waiting messages, and the
+allocator's fragmentation."""
 
 _MEMORY_CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -46,50 +43,50 @@ _MEMORY_CGROUPS = (
 def activation_headroom(device: torch.device) -> int:
     """Return the bytes that activations may use on this device, measured between two steps.
     On a GPU, `register_gpu_rank` must run first. Raises RrfpError if no memory is left."""
-    room = _room_on_gpu(device) if device.type == "cuda" else _room_on_host()
-    if room <= 0:
+    headroom = _gpu_headroom(device) if device.type == "cuda" else _host_headroom()
+    if headroom <= 0:
         raise RrfpError(
             f"{device} has no memory left for activations after a margin of {_MARGIN:.0%}; use "
             "fewer layers a rank, or more ranks"
         )
-    return room
+    return headroom
 
 
 def register_gpu_rank(device: torch.device) -> None:
-    """Count this rank among those of its GPU; elsewhere than on a GPU, do nothing.
+    """Count this rank among the ranks on its GPU. Does nothing on other devices.
 
-    How many GPUs a rank sees does not tell who else takes them: srun may show each of its tasks one
-    of its own. Each rank does this a step before any asks for its room. By then its pipeline has
-    passed messages to and fro, and replicas have added up gradients.
+    The GPUs that a rank sees do not show which ranks share them: srun may show each task only its
+    own. Each rank registers one step before any rank reads the count, so that the step's messages
+    and gradient sums separate the two.
     """
     if device.type == "cuda":
-        count_rank(_ranks_of(device))
+        count_rank(_gpu_counter(device))
 
 
-def _ranks_of(device: torch.device) -> str:
-    """The name under which the ranks of a GPU are counted, anew when torchrun starts them again
-    after a failure. Where it does so because hosts have come or gone, ranks that got other numbers
-    are counted twice, and take less than their share."""
+def _gpu_counter(device: torch.device) -> str:
+    """The name of the counter of ranks on a GPU. torchrun's restart after a failure starts a new
+    counter. If it restarts because hosts have joined or left, ranks with new numbers count twice
+    and get less than their share."""
     uuid = torch.cuda.get_device_properties(device).uuid
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"rrfp/ranks-of-gpu/{uuid}/{start}"
 
 
-def _room_on_gpu(device: torch.device) -> int:
-    """This rank's even share of what the ranks on its GPU have left, and its allocator's blocks."""
-    register_gpu_rank(device)  # in case the process groups, and their store, were made anew since
+def _gpu_headroom(device: torch.device) -> int:
+    """An even share of the GPU's free memory, plus the unused blocks of this rank's allocator."""
+    register_gpu_rank(device)  # the process groups and their store may be new
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free - int(_MARGIN * total)) // num_ranks_counted(_ranks_of(device)) + unused
+    return (free - int(_MARGIN * total)) // num_ranks_counted(_gpu_counter(device)) + unused
 
 
-def _room_on_host() -> int:
-    """This rank's even share of what the host, or its control group, has left."""
+def _host_headroom() -> int:
+    """An even share of the free memory of the host or its control group."""
     available, total = _meminfo()
     for limit_file, used_file in _MEMORY_CGROUPS:
         try:
             limit, used = (int(file.read_text()) for file in (limit_file, used_file))
-        except (OSError, ValueError):  # there is no such group, or it has no limit
+        except (OSError, ValueError):  # no such control group, or no limit
             continue
         if limit < total:
             available, total = min(available, limit - used), limit
@@ -108,52 +105,51 @@ def _meminfo() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a dispatcher is told of a step's memory."""
+    """The memory plan of a step: the dispatcher's sizes and budget."""
 
-    sizes: Sizes | None = None
-    """By chunk."""
+    sizes: ActivationSizes | None = None
+    """Expected bytes by chunk and microbatch."""
     budget: int | None = None
-    """In bytes, where it is not the policy's."""
+    """The budget in bytes; None: that of the policy."""
     bound: "MemoryBound | None" = None
-    """What made the plan, to learn from the step."""
+    """The author of this plan, which learns from the step."""
     measures: bool = False
-    """Whether it needs to learn from the step."""
+    """True if the step must be measured."""
     unknown_sizes: int = 0
-    """How many of the sizes nothing bounds yet."""
+    """The number of sizes that have no bound yet."""
 
 
 _MEASURES_EVERY = 32
-"""Steps: measuring a step takes some percent of it, and sizes may come to differ."""
+"""Steps between measurements. Measuring takes a few percent of a step, and sizes may change."""
 
 _EXPERT_MARGIN = 0.3
-"""How many tokens experts get from other replicas is known only once they are routed. The largest
-size in our runs exceeded its bound by 0.28 (docs/memory.md)."""
+"""Added to the bounds with expert parallelism, because the number of tokens from other replicas is
+known only after routing. The largest measured excess was 0.28 (docs/memory.md)."""
 
 
 class MemoryBound:
-    """The sizes and the budget of one rank's steps; the ranks of a group have the same."""
+    """Plans the sizes and the budget of one rank's steps, equal on all ranks of a group."""
 
     def __init__(self, hold: Bytes | Auto, num_chunks: int, device: torch.device) -> None:
         self._models = [SizeModel() for _ in range(num_chunks)]
         self._device = device
         self._hold = hold
         self.budget: int | None = hold.num if isinstance(hold, Bytes) else None
-        """In bytes; None until `auto` has found it."""
+        """The budget in bytes; None until `auto` has measured it."""
         if hold is Auto.AUTO:
             register_gpu_rank(device)
         self._features: Sequence[Features] = ()
         self._num_planned = 0
         self._waiting_gradients = 0
-        """The most bytes of a step's gradients that waited for those of earlier microbatches."""
+        """The peak bytes of gradients that waited for those of earlier microbatches."""
 
     def plan(
         self, features: Sequence[Features], groups: Sequence[Any], experts: Any = None
     ) -> StepMemory:
-        """The plan of a step whose microbatches have these features.
+        """Plan a step whose microbatches have these features.
 
-        The ranks of `groups`, which dispatch their tasks together, call this together; they reckon
-        with the largest size of any of them, and the smallest budget. `experts` is the group over
-        which experts are spread, if they are.
+        The ranks of `groups`, which dispatch tasks together, call this together. They plan with the
+        largest size and the smallest budget among them. `experts` is the expert-parallel group.
         """
         is_spread = experts is not None and experts.size() > 1
         if is_spread:
@@ -167,47 +163,47 @@ class MemoryBound:
         measures = is_spread or is_due or not (is_known and is_fitted)
         num_unknown = sum(row.count(None) for row in bounds)
         if is_spread:
-            bounds = [[_widened(bound) for bound in row] for row in bounds]
+            bounds = [[_with_expert_margin(bound) for bound in row] for row in bounds]
         is_first = self._hold is Auto.AUTO and self.budget is None
         if is_first and any(bound is not None for row in bounds for bound in row):
             self.budget = activation_headroom(self._device)
         if self.budget is None:
-            # Sizes of 1: whatever they are, one microbatch at a time.
+            # Sizes of 1, so that one microbatch runs at a time.
             ones = [[1] * len(features) for _ in bounds]
-            sizes, (_, budget) = _agreed(ones, ones, (0, len(bounds)), groups)
+            sizes, (_, budget) = _reduce_over(ones, ones, (0, len(bounds)), groups)
             return StepMemory(sizes, budget, self, True, num_unknown)
         largest = [max((bound.kept for bound in row if bound), default=0) for row in bounds]
         unknown = [None in row for row in bounds]
         if any(unknown):
-            # Alone, a microbatch without a bound may take what is left.
+            # A microbatch without a bound runs alone, with all that is left.
             share = max(0, self.budget - sum(largest)) // sum(unknown)
             largest = [size + share * lacks for size, lacks in zip(largest, unknown, strict=True)]
         kept = [
             [most if bound is None else bound.kept for bound in row]
             for row, most in zip(bounds, largest, strict=True)
         ]
-        owed = [
+        pending = [
             [most if bound is None else bound.owed for bound in row]
             for row, most in zip(bounds, largest, strict=True)
         ]
         budgets = (self.budget - self._waiting_gradients, self.budget)
-        sizes, (free, budget) = _agreed(kept, owed, budgets, groups)
-        # Where only one microbatch at a time is left, waiting gradients take what they take.
+        sizes, (free, budget) = _reduce_over(kept, pending, budgets, groups)
+        # Even if waiting gradients need more, one microbatch at a time must fit.
         budget = max(free, min(sizes.least_budget, budget))
         return StepMemory(sizes, budget, self, measures, num_unknown)
 
     def reserve_for_gradients(self, waiting_gradient_bytes: int) -> None:
-        """Leave room in later steps for as many bytes of waiting gradients as a step has had."""
+        """Reserve memory in later steps for the peak bytes of waiting gradients in this step."""
         self._waiting_gradients = max(self._waiting_gradients, waiting_gradient_bytes)
 
-    def learn(self, kept: Sequence[Sequence[ActivationBytes]]) -> None:
-        """Take in what the microbatches of the planned step kept, by chunk and microbatch."""
-        for model, row in zip(self._models, kept, strict=True):
+    def learn(self, measured: Sequence[Sequence[ActivationBytes]]) -> None:
+        """Fit the size models to the measured step, by chunk and microbatch."""
+        for model, row in zip(self._models, measured, strict=True):
             for features, found in zip(self._features, row, strict=True):
                 model.take(features, found.until_b, found.until_w)
 
 
-def _widened(bound: Bound | None) -> Bound | None:
+def _with_expert_margin(bound: Bound | None) -> Bound | None:
     if bound is None:
         return None
     return Bound(*(math.ceil(size * (1 + _EXPERT_MARGIN)) for size in bound))
@@ -222,19 +218,19 @@ def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
     return [with_group(each, others) for each, *others in zip(features, *members, strict=True)]
 
 
-def _agreed(
-    kept: list[list[int]], owed: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
-) -> tuple[Sizes, tuple[int, int]]:
-    """The largest sizes and the smallest budgets in these process groups."""
+def _reduce_over(
+    kept: list[list[int]], pending: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
+) -> tuple[ActivationSizes, tuple[int, int]]:
+    """The largest sizes and the smallest budgets over the ranks of these process groups."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
-        return Sizes(kept, owed), budgets
+        return ActivationSizes(kept, pending), budgets
     num_microbatches = len(kept[0])
-    table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *owed])
+    table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *pending])
     for group in shared:
         on_device = table.to(device_for(group))
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
         table = on_device.cpu()
     free, budget, *found = table.tolist()
-    sizes = Sizes(found[: len(kept)], found[len(kept) :])
+    sizes = ActivationSizes(found[: len(kept)], found[len(kept) :])
     return sizes, (-free[0], -budget[0])

@@ -1,1 +1,1 @@
-"""Megatron's own schedule, recorded and paced."""
+"""Records and paces Megatron's own schedule."""

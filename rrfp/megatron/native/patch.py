@@ -1,4 +1,4 @@
-"""What stands in a job for Megatron's schedule functions to record them. Imports no torch."""
+"""The patch that records a job's own Megatron schedule. Imports no torch."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class NativePatch:
-    """Megatron's own schedule, recorded. Its getter stays: it chooses from the recorded ones."""
+    """Replaces Megatron's schedule functions by recorded ones. Its getter stays and chooses among
+    these."""
 
     def __init__(self, request: RecordingRequest) -> None:
         self.was_called = False
         self._is_checked = False
-        self._was_passed_by = False
+        self._has_warned_of_bypass = False
         self._request = request
         self._recording: JobRecording | None = None
         self._schedule: NativeSchedule | None = None
@@ -34,23 +35,22 @@ class NativePatch:
         return {name: patched_schedule(name, self._check_once, self.run) for name in SCHEDULES}
 
     def on_bypass(self, sentence: str) -> None:
-        """Megatron's schedule is what was asked for: only its recording is missing."""
-        if not self._was_passed_by:
-            self._was_passed_by = True
+        """Print once that a step is not recorded. It otherwise runs as requested."""
+        if not self._has_warned_of_bypass:
+            self._has_warned_of_bypass = True
             print_to_stderr(f"{sentence}; this step and others called so are not recorded")
 
     def _check_once(self) -> None:
-        """Before the first step: during one, what is checked is replaced by what records it."""
+        """Check before the first step only: during a step, the checked functions are wrapped."""
         if not self._is_checked:
             self.check()
             self._is_checked = True
 
     def run(self, own: Schedule, arguments: dict[str, Any]) -> Any:
-        """Run one step by one of Megatron's functions, with Megatron's arguments and return
-        value."""
+        """Run and record one step with Megatron's function `own`. Returns its result."""
         self.was_called = True
         if self._recording is None:
-            # After the check, because they import names that another Megatron-Core may not have.
+            # Imported after the check, because another Megatron-Core may lack names they import.
             from rrfp.megatron.job.description import describe_native_dispatch
             from rrfp.megatron.job.recording import JobRecording
 

@@ -1,8 +1,8 @@
-"""Megatron-Core's own schedule function, run unchanged and recorded.
+"""Runs Megatron-Core's own schedule function unchanged and records it.
 
 During a call, its `forward_step` and `backward_step`, its blocking transfers and its gradient
-finalisation are replaced by timed versions where the schedule looks them up, and restored
-afterwards. A call's arguments say which task it runs.
+finalization are replaced by timed versions where the schedule looks them up, and restored
+afterwards. The task is derived from the arguments of each call.
 """
 
 import time
@@ -38,31 +38,28 @@ from rrfp.trace.records import (
     step_name,
 )
 
-# When work began and ended, on the host or on the GPU, whichever runs it.
-#
-# On CUDA the host only launches a task; events on the current stream tell when the GPU ran it.
-# Nothing here waits for the GPU while a step runs.
+# Timers. On CUDA the host only launches a task, so events on the current stream measure when the
+# GPU runs it. No timer waits for the GPU while a step runs.
 
-
-_LONGEST_LOOK_NS = 100_000
+_MAX_COMPARE_NS = 100_000
 
 
 class Timer(Protocol):
-    """Marks points in the work, and later gives their times on the host's clock."""
+    """Marks points in the issued work and later returns their times on the host's clock, in ns."""
 
     knows_at_once: bool
-    """Whether the time of a mark is known when it is made."""
+    """True if the time of a mark is known when it is made."""
 
     def mark(self) -> Any:
         """Mark the end of the work issued so far."""
 
     def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
-        """The times of marks, passed in the order in which they were made. Without `wait`, None if
-        some are not known yet."""
+        """The times of marks, which must be in the order of their creation. Without `wait`, None if
+        a time is not known yet."""
 
 
 class HostTimer:
-    """For work that is done when its call returns."""
+    """Times work that is done when its call returns."""
 
     knows_at_once = True
 
@@ -77,11 +74,11 @@ class HostTimer:
 
 
 class CudaTimer:
-    """For work that is done when the current stream reaches it.
+    """Times work on the current CUDA stream with events.
 
-    An event's time is that of a reference event, whose time on the host's clock is known, plus the
-    time between the two. The last mark whose time was read becomes the next reference. Before a
-    step, if the GPU is idle, a new reference is made, because the two clocks drift.
+    An event's time is the host time of a reference event plus the time between the two events. The
+    last mark read becomes the next reference. `compare_clocks` makes a new reference, because the
+    two clocks drift.
     """
 
     knows_at_once = False
@@ -95,14 +92,13 @@ class CudaTimer:
         self._reference_ns = clock()
 
     def compare_clocks(self) -> None:
-        """Compare the clocks if the stream is idle, by an event that completes at once. Gives up
-        after a tenth of a millisecond."""
+        """Make a new reference event if the stream is idle. Gives up after 0.1 ms."""
         if not torch.cuda.current_stream().query():
             return
         event = self.mark()
         began_ns = self._clock()
         while not event.query():
-            if self._clock() - began_ns > _LONGEST_LOOK_NS:
+            if self._clock() - began_ns > _MAX_COMPARE_NS:
                 return
         self._reference, self._reference_ns = event, (began_ns + self._clock()) // 2
 
@@ -121,7 +117,7 @@ class CudaTimer:
             for mark in marks
         ]
         if marks:
-            # The time between two events has single precision: the closer they are, the better.
+            # The time between two events has single precision: a close reference is more exact.
             self._spare += [self._reference, *marks[:-1]]
             self._reference, self._reference_ns = marks[-1], times[-1]
         return times
@@ -131,14 +127,12 @@ def _new_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-# The pace of a step under Megatron's own schedule, whose transfers block the compute path.
-#
-# Megatron's `_communicate` does not say which microbatches it exchanges. But in each direction a
-# rank sends and receives in the order of its tasks, so the calls are counted.
+# Pacing. Megatron's `_communicate` has no argument that names the microbatches. But in each
+# direction a rank sends and receives in the order of its tasks, so the calls are counted.
 
 
 class NativePace:
-    """Paces what one rank does in one step."""
+    """Paces one rank's tasks and transfers in one step of Megatron's own schedule."""
 
     def __init__(self, pace: StepPace, shape: Shape, pp_rank: int) -> None:
         self._pace = pace
@@ -149,8 +143,8 @@ class NativePace:
         return self._pace.task(Task(stage, kind, microbatch))
 
     def transfer(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's `_communicate` so that both ends return only when the modelled time has
-        passed since the exchange; for concurrent messages, the longest time."""
+        """Wrap Megatron's `_communicate` so that both ends return only after the modelled time of
+        the exchange; for concurrent messages, after the longest one."""
 
         def paced(*args: Any, **kwargs: Any) -> Any:
             result = communicate(*args, **kwargs)
@@ -158,7 +152,7 @@ class NativePace:
             exchanged = [
                 next(messages)
                 for name, messages in self._messages.items()
-                # Arguments are tensors to send, or whether to receive one.
+                # An argument is a tensor to send, or True to receive one.
                 if kwargs[name] is not None and kwargs[name] is not False
             ]
             sleep_until(now_ns + max(map(self._pace.message_ns, exchanged), default=0))
@@ -168,12 +162,11 @@ class NativePace:
 
 
 def _messages(shape: Shape, pp_rank: int) -> dict[str, Iterator[Task]]:
-    """By argument of `_communicate`: the messages that it requests, in order, named by the tasks
-    that consume them."""
+    """By argument of `_communicate`: the tasks that consume its messages, in transfer order."""
     if shape.num_ranks == 1:
         return {}
     name = "1f1b" if shape.num_chunks == 1 else "interleaved"
-    row = order_of(hint_named(name).on(shape), shape).rows[pp_rank]
+    row = order_of(hint_named(name).for_shape(shape), shape).rows[pp_rank]
     forwards = [task for task in row if task.kind is Kind.F]
     backwards = [task for task in row if task.kind is Kind.B]
     return {
@@ -192,33 +185,33 @@ def _received(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
     return (task for task in tasks if shape.sender(task) is not None)
 
 
-Named = Callable[[str], AbstractContextManager[Any]]
-"""Opens a range of a given name in a profile, as `torch.profiler.record_function` does."""
+OpenRange = Callable[[str], AbstractContextManager[Any]]
+"""Opens a named range in a profile, as `torch.profiler.record_function` does."""
 
 
 class NativeSchedule:
-    """Called like Megatron's function, once per step; keeps the figures of the last step."""
+    """Runs Megatron's schedule function, once per step, and records it."""
 
     def __init__(
         self,
         pp_rank: int,
         record: Callable[[Record], None],
         timer: Timer | None = None,
-        named: Named = nullcontext,
+        open_range: OpenRange = nullcontext,
         name_of_step: Callable[[int], str] = step_name,
         pace: Pace | None = None,
         num_ranks: int | None = None,
     ) -> None:
-        """`timer` is the host's by default. `named` opens a range around each task, each wait and
-        each step; `name_of_step` names the last. Records come when their times are known, the
-        host's at once, in the order of the calls; training steps and evaluations are numbered
-        separately (`rrfp.trace.records`). `pace` holds tasks and transfers of training steps to
-        modelled times, if work runs on the host. `num_ranks` of the pipeline are those of
-        Megatron's parallel state by default."""
+        """`timer` defaults to a HostTimer. `open_range` opens a profiler range around each task,
+        wait and step; `name_of_step` returns a step's range name. `record` gets each record once
+        its times are known, with a HostTimer immediately. Training steps and evaluations are
+        numbered separately (`rrfp.trace.records`). `pace` delays tasks and transfers of training
+        steps to modelled times; it requires work on the host. `num_ranks` defaults to the pipeline
+        size of Megatron's parallel state."""
         self._pp_rank = pp_rank
         self._record = record
         self._timer = timer or HostTimer()
-        self._named = named
+        self._open_range = open_range
         self._name_of_step = name_of_step
         self._pace = pace
         self._num_ranks = num_ranks or pipeline_size()
@@ -226,14 +219,15 @@ class NativeSchedule:
         self._num_trained = 0
         self._num_evaluations = 0
         self.report: StepReport | None = None
-        """How the last step whose times are known went on this rank."""
+        """The report of the last step whose times are known."""
 
     def start_at(self, step: int) -> None:
-        """Number the next training step so, as a run that goes on from a checkpoint does."""
+        """Set the number of the next training step, for a run resumed from a checkpoint."""
         self._num_trained = step
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one step by Megatron's own schedule, with Megatron's arguments and return value."""
+        """Run one step with Megatron's own schedule. Takes Megatron's arguments and returns its
+        result."""
         forward_only = bool(arguments.get("forward_only", False))
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only
@@ -246,8 +240,8 @@ class NativeSchedule:
     def run(
         self, schedule: Callable[[], list[Any]], step: int, arguments: Mapping[str, Any]
     ) -> list[Any]:
-        """Run a step of this number by one of Megatron's schedule functions, which gets these
-        arguments; `settle` records it."""
+        """Run step number `step` by calling `schedule`, one of Megatron's schedule functions bound
+        to `arguments`. `settle` then records the step."""
         chunks = _chunks(arguments["model"])
         forward_only = bool(arguments.get("forward_only", False))
         kinds = FORWARD_ONLY if forward_only else WHOLE_BACKWARD
@@ -255,31 +249,34 @@ class NativeSchedule:
         pace = None
         if self._pace is not None and not forward_only:
             pace = NativePace(self._pace.start_step(step, shape), shape, self._pp_rank)
-        tally = _StepRecorder(
+        recorder = _StepRecorder(
             step,
             chunks,
             shape,
             self._pp_rank,
             self._timer,
-            self._named,
+            self._open_range,
             pace,
             self._record,
         )
-        with tally.recording(config_of(chunks[0])), self._named(self._name_of_step(step)):
-            # Marks are inside their ranges, because the profiler's own cost is not work.
+        with (
+            recorder.recording(config_of(chunks[0])),
+            self._open_range(self._name_of_step(step)),
+        ):
+            # The marks are inside the ranges, so that they exclude the profiler's own cost.
             start = self._timer.mark()
             data = schedule()
             end = self._timer.mark()
-        tally.add(start, end, PhaseRecord, step, Phase.SCHEDULE)
-        self._steps.append(tally)
+        recorder.add(start, end, PhaseRecord, step, Phase.SCHEDULE)
+        self._steps.append(recorder)
         return data
 
     def close(self) -> None:
-        """Record the remaining steps, waiting for their times."""
+        """Wait for the times of the remaining steps and record them."""
         self.settle(wait=True)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Record the steps whose times are known; with `wait`, all of them."""
+        """Record the steps whose times are known; with `wait`, wait for all of them."""
         while self._steps and (records := self._steps[0].records(wait=wait)) is not None:
             if not self._timer.knows_at_once:
                 for record in records:
@@ -292,7 +289,7 @@ def _chunks(model: Any) -> list[Any]:
 
 
 class _StepRecorder:
-    """Marks the tasks and waits of one step as they begin and end."""
+    """Times the tasks and waits of one step and makes their records."""
 
     def __init__(
         self,
@@ -301,22 +298,23 @@ class _StepRecorder:
         shape: Shape,
         pp_rank: int,
         timer: Timer,
-        named: Named,
+        open_range: OpenRange,
         pace: NativePace | None,
         record: Callable[[Record], None],
     ) -> None:
-        """`record` takes at once what is known at once, and what begins."""
+        """`record` immediately gets the records of begins, and with a HostTimer all others."""
         self._step = step
         self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._shape = shape
         self._pp_rank = pp_rank
         self._timer = timer
-        self._named = named
+        self._open_range = open_range
         self._pace = pace
         self._record = record
         self._num_forwards = [0] * len(chunks)
         self._forwarded: dict[int, tuple[int, int]] = {}
-        """Chunk and microbatch, by the id of their output, which the schedule keeps alive."""
+        """Chunk and microbatch by the id of the forward's output, which the schedule keeps
+        alive."""
         self._counts = FixedScheduleCounts(releases=Kind.B)
         self._num_waits = 0
         self._marks: list[Any] = []
@@ -324,7 +322,7 @@ class _StepRecorder:
         """For each record: its type, the indices of its two marks, and its other fields."""
 
     def recording(self, config: Any) -> AbstractContextManager[None]:
-        """Record what Megatron's schedule does during the block."""
+        """Patch the functions that Megatron's schedule calls for the block, to record them."""
         return patched_parts(
             forward=self.forward,
             backward=self.backward,
@@ -338,7 +336,7 @@ class _StepRecorder:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             chunk = self._chunks.get(id(kwargs["model"] if "model" in kwargs else args[2]))
-            if chunk is None:  # a model that a task of this call runs, such as a teacher
+            if chunk is None:  # another model that a task runs, such as a teacher
                 return function(*args, **kwargs)
             count = self._num_forwards[chunk]
             self._num_forwards[chunk] += 1
@@ -355,32 +353,32 @@ class _StepRecorder:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]
-            of = self._forwarded.pop(id(output), None)
-            if of is None:  # belongs to no forward of this call, so it is not one of its tasks
+            place = self._forwarded.pop(id(output), None)
+            if place is None:  # no forward of this call made the output, so it is not a task
                 return function(*args, **kwargs)
-            return self._run(Kind.B, *of, partial(function, *args, **kwargs))
+            return self._run(Kind.B, *place, partial(function, *args, **kwargs))
 
         return recorded
 
     def communicate(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's `_communicate` to record it, and later waits for transfers under way."""
+        """Wrap Megatron's `_communicate` to record it, and later waits for transfers in flight."""
         if self._pace is not None:
             function = self._pace.transfer(function)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             peer = _peer_of(next(iter(args), None), kwargs)
-            *received, under_way = self._transfer(function, peer)(*args, **kwargs)
-            if isinstance(under_way, dict):  # with overlap_p2p_comm; otherwise all is done
-                under_way = {
+            *received, in_flight = self._transfer(function, peer)(*args, **kwargs)
+            if isinstance(in_flight, dict):  # with overlap_p2p_comm; otherwise all is done
+                in_flight = {
                     name: _InFlightTransfer(handle, self._transfer(handle.wait, peer))
-                    for name, handle in under_way.items()
+                    for name, handle in in_flight.items()
                 }
-            return *received, under_way
+            return *received, in_flight
 
         return recorded
 
     def _transfer(self, function: Callable[..., Any], peer: int) -> Callable[..., Any]:
-        """Wrap a function to record it as a wait for a transfer from or to that rank."""
+        """Wrap a function to record it as a wait for a transfer with rank `peer`."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             cause = self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank)
@@ -391,11 +389,11 @@ class _StepRecorder:
     def wait(
         self, cause: Cause, function: Callable[..., Any], peer: int = -1
     ) -> Callable[..., Any]:
-        """Wrap a function to record it as a wait of this cause."""
+        """Wrap a function to record it as a wait with this cause."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self._begin(cause, peer=peer)
-            with self._named(wait_range(cause, self._num_waits, self._step)):
+            with self._open_range(wait_range(cause, self._num_waits, self._step)):
                 start = self._timer.mark()
                 result = function(*args, **kwargs)
                 end = self._timer.mark()
@@ -413,7 +411,7 @@ class _StepRecorder:
         self._record(BegunRecord(now_ns, now_ns, self._step, doing, *task, peer))
 
     def add(self, start: Any, end: Any, record: type[Any], *fields: Any) -> None:
-        """Record what lies between two marks, as soon as their times are known."""
+        """Add a record of type `record` for the time between two marks."""
         if self._timer.knows_at_once:
             times_ns = self._timer.times_ns((start, end), wait=False)
             assert times_ns is not None
@@ -422,7 +420,7 @@ class _StepRecorder:
         self._marks += (start, end)
 
     def records(self, *, wait: bool) -> list[Any] | None:
-        """The records; None while some times are unknown."""
+        """The step's records; None while a time is unknown."""
         times_ns = self._timer.times_ns(self._marks, wait=wait)
         if times_ns is None:
             return None
@@ -432,7 +430,7 @@ class _StepRecorder:
         ]
 
     def summary(self, records: list[Any]) -> StepSummary:
-        """The figures of the step."""
+        """The summary of the step, from its records."""
         schedule = records[-1]
         busy_ns = sum(r.end_ns - r.start_ns for r in records if isinstance(r, TaskRecord))
         peak_held = self._counts.peak_held / len(self._chunks)
@@ -441,7 +439,7 @@ class _StepRecorder:
     def _run(self, kind: Kind, chunk: int, microbatch: int, function: Callable[[], Any]) -> Any:
         stage = self._shape.stage_of(self._pp_rank, chunk)
         self._begin(Doing.TASK, kind, stage, microbatch)
-        with self._named(task_range(kind, stage, chunk, microbatch, self._step)):
+        with self._open_range(task_range(kind, stage, chunk, microbatch, self._step)):
             start = self._timer.mark()
             with nullcontext() if self._pace is None else self._pace.task(stage, kind, microbatch):
                 result = function()
@@ -452,7 +450,7 @@ class _StepRecorder:
 
 
 class _InFlightTransfer:
-    """The handle of a transfer, with its own `wait`."""
+    """A transfer's handle with a recorded `wait`."""
 
     def __init__(self, handle: Any, wait: Callable[..., Any]) -> None:
         self._handle = handle
@@ -463,7 +461,8 @@ class _InFlightTransfer:
 
 
 def _peer_of(communicator: Any, transfer: Mapping[str, Any]) -> int:
-    """The rank that a transfer of Megatron's waits for, the receiving half first."""
+    """The peer of a transfer of Megatron's, -1 if unknown. If it both sends and receives, the rank
+    that it receives from."""
     is_next = transfer.get("recv_next") or (
         not transfer.get("recv_prev") and transfer.get("tensor_send_next") is not None
     )

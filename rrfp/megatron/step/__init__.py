@@ -1,1 +1,1 @@
-"""One rank's computation in one step of a Megatron model, task by task."""
+"""The computation of one rank in one step of a Megatron model, task by task."""

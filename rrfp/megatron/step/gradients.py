@@ -1,8 +1,8 @@
-"""Sums the gradients of a step's microbatches, whatever order they come in.
+"""Sums the gradients of a step's microbatches, and starts their data-parallel reduction.
 
 Floating-point addition is not associative, so the result of a sum depends on its order. A sum in
-canonical order is the same to the bit for every order of tasks. As long as gradients come in
-microbatch order nothing is copied; one that comes early is held back until its predecessors are in.
+canonical order is bitwise equal for every order of tasks. Gradients that come in microbatch order
+are added without a copy. A gradient that comes early waits until its predecessors are added.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,38 +17,39 @@ Gradient = tuple[torch.nn.Parameter, torch.Tensor]
 
 
 class GradientSum(Protocol):
-    """The sum over one step's microbatches of the gradients of some parameters of a model chunk.
+    """Sums the gradients of some parameters of a model chunk over one step's microbatches.
 
-    It is in `main_grad` if Megatron's DistributedDataParallel keeps one (its hook empties `.grad`
-    into it), otherwise in `.grad`. Each microbatch is added once, by `adding` or by `add`.
+    The sum is in `main_grad` if Megatron's DistributedDataParallel has one (its hook adds `.grad`
+    to it), otherwise in `.grad`. Each microbatch is added once, by `adding` or by `add`.
     """
 
     @property
     def waiting_bytes(self) -> int:
-        """The size of the gradients that wait for those of earlier microbatches."""
+        """The bytes of gradients that wait for those of earlier microbatches."""
 
     def completes(self, microbatch: int) -> bool:
-        """Whether this microbatch, added now, is the last to change the sum, so that hooks inside
-        its backward see the final one."""
+        """True if adding this microbatch now completes the sum, so that hooks inside its backward
+        see the final sum."""
 
     def adding(self, microbatch: int) -> AbstractContextManager[None]:
         """Wrap the backward that adds this microbatch's gradients to the parameters."""
 
     def add(self, microbatch: int, gradients: Iterable[Gradient]) -> None:
-        """Add this microbatch's gradients; the iterable may compute each one on demand."""
+        """Add this microbatch's gradients. The iterable may compute each one on demand."""
 
 
 def gradient_sum(
     order: GradOrder, parameters: Iterable[torch.nn.Parameter], num_microbatches: int
 ) -> GradientSum:
-    """The sum of these parameters' gradients, in the chosen order."""
+    """Create the sum of these parameters' gradients in the chosen order."""
     if order is GradOrder.CANONICAL:
         return CanonicalGradients(parameters, num_microbatches)
     return ArrivalGradients(num_microbatches)
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add exactly as autograd and the hook of Megatron's DistributedDataParallel do."""
+    """Add a gradient to a parameter exactly as autograd and Megatron's DistributedDataParallel
+    do."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)
     elif parameter.grad is None:
@@ -58,7 +59,7 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class ArrivalGradients:
-    """The sum in order of arrival."""
+    """Sums gradients in order of arrival."""
 
     waiting_bytes = 0
 
@@ -80,8 +81,8 @@ class ArrivalGradients:
 
 
 class CanonicalGradients:
-    """The sum in microbatch order. A backward that comes early costs a copy of all gradients until
-    its predecessors are in; gradients passed to `add` are kept without a copy."""
+    """Sums gradients in microbatch order. An early backward costs a copy of all gradients until its
+    predecessors are added; gradients passed to `add` wait without a copy."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], num_microbatches: int) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -97,36 +98,32 @@ class CanonicalGradients:
     def adding(self, microbatch: int) -> Iterator[None]:
         if microbatch == self._next_microbatch:
             yield
-            self._go_on()
+            self._add_waiting()
             return
-        totals = [_set_apart(parameter) for parameter in self._parameters]
+        totals = [_start_empty_sum(parameter) for parameter in self._parameters]
         try:
             yield
         finally:
-            apart = [
-                _put_back(parameter, total)
+            added = [
+                (parameter, _restore_sum(parameter, total))
                 for parameter, total in zip(self._parameters, totals, strict=True)
             ]
-        gradients = [
-            (parameter, gradient)
-            for parameter, gradient in zip(self._parameters, apart, strict=True)
-            if gradient is not None
-        ]
-        self._keep(microbatch, gradients)
+        self._store(microbatch, [(each, found) for each, found in added if found is not None])
 
     def add(self, microbatch: int, gradients: Iterable[Gradient]) -> None:
         if microbatch == self._next_microbatch:
             for parameter, gradient in gradients:
                 add_gradient(parameter, gradient)
-            self._go_on()
+            self._add_waiting()
         else:
-            self._keep(microbatch, list(gradients))
+            self._store(microbatch, list(gradients))
 
-    def _keep(self, microbatch: int, gradients: list[Gradient]) -> None:
+    def _store(self, microbatch: int, gradients: list[Gradient]) -> None:
         self._early[microbatch] = gradients
         self.waiting_bytes += _bytes_of(gradients)
 
-    def _go_on(self) -> None:
+    def _add_waiting(self) -> None:
+        """Add the waiting gradients of the following microbatches, as far as they are complete."""
         self._next_microbatch += 1
         while self._next_microbatch in self._early:
             gradients = self._early.pop(self._next_microbatch)
@@ -141,10 +138,10 @@ def _bytes_of(gradients: list[Gradient]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _set_apart(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Replace the sum so far by an empty one, and return it.
+def _start_empty_sum(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Replace the parameter's sum by an empty one and return the previous sum.
 
-    Of `main_grad` only the storage changes, because fused kernels hold on to the tensor from the
+    Only the storage of `main_grad` changes, because fused kernels refer to the tensor from the
     forward on.
     """
     total: torch.Tensor | None
@@ -157,29 +154,26 @@ def _set_apart(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return total
 
 
-def _put_back(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
-    """Restore the sum, and return what was added meanwhile."""
-    apart: torch.Tensor | None
+def _restore_sum(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
+    """Restore a previous sum and return the gradient added since `_start_empty_sum`."""
+    added: torch.Tensor | None
     if hasattr(parameter, "main_grad"):
-        apart = parameter.main_grad.data
+        added = parameter.main_grad.data
         parameter.main_grad.data = total
     else:
-        apart, parameter.grad = parameter.grad, total
-    return apart
-
-
-# When the data-parallel reduction of a step's gradients starts, chunk by chunk.
-#
-# All replicas must start their reductions in the same order, though each runs its tasks in its own.
-# That order is from the largest chunk down, in which backwards end. A chunk's reduction starts once
-# its gradients are complete and the larger chunks' reductions have started. If replicas run their
-# backwards in the same order, Megatron's hooks may start it inside a chunk's last backward, bucket
-# by bucket.
+        added, parameter.grad = parameter.grad, total
+    return added
 
 
 class Reduction:
-    """Starts the reductions of one training step on this rank; Megatron's `no_sync_func` holds
-    them back until then."""
+    """Starts the data-parallel gradient reductions of one training step on this rank.
+
+    All replicas must start their reductions in the same order, although each orders its tasks
+    itself. This order is from the largest chunk down, as backwards end. A chunk's reduction starts
+    once its gradients are complete and the larger chunks' reductions have started. If replicas run
+    their backwards in the same order, Megatron's hooks may start it inside a chunk's last backward,
+    bucket by bucket. Until then Megatron's `no_sync_func` holds reductions back.
+    """
 
     def __init__(
         self,
@@ -190,21 +184,21 @@ class Reduction:
         follows_hooks: bool,
         starts_early: bool,
     ) -> None:
-        """`follows_hooks` says that replicas run their backwards in the same order, so that
+        """`follows_hooks` states that replicas run their backwards in the same order, so that
         Megatron's hooks may start reductions. Without `starts_early` all reductions wait for
-        `finish`. Every replica must choose the same."""
+        `finish`. Both must be equal on all replicas."""
         self._models = models
         no_sync = config.no_sync_func or nullcontext
         self._no_sync: Sequence[Callable[[], AbstractContextManager[Any]]] = (
             no_sync if isinstance(no_sync, list) else [no_sync]
         )
-        self._grad_sync = each(config.grad_sync_func, len(models))
-        # As in Megatron's schedules.py: a user's function takes precedence over the hooks, except
+        self._grad_sync = function_per_chunk(config.grad_sync_func, len(models))
+        # As in Megatron's schedules.py, a user's function takes precedence over the hooks, except
         # on the first rank of a pipeline with one chunk per rank, whose backward ends last.
         has_hooks = self._grad_sync is None or (is_first_rank and len(models) == 1)
         self._follows_hooks = follows_hooks and starts_early and has_hooks
         if has_hooks and hasattr(models[0], "ddp_config"):
-            # Where they are not followed, the buckets are started as they would start them.
+            # If the hooks may not start reductions, `_start` starts the buckets as they would.
             self._grad_sync = None
         self._starts_early = starts_early
         self._is_finalized = config.finalize_model_grads_func is not None
@@ -215,15 +209,15 @@ class Reduction:
         self._hold()
 
     def around_last_backward(self, chunk: int) -> AbstractContextManager[None]:
-        """Wrap the backward that completes a chunk's gradients: Megatron's hooks may start the
-        reduction there."""
+        """Wrap the backward that completes a chunk's gradients, in which Megatron's hooks may start
+        the reduction."""
         if not self._follows_hooks:
             return nullcontext()
         self._started.add(chunk)
         return self._released()
 
     def complete(self, chunk: int) -> None:
-        """All gradients of the chunk are complete."""
+        """Mark a chunk's gradients as complete and start the reductions that are due."""
         self._complete.add(chunk)
         if self._starts_early:
             self._start_due()
@@ -249,19 +243,20 @@ class Reduction:
             with self._released():
                 self._grad_sync[chunk](model.parameters())
         elif _reduces_early(model):
-            # As Megatron's hooks do; `start_grad_sync` itself would ignore the flag.
+            # As in Megatron's hooks. The model's `start_grad_sync` would ignore the flag.
             for buckets in model.bucket_groups + model.expert_parallel_bucket_groups:
                 if not (buckets.is_first_batch and self._is_left_to_megatron(model)):
                     buckets.start_grad_sync(force_all_reduce=model.force_all_reduce)
 
     def _is_left_to_megatron(self, model: Any) -> bool:
-        """Whether Megatron's `finish_grad_sync` must start the reductions that it starts by itself:
-        those of buckets for which no hook has counted gradients yet. It cannot see that one was
-        started where that left no handle, as with several optimizer instances; and where the call
-        finalizes nothing, the loop may add the gradients of further calls before it does."""
+        """True if buckets whose hooks have not counted gradients yet must be left to Megatron's
+        `finish_grad_sync`. With several optimizer instances, a started reduction leaves no handle,
+        and Megatron would start it again. If the call finalizes nothing, the loop may add the
+        gradients of further calls before it reduces."""
         return model.ddp_config.num_distributed_optimizer_instances > 1 or not self._is_finalized
 
     def _hold(self) -> None:
+        """Enter Megatron's `no_sync_func`."""
         for no_sync in self._no_sync:
             self._held.enter_context(no_sync())
 
@@ -274,14 +269,14 @@ class Reduction:
             self._hold()
 
 
-def each(function: Any, num_chunks: int) -> list[Any] | None:
-    """The function for each chunk; Megatron takes it bare or in a list."""
+def function_per_chunk(function: Any, num_chunks: int) -> list[Any] | None:
+    """The function for each chunk. Megatron accepts one function or a list."""
     if function is None or isinstance(function, list):
         return function
     return [function] * num_chunks
 
 
 def _reduces_early(model: Any) -> bool:
-    """Whether Megatron's finalisation expects a reduction that was started before it."""
+    """True if Megatron's gradient finalization expects reductions to have started."""
     ddp_config = getattr(model, "ddp_config", None)
     return ddp_config is not None and ddp_config.overlap_grad_reduce

@@ -1,22 +1,22 @@
-"""The data that `forward_step_func` draws, task by task, whatever the order of the tasks.
+"""Gives each microbatch the data that it has under Megatron's schedule, in any order of tasks.
 
-Megatron passes the training loop's own object to one microbatch after the other, alternating
-between chunks, under the loop's own random states. We give every microbatch the same data:
+Megatron passes the training loop's data object to one microbatch after the other, alternating
+between chunks, under the loop's random states. The drop-in gives every microbatch the same data:
 
-- With one chunk whose microbatches keep their order, the object itself is passed on, whatever it
-  is, and everything outside the model runs under the loop's random states, as in Megatron.
-- Otherwise (several chunks, an order that reorders microbatches, an admission order) an iterator is
-  passed on as a view of the microbatch's own items, which are drawn under the loop's random states.
-  All else that the forward draws at random belongs to its task.
-- Out of order, items are still drawn in sequence, and kept until their microbatch runs. Between
-  chunks, items are drawn in Megatron's order as soon as it matters: when drawing has advanced the
-  loop's random states, or when two chunks share an iterator.
-- With several chunks whose microbatches keep their order, an object that is not an iterator is
-  passed on itself, and must not advance the loop's random states.
+- If a rank has one chunk whose microbatches keep their order, `forward_step_func` gets the object
+  itself, of any type. As in Megatron, all code outside of the model uses the loop's random states.
+- Otherwise (several chunks, reordered microbatches, an admission order) it gets a view of an
+  iterator with the microbatch's own items. These are drawn under the loop's random states; all
+  other random numbers of the forward come from its task's states.
+- Items are always drawn in sequence. If tasks run out of order, items wait for their microbatch.
+  Between chunks, items are drawn in Megatron's order if that can matter: if drawing has advanced
+  the loop's random states, or if two chunks share an iterator.
+- If a rank has several chunks whose microbatches keep their order, an object that is not an
+  iterator is passed itself, and must not advance the loop's random states.
 
-Which chunks draw at all, and how many items a microbatch takes, is known only once they run; until
-then all are assumed to be alike. If that proves wrong, the step fails, because it would train on
-other data than under Megatron's own schedule.
+A step learns only while it runs which chunks draw data, and how many items a microbatch takes.
+Until then it assumes that all are alike. If the assumption fails, the step fails, because it would
+train on other data than under Megatron's own schedule.
 """
 
 import random
@@ -37,20 +37,19 @@ if TYPE_CHECKING:
 
 
 class MismatchedDataError(UsageError, RuntimeError):
-    """Data iterators that do not match the model chunks. Megatron raises a RuntimeError here."""
+    """Data iterators do not match the model chunks. Megatron raises a RuntimeError here."""
 
 
 @dataclass(slots=True)
 class DataHabits:
-    """What the steps so far have shown about a training loop's data."""
+    """Properties of a training loop's data, learned from its steps so far."""
 
     order_matters: bool = False
-    """Whether the order between a rank's chunks matters: what one draws depends on earlier draws of
-    others."""
-    silent_chunks: set[int] = field(default_factory=set)
+    """True if a chunk's items depend on earlier draws of the rank's other chunks."""
+    idle_chunks: set[int] = field(default_factory=set)
     """The chunks that have an iterator and do not draw from it."""
     num_items: int = 1
-    """How many items a microbatch takes."""
+    """The number of items that a microbatch takes."""
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class _Slot:
     items: deque[Any] = field(default_factory=deque)
     num_taken: int = 0
     is_ahead: bool = False
-    """Items drawn ahead that the microbatch has not taken yet."""
+    """True if items were drawn ahead and the microbatch has not taken one yet."""
 
 
 class StepData:
@@ -75,22 +74,22 @@ class StepData:
         keeps_order: bool,
         group_size: int,
     ) -> None:
-        """`given` has the loop's object for each chunk, or None. `keeps_order` says that every
+        """`given` has the loop's data object for each chunk, or None. With `keeps_order`, every
         chunk runs its microbatches in sequence; otherwise all objects must be iterators. Megatron
-        alternates between chunks, `group_size` microbatches of each.
+        alternates between chunks after `group_size` microbatches.
         """
         self._given = given
         self._habits = habits
         self._keeps_order = keeps_order
         self._has_several = len(given) > 1
         self._slots: list[list[_Slot]] = [[] for _ in given]
-        """By chunk, then by number in the sequence of items, up to the last one drawn."""
+        """Drawn items by chunk and microbatch, in the sequence of the data."""
         self._places = _places(num_microbatches, len(given), group_size)
         self._last_moved = -1
-        """The latest place in Megatron's order whose draw advanced the caller's states."""
-        self._silent: set[tuple[int, int]] = set()
-        """The microbatches of each chunk that have run and drew nothing."""
-        self._is_shared = bool(shared(given))
+        """The latest place in Megatron's order whose draw advanced the loop's random states."""
+        self._idle: set[tuple[int, int]] = set()
+        """The (chunk, microbatch) pairs that have run and drew nothing."""
+        self._is_shared = bool(shared_objects(given))
         self._replaced: set[int] = set()
 
     @property
@@ -98,11 +97,11 @@ class StepData:
         return self._is_shared or (self._has_several and self._habits.order_matters)
 
     def given(self, chunk: int) -> Any:
-        """The loop's own object for a chunk, or None."""
+        """The loop's data object for a chunk, or None."""
         return self._given[chunk]
 
     def first(self, chunk: int, num_microbatches: int) -> list[Any]:
-        """The items of a chunk before any is used, one per microbatch, in sequence."""
+        """Draw and return the items of a chunk before any is used, one per microbatch."""
         self._habits.num_items = 1
         for number in range(num_microbatches):
             self._draw_up_to(chunk, number)
@@ -110,25 +109,24 @@ class StepData:
 
     @property
     def drawing_chunks(self) -> list[int]:
-        """The chunks with an object to draw from, but for those known to draw nothing."""
-        silent = self._habits.silent_chunks
+        """The chunks with a data object, without those known to draw nothing."""
+        idle = self._habits.idle_chunks
         return [
             chunk
             for chunk, given in enumerate(self._given)
-            if given is not None and chunk not in silent
+            if given is not None and chunk not in idle
         ]
 
     def replace(self, chunk: int, items: Sequence[Any]) -> None:
-        """Give the microbatches of a chunk other items than were drawn for them, one each; all are
-        drawn by now (`first`)."""
+        """Replace the items drawn for a chunk's microbatches, one each. Call it after `first`."""
         self._replaced.add(chunk)
         for slot, item in zip(self._slots[chunk], items, strict=True):
             slot.items = deque([item])
 
     @contextmanager
     def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
-        """The object that `forward_step_func` draws from for microbatch `number` of the sequence.
-        Its forward runs inside the block, and takes random numbers from `streams`."""
+        """Give the data object for the forward of microbatch `number`, which runs inside the block.
+        Its random numbers come from `streams`."""
         given = self._given[chunk]
         if self._keeps_order and not self._has_several:
             with streams.active_in_calls_of(model):
@@ -138,12 +136,12 @@ class StepData:
                     _raise_ended(number)
         elif given is None or isinstance(given, Sequence):
             # A sequence's items already exist: drawing them does not advance random states.
-            with streams.inside():
+            with streams.active():
                 yield given
         elif is_iterator(given):
-            with streams.inside():
-                yield _View(self, chunk, number, streams)
-            self._settle(chunk, number)
+            with streams.active():
+                yield _MicrobatchIterator(self, chunk, number, streams)
+            self._update_habits(chunk, number)
         else:
             before = LoopRandomStates()
             with streams.active_in_calls_of(model):
@@ -157,7 +155,7 @@ class StepData:
                 )
 
     def take(self, chunk: int, number: int) -> Any:
-        """The next item of a microbatch."""
+        """Return the next item of a microbatch; draws it if needed."""
         slots = self._slots[chunk]
         if number >= len(slots):
             self._draw_up_to(chunk, number)
@@ -170,14 +168,14 @@ class StepData:
         slot.num_taken += 1
         return slot.items.popleft()
 
-    def _settle(self, chunk: int, number: int) -> None:
-        """Learn from a microbatch that has run what to assume about the others."""
+    def _update_habits(self, chunk: int, number: int) -> None:
+        """Learn from the draws of a finished microbatch. Raises UsageError if it left items."""
         slots = self._slots[chunk]
-        # Items are replaced for all chunks that may draw.
+        # Items are replaced for all chunks that may draw, also for those that do not.
         is_left = chunk in self._replaced and slots[number].num_taken == 0
         if number >= len(slots) or is_left:
-            self._silent.add((chunk, number))
-            self._habits.silent_chunks.add(chunk)
+            self._idle.add((chunk, number))
+            self._habits.idle_chunks.add(chunk)
             return
         slot = slots[number]
         if slot.items:
@@ -190,15 +188,14 @@ class StepData:
         self._habits.num_items = slot.num_taken
 
     def _draw_up_to(self, chunk: int, number: int) -> None:
-        """Draw everything that Megatron would have drawn by now, and this microbatch's first
-        item."""
-        self._habits.silent_chunks.discard(chunk)
+        """Draw all items that Megatron would have drawn by now, up to this microbatch's first."""
+        self._habits.idle_chunks.discard(chunk)
         while number >= len(self._slots[chunk]):
             each = self._next_in_order() if self._must_order else chunk
             slots = self._slots[each]
             slots.append(_Slot(is_ahead=True))
             this = each, len(slots) - 1
-            if this in self._silent:
+            if this in self._idle:
                 slots[-1].is_ahead = False
                 continue
             num_items = 1 if this == (chunk, number) else self._habits.num_items
@@ -207,9 +204,9 @@ class StepData:
                     continue
                 if each == chunk or slots[-1].items:
                     _raise_ended(this[1])
-                # It may be a placeholder, for a chunk that never draws.
+                # The iterator may be a placeholder for a chunk that never draws.
                 slots.pop()
-                self._habits.silent_chunks.add(each)
+                self._habits.idle_chunks.add(each)
                 break
 
     def _next_in_order(self) -> int:
@@ -217,15 +214,15 @@ class StepData:
         due = (
             (place, chunk)
             for chunk, slots in enumerate(self._slots)
-            if chunk not in self._habits.silent_chunks
+            if chunk not in self._habits.idle_chunks
             and is_iterator(self._given[chunk])
             and (place := self._places.get((chunk, len(slots)))) is not None
         )
         return min(due)[1]
 
     def _draw(self, chunk: int, number: int) -> bool:
-        """Draw an item for a microbatch; False if there are no more."""
-        with self._watched(chunk, number):
+        """Draw an item for a microbatch. Returns False if the iterator has ended."""
+        with self._checking_random_states(chunk, number):
             try:
                 item = next(self._given[chunk])
             except StopIteration:
@@ -234,7 +231,7 @@ class StepData:
         return True
 
     def _check_may_draw_on(self, chunk: int, number: int) -> None:
-        """Raise UsageError unless Megatron too would draw another item for this microbatch now."""
+        """Raise UsageError unless Megatron would also draw another item for this microbatch now."""
         own = self._places[chunk, number]
         # Microbatches drawn ahead were assumed to need as many items as others.
         is_more = self._slots[chunk][number].num_taken >= self._habits.num_items
@@ -249,9 +246,9 @@ class StepData:
                     )
 
     @contextmanager
-    def _watched(self, chunk: int, number: int) -> Iterator[None]:
-        """Wrap a draw; with several chunks, watch whether it advances the caller's random
-        states."""
+    def _checking_random_states(self, chunk: int, number: int) -> Iterator[None]:
+        """Wrap a draw. With several chunks, detect whether it advances the loop's random states,
+        and raise UsageError if it then comes out of Megatron's order."""
         if not self._has_several:
             yield
             return
@@ -270,8 +267,8 @@ class StepData:
         self._habits.order_matters = True
 
 
-class _View:
-    """One microbatch's items, as an iterator."""
+class _MicrobatchIterator:
+    """An iterator over one microbatch's items."""
 
     def __init__(self, data: StepData, chunk: int, number: int, streams: "TaskStreams") -> None:
         self._data = data
@@ -279,38 +276,39 @@ class _View:
         self._number = number
         self._streams = streams
 
-    def __iter__(self) -> "_View":
+    def __iter__(self) -> "_MicrobatchIterator":
         return self
 
     def __next__(self) -> Any:
-        with self._streams.outside():
+        with self._streams.inactive():
             return self._data.take(self._chunk, self._number)
 
 
 class LoopRandomStates:
-    """A snapshot of the random states that a training loop may draw its data from."""
+    """A snapshot of the random states that a training loop may use to draw data."""
 
     def __init__(self) -> None:
-        self._torchs = [torch.get_rng_state()]
+        self._torch = [torch.get_rng_state()]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._torchs.append(torch.cuda.get_rng_state())
-        self._pythons = random.getstate()
-        numpys: Any = np.random.get_state()
-        self._numpys = (numpys[1].tobytes(), *numpys[2:])
+            self._torch.append(torch.cuda.get_rng_state())
+        self._python = random.getstate()
+        numpy_state: Any = np.random.get_state()
+        self._numpy = (numpy_state[1].tobytes(), *numpy_state[2:])
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, LoopRandomStates)
         return (
-            self._pythons == other._pythons
-            and self._numpys == other._numpys
-            and all(map(torch.equal, self._torchs, other._torchs))
+            self._python == other._python
+            and self._numpy == other._numpy
+            and all(map(torch.equal, self._torch, other._torch))
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def data_of(given: Any, num_chunks: int) -> list[Any]:
-    """The data object of each chunk; Megatron passes it bare, in a list, or not at all."""
+def data_per_chunk(given: Any, num_chunks: int) -> list[Any]:
+    """The data object of each chunk. Megatron passes one object, a list by chunk, or None. Raises
+    MismatchedDataError for a list of another length."""
     if given is None:
         return [None] * num_chunks
     objects = given if isinstance(given, list) else [given]
@@ -322,15 +320,15 @@ def data_of(given: Any, num_chunks: int) -> list[Any]:
     return objects
 
 
-def shared(given: Sequence[Any]) -> list[Any]:
-    """The objects that more than one chunk draws from."""
+def shared_objects(given: Sequence[Any]) -> list[Any]:
+    """The data objects that several chunks draw from."""
     drawn_from = [each for each in given if each is not None and not isinstance(each, Sequence)]
     counts = Counter(map(id, drawn_from))
     return [each for each in drawn_from if counts[id(each)] > 1]
 
 
 def is_iterator(given: Any) -> bool:
-    """Whether its items can be drawn one by one, so that microbatches can have views of them."""
+    """True if a data object has `__next__`."""
     return hasattr(type(given), "__next__")
 
 
@@ -343,7 +341,7 @@ def _raise_ended(number: int) -> NoReturn:
 
 @lru_cache(maxsize=16)
 def _places(num_microbatches: int, num_chunks: int, group_size: int) -> dict[tuple[int, int], int]:
-    """The place of each chunk's microbatches in Megatron's order of forwards on a rank."""
+    """The place of each (chunk, microbatch) in Megatron's order of forwards on a rank."""
     order = (
         (chunk, number)
         for start in range(0, num_microbatches, group_size)

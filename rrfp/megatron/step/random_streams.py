@@ -1,24 +1,24 @@
-"""Random states by task, so that dropout does not depend on the order in which tasks run.
+"""Random states per task, so that dropout does not depend on the order of tasks.
 
 Every forward has its own **streams** for torch's default generators and for the named states of
-Megatron's tracker, seeded by the step, the stage and the microbatch. They are active while the
-model runs. Data are always drawn under the **caller's** random states, which thus advance as under
-Megatron's own schedule; `rrfp.megatron.step.microbatch_data` says what else uses those.
+Megatron's tracker, seeded by step, stage and microbatch. They are active while the model runs. Data
+are always drawn under the training loop's random states, which thus advance as under Megatron's own
+schedule (see `rrfp.megatron.step.microbatch_data`).
 
-A step's seeds are digests of the tracker's named states, which belong to the model alone. Each
-advances by one draw per training step, so a checkpoint that saves them resumes with the same masks.
-Streams of the default generators are seeded from the state `data-parallel-rng`, which Megatron
-seeds like those generators, and which is equal on all ranks of a tensor-parallel group. The
-generators themselves may differ there, if one rank loads the data for all. If a loop never seeded
-the tracker, a seed is a digest of the generator's own state, which advances by one draw after a
-step in which a task drew from it.
+The seeds of a step are digests of the tracker's named states, which only the model uses. Each named
+state advances by one draw per training step, so a checkpoint with these states resumes with the
+same dropout masks. Streams of the default generators are seeded from the state `data-parallel-rng`.
+Megatron seeds it like those generators, and it is equal on all ranks of a tensor-parallel group,
+where the generators themselves may differ if one rank loads the data for all. If the loop never
+seeded the tracker, the seed is a digest of the generator's own state, which advances by one draw
+after each step in which a task drew from it.
 
-A GPU's states lie on the host, as do all seeds: nothing here waits for a GPU.
+All states and seeds are on the host, so this module never waits for a GPU.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ Generators = Mapping[str, torch.Generator]
 
 
 class RandomStreams:
-    """The random streams of one rank's tasks."""
+    """Creates the random streams of one rank's tasks."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is the model's."""
@@ -48,8 +48,8 @@ class RandomStreams:
         self._watches_draws = False
 
     def start_step(self, *, advances: bool = True) -> None:
-        """Choose this step's seeds. An evaluation does not advance any state, so that training does
-        not depend on it."""
+        """Compute this step's seeds and, with `advances`, advance the named states. Evaluations do
+        not advance them, so that training does not depend on evaluations."""
         self._named_seeds, states = _drawn_seeds(self._scratch)
         if advances:
             set_named_states(states)
@@ -62,13 +62,13 @@ class RandomStreams:
         self._to_advance.clear()
 
     def finish_step(self) -> None:
-        """Advance the default generators whose streams are seeded by their own states."""
+        """Advance the default generators that tasks drew from, if they seed their own streams."""
         for name in self._to_advance:
             _advance(self._defaults[name])
 
     @contextmanager
     def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
-        """The streams of a task; the caller's states stay active until the task switches."""
+        """Create the streams of a task. The loop's states stay active until the task switches."""
         named = {}
         for name, seed in self._named_seeds.items():
             self._scratch.manual_seed(_task_seed(seed, name, stage, microbatch))
@@ -85,7 +85,7 @@ class RandomStreams:
 
 
 class TaskStreams:
-    """The random streams of one task, which it can switch in and out."""
+    """The random streams of one task, which can be made active and inactive."""
 
     def __init__(
         self,
@@ -94,38 +94,35 @@ class TaskStreams:
         named: Mapping[str, torch.Tensor],
     ) -> None:
         self._generators = generators
-        # The states that are not active: the task's or the caller's.
+        # The inactive states: the task's, or the loop's while the task's are active.
         self._defaults = dict(defaults)
         self._named = dict(named)
-        self._is_in_force = False
+        self._is_active = False
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Draw from the task's streams, which continue where they were left."""
-        with self._switched(is_in_force=True):
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        """Draw from the task's streams in the block; they continue from their last use."""
+        return self._switched(is_active=True)
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Draw from the caller's random states."""
-        with self._switched(is_in_force=False):
-            yield
+    def inactive(self) -> AbstractContextManager[None]:
+        """Draw from the training loop's random states in the block."""
+        return self._switched(is_active=False)
 
     @contextmanager
     def active_in_calls_of(self, model: Any) -> Iterator[None]:
-        """Draw from the task's streams whenever the model, or a module it wraps, is called."""
+        """Draw from the task's streams during each call of the model, or of a module it wraps."""
         calls: list[ExitStack] = []
 
         def enter(*_: object) -> None:
             calls.append(ExitStack())
-            calls[-1].enter_context(self.inside())
+            calls[-1].enter_context(self.active())
 
         def leave(*_: object) -> None:
             calls.pop().close()
 
         with ExitStack() as hooks:
             while isinstance(model, torch.nn.Module):
-                # Outermost, so that a user's own hooks draw from the same streams as the model.
+                # The outermost hooks, so that a user's hooks draw from the same streams as the
+                # model.
                 for handle in (
                     model.register_forward_pre_hook(enter, prepend=True),
                     model.register_forward_hook(leave, always_call=True),
@@ -139,12 +136,13 @@ class TaskStreams:
                     leave()
 
     def moved_from(self, defaults: Mapping[str, torch.Tensor]) -> set[str]:
-        """The default streams that are no longer in these states; call while they are inactive."""
+        """The names of the default streams whose states differ from these. Call it while the task's
+        streams are inactive."""
         return {name for name, state in defaults.items() if not state.equal(self._defaults[name])}
 
     @contextmanager
-    def _switched(self, *, is_in_force: bool) -> Iterator[None]:
-        if self._is_in_force == is_in_force:
+    def _switched(self, *, is_active: bool) -> Iterator[None]:
+        if self._is_active == is_active:
             yield
             return
         self._swap()
@@ -161,11 +159,11 @@ class TaskStreams:
         named = named_states()
         set_named_states(self._named)
         self._named = named
-        self._is_in_force = not self._is_in_force
+        self._is_active = not self._is_active
 
 
 def advance_named_states(num_steps: int, device: torch.device) -> None:
-    """Advance Megatron's named states on this device as so many training steps do."""
+    """Advance Megatron's named states on this device as `num_steps` training steps do."""
     scratch = torch.Generator(device)
     for _ in range(num_steps):
         _, states = _drawn_seeds(scratch)
@@ -173,7 +171,7 @@ def advance_named_states(num_steps: int, device: torch.device) -> None:
 
 
 def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-    """A step's seed from each named state, and the states one draw later."""
+    """The seed of a step from each named state, and the states advanced by one draw."""
     seeds, states = {}, {}
     for name, state in named_states().items():
         seeds[name] = _digest(state)
@@ -184,7 +182,7 @@ def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, to
 
 
 def _advance(generator: torch.Generator) -> None:
-    """Draw once. What a GPU draws nobody waits for."""
+    """Draw one number, without waiting for a GPU."""
     torch.randint(2**62, (), generator=generator, device=generator.device)
 
 
@@ -193,7 +191,7 @@ def _digest(state: torch.Tensor) -> int:
 
 
 def _task_seed(seed: int, name: str, stage: int, microbatch: int) -> int:
-    # Includes the name, because Megatron starts several states from one seed.
+    # The key includes the name, because Megatron seeds several states alike.
     return _hashed(f"{seed} {name} {stage} {microbatch}".encode())
 
 

@@ -1,13 +1,12 @@
-"""Weight gradients as separate tasks: a backward computes input gradients, and these come later.
+"""Weight gradients as separate tasks W, after a backward B that computes input gradients only.
 
-Inside a task, our own autograd function replaces the one of Megatron's parallel linear layers. Its
-backward computes the gradients of the input and the bias, and stores the operands of the weight's
-product. Autograd does not see the weight as an input, so the hooks of DistributedDataParallel do
-not fire. Layers of Transformer Engine store their products themselves, in a queue per layer; we
-empty it after each backward, to keep microbatches separate.
+During a task, rrfp's autograd function replaces that of Megatron's parallel linear layers. Its
+backward computes the gradients of the input and the bias, and stores the operands of the weight
+gradient's matrix product. Autograd does not see the weight as an input, so the hooks of
+DistributedDataParallel do not fire. Transformer Engine's layers store their products themselves, in
+a queue per layer, which is emptied after each backward to keep microbatches separate.
 
-Parameters other than the weights of such layers (embeddings, norms, biases, routers) stay with the
-backward.
+The gradients of other parameters (embeddings, norms, biases, routers) are computed in B.
 """
 
 import inspect
@@ -34,21 +33,18 @@ from rrfp.megatron.provenance import describe_callable
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import Gradient, add_gradient, gradient_sum
 
-# Finds the hooks of a weight's gradient, and intercepts gradients that autograd adds to a weight.
-#
-# A split backward computes a weight's gradient outside of autograd, which then runs none of its
-# hooks. Megatron's DistributedDataParallel has a hook on every weight. The code that adds the
-# gradients does that hook's work, so it does not count.
-
+# Hooks on weights. W computes a weight's gradient outside of autograd, which therefore runs none of
+# its hooks. The hook that Megatron's DistributedDataParallel puts on every weight does not count,
+# because the code that adds the gradients does its work.
 
 _DISTRIBUTED = "megatron.core.distributed.distributed_data_parallel"
 
 Path = tuple[torch.nn.Module, ...]
-"""Modules from the outermost to the owner of a parameter."""
+"""The modules from the outermost to the owner of a parameter."""
 
 
 def paths_to_parameters(root: torch.nn.Module) -> dict[torch.nn.Parameter, list[Path]]:
-    """For each parameter, the modules around it; one path for each module that owns it."""
+    """The paths from `root` to each parameter, one for each module that owns it."""
     paths: dict[torch.nn.Module, Path] = {}
     found: dict[torch.nn.Parameter, list[Path]] = {}
     todo: list[Path] = [(root,)]
@@ -65,11 +61,13 @@ def paths_to_parameters(root: torch.nn.Module) -> dict[torch.nn.Parameter, list[
 
 
 def weight_hook(weight: torch.nn.Parameter) -> Any | None:
-    """A hook on a weight that is not Megatron's own, if there is one."""
-    return _hook_among(weight, *_hooks_of(torch.autograd.graph.get_gradient_edge(weight).node))
+    """A hook on a weight that is not Megatron's own, or None."""
+    return _foreign_hook(weight, *_hooks_of(torch.autograd.graph.get_gradient_edge(weight).node))
 
 
-def _hook_among(weight: Any, before: dict[int, Any], after: dict[int, Any]) -> Any | None:
+def _foreign_hook(weight: Any, before: dict[int, Any], after: dict[int, Any]) -> Any | None:
+    """A hook on the weight, or before or after its gradient's node, that is neither Megatron's nor
+    rrfp's, or None."""
     for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
         if hooks:
             return next(iter(hooks.values()))
@@ -83,7 +81,7 @@ def _hook_among(weight: Any, before: dict[int, Any], after: dict[int, Any]) -> A
 
 
 def _hooks_of(node: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks of a node that run before and after it. A handle is the only way to them."""
+    """The hooks that run before and after a node. Only a handle gives access to them."""
     found = []
     for register in (node.register_prehook, node.register_hook):
         probe = register(_nothing)
@@ -94,7 +92,7 @@ def _hooks_of(node: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def module_hook(path: Path) -> Any | None:
-    """A hook that runs in the backward of one of these modules and may look at gradients there."""
+    """A hook that runs in the backward of one of these modules and may read gradients, or None."""
     for hooks in (globally._global_backward_hooks, globally._global_backward_pre_hooks):
         if hooks:
             return next(iter(hooks.values()))
@@ -103,12 +101,12 @@ def module_hook(path: Path) -> Any | None:
             if hooks:
                 return next(iter(hooks.values()))
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            return module  # Its hooks are out of Python's sight.
+            return module  # its hooks are not visible in Python
     return None
 
 
 class Accumulator:
-    """The node by which autograd adds gradients to a weight."""
+    """Intercepts the gradients that autograd adds to a weight, at its AccumulateGrad node."""
 
     def __init__(
         self,
@@ -116,45 +114,44 @@ class Accumulator:
         paths: Iterable[Path],
         take: Callable[["Accumulator", torch.Tensor | None], bool],
     ) -> None:
-        """`take` is a method that gets what autograd is about to add, and returns whether it has
-        kept it. The node then adds nothing, and none of its later hooks run."""
+        """`take` is a method that is called with each gradient before autograd adds it. If it
+        returns True, autograd adds nothing and runs none of the later hooks."""
         self.weight = weight
         self.node: Any = torch.autograd.graph.get_gradient_edge(weight).node
         self._paths = list(paths)
         self._take = weakref.WeakMethod(take)
         self._before, self._after = _hooks_of(self.node)
         weakref.finalize(self, self.node.register_prehook(_Interception(self)).remove)
-        self._set_aside: dict[int, Any] = {}
+        self._disabled: dict[int, Any] = {}
 
     def hook(self) -> Any | None:
-        """A hook on the weight that is not Megatron's own, if there is one."""
-        return _hook_among(self.weight, self._before, self._after)
+        """A hook on the weight that is not Megatron's own, or None."""
+        return _foreign_hook(self.weight, self._before, self._after)
 
     def module_hook(self) -> Any | None:
-        """A hook on a module around the weight that runs in its backward."""
-        for path in self._paths:
-            found = module_hook(path)
-            if found is not None:
-                return found
-        return None
+        """A backward hook on a module around the weight, or None."""
+        hooks = map(module_hook, self._paths)
+        return next((hook for hook in hooks if hook is not None), None)
 
     def restore(self) -> None:
-        """Put back the hooks that have been set aside."""
-        self._after.update(self._set_aside)
-        self._set_aside = {}
+        """Enable the disabled hooks again."""
+        self._after.update(self._disabled)
+        self._disabled = {}
 
     def before_adding(self, gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
+        """The node's pre-hook: offer the gradient to `take`, and disable later hooks if taken."""
         (gradient,) = gradients
         take = self._take()
         if take is None or not take(self, gradient):
             return None
-        self._set_aside.update(self._after)
+        self._disabled.update(self._after)
         self._after.clear()
         return (None,)
 
 
 class _Interception:
-    """The hook of an accumulator on its node, which may outlive it and must not keep it alive."""
+    """The hook of an Accumulator on its node. The node may outlive the Accumulator and must not
+    keep it alive."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = weakref.ref(accumulator)
@@ -165,8 +162,8 @@ class _Interception:
 
 
 def outputs_of_backward(outermost: Iterable[Any]) -> Iterable[Any]:
-    """The tensors that the innermost backward on this thread began with: those of a recomputed part
-    of the model, or else `outermost`."""
+    """The root tensors of the innermost backward on this thread: those of a recomputed part of the
+    model, or else `outermost`."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is torch.autograd.backward.__code__:
@@ -177,8 +174,8 @@ def outputs_of_backward(outermost: Iterable[Any]) -> Iterable[Any]:
 
 
 def edges_to(node: Any, outputs: Iterable[torch.Tensor | None]) -> Iterator[tuple[Any, list[int]]]:
-    """The nodes of the graph behind `outputs` that pass gradients to this node, and at which of
-    their places."""
+    """Yield the nodes in the graph of `outputs` that pass gradients to `node`, each with the
+    indices of its edges to `node`."""
     todo = [output.grad_fn for output in outputs if output is not None]
     seen = set()
     while todo:
@@ -194,7 +191,7 @@ def edges_to(node: Any, outputs: Iterable[torch.Tensor | None]) -> Iterator[tupl
 
 
 def describe_hook(hook: Any) -> str:
-    """A hook, for a sentence."""
+    """Format a hook for a message."""
     if isinstance(hook, torch.nn.Module):
         return f"hooks of {type(hook).__module__}.{type(hook).__qualname__}"
     return f"the hook {describe_callable(hook)}"
@@ -212,43 +209,44 @@ def _nothing(*_: Any) -> None:
 
 
 NO_BACKWARD = -1
-"""torch's number of the backward that runs, outside of one."""
+"""torch's number of the running backward if none is running."""
 
 
 def is_delayed(parameter: torch.nn.Parameter) -> bool:
-    """Whether Transformer Engine's `backward_dw` computes its gradient."""
+    """True if Transformer Engine's `backward_dw` computes this parameter's gradient."""
     return getattr(parameter, "skip_backward_post_hook", False)
 
 
 def delayed_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The module's own parameters whose gradients `backward_dw` computes."""
     return [each for each in module.parameters(recurse=False) if is_delayed(each)]
 
 
 class Product(Protocol):
-    """Weight gradients that have yet to be computed."""
+    """Weight gradients that are not computed yet."""
 
     @property
     def weights(self) -> Sequence[torch.nn.Parameter]: ...
 
     @property
     def backward(self) -> int:
-        """The number of the backward that it belongs to: a reentrant one has its own."""
+        """The number of its backward. A reentrant backward has its own number."""
 
     @property
     def adds_in_place(self) -> bool:
-        """Whether a fused kernel adds them to `main_grad`."""
+        """True if a fused kernel adds the gradients to `main_grad`."""
 
     @property
     def operands(self) -> Iterable[torch.Tensor]:
-        """The tensors that they are computed from."""
+        """The tensors from which the gradients are computed."""
 
     def gradients(self) -> Iterator[Gradient]:
-        """Compute them; yields those that are not added in place."""
+        """Compute the gradients and yield those that are not added in place."""
 
 
 def by_backward(products: Iterable[Product]) -> Iterable[list[Product]]:
-    """The products of each backward, in the order in which autograd adds them: as the last of a
-    backward arrives."""
+    """Group products by backward and weights, in the order in which autograd adds the groups: by
+    the last product of each."""
     found: dict[tuple[int, tuple[torch.nn.Parameter, ...]], list[Product]] = {}
     for product in products:
         key = product.backward, tuple(product.weights)
@@ -257,35 +255,35 @@ def by_backward(products: Iterable[Product]) -> Iterable[list[Product]]:
 
 
 def gradients_of(products: Iterable[Product]) -> Iterator[Gradient]:
-    """One gradient per backward and parameter, computed on demand. Gradients of a parameter that is
-    used several times in one are summed first, as in autograd."""
+    """Yield one gradient per backward and parameter, computed on demand. As in autograd, gradients
+    of a parameter that a backward uses several times are summed first."""
     for same in by_backward(products):
         total: dict[torch.nn.Parameter, torch.Tensor] = {}
         in_place = any(product.adds_in_place for product in same)
         for product in same:
             for parameter, gradient in product.gradients():
-                if in_place and isinstance(product, Arrived) and _drops_others(parameter):
+                if in_place and isinstance(product, Arrived) and _ignores_autograd(parameter):
                     continue
                 known = total.get(parameter)
                 total[parameter] = gradient if known is None else known + gradient
         yield from total.items()
 
 
-def _drops_others(weight: Any) -> bool:
-    """Whether Megatron's DistributedDataParallel takes only what a fused kernel has added."""
+def _ignores_autograd(weight: Any) -> bool:
+    """True if Megatron's DistributedDataParallel uses only the gradient of a fused kernel."""
     return hasattr(weight, "grad_added_to_main_grad") and not getattr(
         weight, "zero_out_wgrad", False
     )
 
 
 class Arrived:
-    """A gradient that autograd has computed for a deferred weight."""
+    """A gradient that autograd itself has computed for a deferred weight."""
 
     adds_in_place = False
 
     def __init__(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         self.weights = (weight,)
-        # Others may hold the same tensor, or one of which several elements share memory.
+        # A copy: other code may hold the tensor, and its elements may share memory.
         self._gradient = gradient.detach().clone(memory_format=torch.contiguous_format)
         self.backward: int = torch._C._current_graph_task_id()
 
@@ -299,7 +297,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class QueuedProducts:
-    """The products that one layer of Transformer Engine stored in one backward."""
+    """The products that one layer of Transformer Engine stored during one backward."""
 
     module: Any
     items: list[Any]
@@ -318,15 +316,17 @@ class QueuedProducts:
         return tensors_in(self.items)
 
     def gradients(self) -> Iterator[Gradient]:
-        # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel; we
-        # sum gradients and report their completion ourselves.
+        # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel.
+        # These are disabled, because rrfp sums gradients and starts reductions itself.
         module, queue = self.module, self.module.wgrad_store.context
         hooks, module.wgrad_accumulation_and_reduce_hooks = (
             module.wgrad_accumulation_and_reduce_hooks,
             [],
         )
         # With `main_grad`, a fused backward leaves only a placeholder in `.grad`.
-        kept = [None if hasattr(weight, "main_grad") else weight.grad for weight in self.weights]
+        previous = [
+            None if hasattr(weight, "main_grad") else weight.grad for weight in self.weights
+        ]
         for weight in self.weights:
             weight.grad = None
         for item in self.items:
@@ -340,7 +340,7 @@ class QueuedProducts:
                         weight.grad = None
         finally:
             module.wgrad_accumulation_and_reduce_hooks = hooks
-            for weight, gradient in zip(self.weights, kept, strict=True):
+            for weight, gradient in zip(self.weights, previous, strict=True):
                 weight.grad = gradient
 
 
@@ -349,18 +349,18 @@ class QueuedProducts:
 
 _log = logging.getLogger(__name__)
 
-_OTHERS: Any = WeakTensorKeyDictionary()
-"""Weights that autograd has given another gradient than their layer's."""
+_WITH_OTHER_GRADIENTS: Any = WeakTensorKeyDictionary()
+"""Weights that got a gradient from autograd besides their layer's."""
 
 _REPORTED: Any = WeakTensorKeyDictionary()
-"""Weights that a warning has named."""
+"""Weights already named in a warning."""
 
 
 def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of a model chunk whose gradients can come after the backward, in model order.
+    """The parameters of a model chunk whose gradients W can compute, in model order.
 
-    Excludes weights shared with an embedding, frozen ones, those whose gradients Megatron itself
-    defers (`defer_embedding_wgrad_compute`), and those of Megatron-FSDP.
+    Excludes weights shared with an embedding, frozen weights, weights whose gradients Megatron
+    defers itself (`defer_embedding_wgrad_compute`), and those of Megatron-FSDP.
     """
     owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
     for module in chunk.modules():
@@ -371,11 +371,12 @@ def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
         for parameter, modules in owners.items()
         if parameter.requires_grad
         and not hasattr(parameter, "__fsdp_param__")
-        and all(_defers(module, parameter) for module in modules)
+        and all(_can_defer(module, parameter) for module in modules)
     ]
 
 
-def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
+def _can_defer(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
+    """True if W can compute the gradient of this parameter of the module."""
     if _has_store(module):
         return is_delayed(parameter)
     # An output layer that shares the embedding's weight on the same stage has no weight itself.
@@ -387,13 +388,14 @@ def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
 
 
 def _has_store(module: Any) -> bool:
+    """True if a module is a layer of Transformer Engine that stores products for `backward_dw`."""
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.delay_wgrad_compute()
 
 
 def unreachable_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
-    """A weight whose product Transformer Engine keeps, by name, and a hook on it, which would not
-    see its gradient."""
+    """The name of a weight whose product Transformer Engine stores, and a hook on the weight, which
+    would not see the gradient; None if there is no such hook."""
     names = {weight: name for name, weight in chunk.named_parameters()}
     for module in chunk.modules():
         for weight in delayed_weights(module) if _has_store(module) else ():
@@ -404,16 +406,16 @@ def unreachable_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
 
 
 class DeferredWeightGradients:
-    """The weight gradients of one model chunk in one step, by microbatch.
+    """The deferred weight gradients of one model chunk in one step, by microbatch.
 
-    Some weights stay with the backward, where Megatron's own function computes their gradients and
-    autograd adds them: those with hooks, and those that autograd has given another gradient before.
-    Under sequence parallelism all ranks of a group must run the same collectives, whatever hooks
-    each has, so there every weight is deferred, and W runs the hooks.
+    Some weights are not deferred: those with hooks, and those that got another gradient from
+    autograd before. Megatron's own function computes their gradients in B, and autograd adds them.
+    Under sequence parallelism all ranks of a group must run the same collectives, whichever hooks
+    each has. There every weight is deferred, and W runs the hooks.
     """
 
     def __init__(self, chunk: torch.nn.Module, order: GradOrder, num_microbatches: int) -> None:
-        """`order` is that in which the gradients of the step's microbatches are summed."""
+        """`order` is the order in which the gradients of microbatches are summed."""
         self._names = {weight: name for name, weight in chunk.named_parameters()}
         self._queued: list[Any] = [
             module for module in reversed([*chunk.modules()]) if _has_store(module)
@@ -435,19 +437,19 @@ class DeferredWeightGradients:
 
     @property
     def waiting_bytes(self) -> int:
-        """The size of the weight gradients that wait for those of earlier microbatches."""
+        """The bytes of weight gradients that wait for those of earlier microbatches."""
         return sum(each.waiting_bytes for each in self._sums.values())
 
     @contextmanager
     def task(self, microbatch: int, outputs: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
-        """Wrap this microbatch's forward, and its backward from `outputs`, which may recompute
-        forwards."""
+        """Wrap this microbatch's forward, or its backward from `outputs`, which may recompute
+        forwards, so that weight gradients are deferred."""
         running = self._microbatches.setdefault(microbatch, _Microbatch(microbatch))
         running.outputs = outputs
         self._running = running
         try:
             with (
-                deferring_linear(partial(self._defers, running), partial(self._keep, running)),
+                deferring_linear(partial(self._defers, running), partial(self._store, running)),
                 running.adding,
             ):
                 for weight in running.undeferred:
@@ -464,7 +466,7 @@ class DeferredWeightGradients:
                 running.products.append(QueuedProducts(module, items))
 
     def operands(self, microbatch: int) -> Iterator[torch.Tensor]:
-        """The tensors that this microbatch's products keep until W."""
+        """Yield the tensors that this microbatch's products keep until W."""
         for product in self._microbatches[microbatch].products:
             yield from product.operands
 
@@ -499,25 +501,25 @@ class DeferredWeightGradients:
                         self._sums[weight].add(microbatch, own)
             for weight in left:
                 self._sums[weight].add(microbatch, ())
-        # The contexts of a graph hold this list. If a layer of Transformer Engine has stored an
-        # input with its graph, that is a cycle, which Python's collector cannot see.
+        # The contexts of a graph refer to this list. If a layer of Transformer Engine has stored an
+        # input with its graph, that is a cycle that Python's garbage collector cannot see.
         running.products.clear()
 
     def _defers(
         self, running: "_Microbatch", weight: Any, *, sequence_parallel: bool, sets: str | None
     ) -> bool:
-        """Whether a use of a weight leaves its gradient to W. `sets` is a setting of the layer that
-        only Megatron's own function follows."""
+        """True if a use of a weight leaves its gradient to W. `sets` names a setting of the layer
+        that only Megatron's own function supports, if any."""
         accumulator = self._accumulators.get(weight)
         if accumulator is None:
             return False
         if sets is not None:
-            self._note(weight, sets)
+            self._queue_warning(weight, sets)
             if weight in running.num_uses:
-                return False  # What autograd adds is kept for W.
+                return False  # autograd's gradient is stored for W
         elif weight not in running.undeferred and (
-            # In one microbatch all uses are alike.
-            weight in running.num_uses or sequence_parallel or not self._has_reason(accumulator)
+            # All uses of a weight in one microbatch are treated alike.
+            weight in running.num_uses or sequence_parallel or self._is_deferrable(accumulator)
         ):
             running.num_uses[weight] += torch.is_grad_enabled()
             return True
@@ -527,13 +529,13 @@ class DeferredWeightGradients:
             self._add_in_backward(running, weight)
         return False
 
-    def _keep(self, running: "_Microbatch", product: LinearProduct) -> None:
-        """Keep a product of this backward for W."""
+    def _store(self, running: "_Microbatch", product: LinearProduct) -> None:
+        """Store a product of the running backward for W."""
         (weight,) = product.weights
         accumulator = self._accumulators[weight]
         has_others = torch._C._will_engine_execute_node(accumulator.node)
         if (
-            # The weight was given a hook after the forward.
+            # A hook was registered on the weight after the forward.
             self._running is running
             and not has_others
             and not product.linear.sequence_parallel
@@ -547,31 +549,32 @@ class DeferredWeightGradients:
             self._separate(running, accumulator)
         running.products.append(product)
 
-    def _has_reason(self, accumulator: Accumulator) -> bool:
-        """Whether this weight's gradient must be computed in the backward."""
+    def _is_deferrable(self, accumulator: Accumulator) -> bool:
+        """True if W may compute this weight's gradient. Otherwise queues a warning."""
         weight = accumulator.weight
-        if weight in _OTHERS:
-            self._note(weight, "another gradient than its layer's")
-            return True
+        if weight in _WITH_OTHER_GRADIENTS:
+            self._queue_warning(weight, "another gradient than its layer's")
+            return False
         hook = accumulator.hook() or accumulator.module_hook()
         if hook is None:
-            return False
-        self._note(weight, describe_hook(hook))
-        return True
+            return True
+        self._queue_warning(weight, describe_hook(hook))
+        return False
 
     def _is_hooked(self, weight: torch.nn.Parameter) -> bool:
         accumulator = self._accumulators.get(weight)
         return accumulator is not None and accumulator.hook() is not None
 
     def _add_in_backward(self, running: "_Microbatch", weight: torch.nn.Parameter) -> None:
-        """Let autograd add this weight's gradient in the backward that runs."""
+        """Let autograd add this weight's gradient in the running backward."""
         if weight not in running.added:
             running.undeferred.add(weight)
             running.added.add(weight)
             running.adding.enter_context(self._sums[weight].adding(running.number))
 
     def _take(self, accumulator: Accumulator, gradient: torch.Tensor | None) -> bool:
-        """Keep for W what autograd is about to add to a deferred weight."""
+        """Store for W the gradient that autograd is about to add to a deferred weight. Returns True
+        if autograd must not add it."""
         running, weight = self._running, accumulator.weight
         if running is None or weight in running.undeferred:
             return False
@@ -579,11 +582,11 @@ class DeferredWeightGradients:
         is_separated = (weight, torch._C._current_graph_task_id()) in running.separated
         if gradient is None:
             return is_separated
-        # If they are separated, this is the sum of those that came before the first product.
-        self._arrive(running, weight, gradient, is_first=is_separated)
+        # If gradients are separated, this is the sum of those before the first product.
+        self._store_arrived(running, weight, gradient, is_first=is_separated)
         return True
 
-    def _arrive(
+    def _store_arrived(
         self,
         running: "_Microbatch",
         weight: torch.nn.Parameter,
@@ -591,13 +594,13 @@ class DeferredWeightGradients:
         *,
         is_first: bool = False,
     ) -> None:
-        _OTHERS[weight] = True
+        _WITH_OTHER_GRADIENTS[weight] = True
         arrived = Arrived(weight, gradient)
         running.products.insert(0 if is_first else len(running.products), arrived)
 
     def _separate(self, running: "_Microbatch", accumulator: Accumulator) -> None:
-        """Take the other gradients of a weight one by one as they arrive after a product, because
-        autograd would add each to what came before it."""
+        """Store a weight's other gradients one by one as they arrive after a product, because
+        autograd would add each to the earlier ones."""
         weight, number = accumulator.weight, torch._C._current_graph_task_id()
         came_before = any(
             isinstance(product, Arrived)
@@ -612,7 +615,7 @@ class DeferredWeightGradients:
         def take(places: list[int], gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
             for place in places:
                 if gradients[place] is not None:
-                    self._arrive(running, weight, gradients[place].to(weight.dtype))
+                    self._store_arrived(running, weight, gradients[place].to(weight.dtype))
             return tuple(
                 None if place in places else gradient for place, gradient in enumerate(gradients)
             )
@@ -622,7 +625,7 @@ class DeferredWeightGradients:
             running.adding.callback(handle.remove)
 
     def _add(self, products: Iterable[Product]) -> None:
-        """Add gradients as autograd does, with the weights' hooks."""
+        """Add gradients as autograd does, and run the weights' hooks."""
         for group in by_backward(products):
             for parameter, gradient in gradients_of(group):
                 if self._is_hooked(parameter):
@@ -630,16 +633,16 @@ class DeferredWeightGradients:
                 else:
                     add_gradient(parameter, gradient)
             if any(product.adds_in_place for product in group):
-                # As in Megatron: the hooks get a placeholder.
+                # As in Megatron, the hooks get a placeholder.
                 weight: Any
                 for weight in filter(self._is_hooked, group[0].weights):
                     weight.grad_added_to_main_grad = True
                     torch.autograd.backward([weight], [torch.zeros_like(weight)])
 
-    def _note(self, weight: torch.nn.Parameter, why: str) -> None:
+    def _queue_warning(self, weight: torch.nn.Parameter, reason: str) -> None:
         if weight not in _REPORTED:
             _REPORTED[weight] = True
-            self._unreported.append(f"{self._names[weight]} has {why}")
+            self._unreported.append(f"{self._names[weight]} has {reason}")
 
     def _report(self) -> None:
         if self._unreported:
@@ -650,20 +653,20 @@ class DeferredWeightGradients:
 
 
 class _Microbatch:
-    """What one microbatch leaves for W."""
+    """The weight gradients that one microbatch leaves to W."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.products: list[Product] = []
-        """In the order in which they, or the gradients of autograd among them, arrive."""
+        """Products and autograd's own gradients, in the order of their arrival."""
         self.undeferred: set[torch.nn.Parameter] = set()
         """The weights whose gradients its backward adds."""
         self.num_uses: Counter[torch.nn.Parameter] = Counter()
-        """Of deferred weights, in forwards that have a backward."""
+        """Uses of deferred weights in forwards that have a backward."""
         self.outputs: Sequence[torch.Tensor | None] = ()
-        """What the backward that runs begins with."""
+        """The root tensors of the running backward."""
         self.adding = ExitStack()
-        """Left when a task ends."""
+        """Contexts that are exited at the end of a task."""
         self.added: set[torch.nn.Parameter] = set()
         self.separated: set[tuple[torch.nn.Parameter, int]] = set()
-        """Weights whose other gradients are taken one by one, in the backwards of these numbers."""
+        """(weight, number of a backward) whose other gradients are stored one by one."""

@@ -99,6 +99,7 @@ def _problem_before_initialization() -> str | None:
 
 
 def _has_driver() -> bool:
+    """Return whether NVIDIA's driver library can be loaded."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:

@@ -227,7 +227,7 @@ class OutgoingFrame:
     message: object = None
     """The message in it, for its sender."""
     start_ns: int | None = None
-    """Time at which its first byte was written; in a paced run, at which its modelled time
+    """Time at which its first byte was written; in a paced run, at which its modeled time
     began."""
     is_out: bool = False
     """True once it was written whole, or has arrived."""
@@ -693,6 +693,7 @@ class Channel:
         return []
 
     def _fail_silent(self, is_whole: bool) -> list[Output]:
+        """End the link because nothing has arrived for too long."""
         silence_s = self.options.silence_ns / NS_PER_S
         if is_whole and self.link.cross_host is None:
             return self.fail_by_peer(f"was silent for {silence_s:g} s", PeerSilentError)

@@ -203,6 +203,7 @@ class LinkDriver(Generic[D]):
         return []
 
     def _write_at_once(self, buffers: list[memoryview]) -> None:
+        """Write bytes on the calling thread, and release `_write_lock`."""
         endpoint = self._endpoint
         try:
             try:
@@ -226,6 +227,7 @@ class LinkDriver(Generic[D]):
             os.write(self._wake_writer, b"\0")
 
     def _emit(self, outputs: Iterable[Output]) -> None:
+        """Pass outputs of the endpoint to the inbox, the recorder or the plane."""
         for output in outputs:
             if isinstance(output, _RECORDS):
                 if self._record is not None:
@@ -242,6 +244,8 @@ class LinkDriver(Generic[D]):
     # The thread.
 
     def _run(self) -> None:
+        """Serve the link on its thread until it is over; report an unexpected error to the
+        inbox."""
         try:
             self._exchange()
         except Exception as error:  # A thread that ends silently would hang the run.
@@ -257,6 +261,7 @@ class LinkDriver(Generic[D]):
             self._end()
 
     def _end(self) -> None:
+        """Close everything once the link is over, after the last bytes."""
         self._detach_if_done()
         self._reconnector.close()
         with self._lock:
@@ -289,6 +294,7 @@ class LinkDriver(Generic[D]):
                 self._endpoint.detached()
 
     def _exchange(self) -> None:
+        """Read, write, reconnect and wait until the link is over."""
         endpoint, channel = self._endpoint, self._endpoint.channel
         while True:
             if channel.state is not State.OPEN:
@@ -348,6 +354,7 @@ class LinkDriver(Generic[D]):
         self._clear_wake(dict(self._wake_poller.poll(pause_s * 1000)))
 
     def _clear_wake(self, events: dict[int, int]) -> None:
+        """Empty the wake-up pipe, if it has woken the thread."""
         if self._wake_reader in events:
             with self._lock:
                 os.read(self._wake_reader, 1)

@@ -190,6 +190,7 @@ class Endpoint(Generic[D]):
             return channel.fail(RrfpError(channel.link.describe_unreadable(str(error))))
 
     def _handle(self, frame: Frame, now_ns: int) -> list[Output]:
+        """Apply a frame's acknowledgement, and pass the frame to the direction."""
         channel, direction = self.channel, self.direction
         outputs: list[Output] = []
         for each in channel.acknowledge(frame):

@@ -197,6 +197,7 @@ class Receiver:
         return self._arrived(message, header.sequence, frame.arrived_ns, now_ns, frame.num_bytes)
 
     def _fetch(self, frame: Frame, task: Task, descriptor: Descriptor, now_ns: int) -> list[Output]:
+        """Request a fetch of a message's tensors from the plane."""
         if self._channel.is_closing:
             return []
         header = frame.header

@@ -104,6 +104,7 @@ class Sender:
         return []
 
     def _report_unsent(self, task: Task) -> list[Output]:
+        """Report that a task's message cannot be sent, because the link is over."""
         what = self._link.describe_lost(
             f"has left or was lost before it was sent what {task} needs"
         )

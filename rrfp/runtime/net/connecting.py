@@ -230,6 +230,7 @@ class PeerAddress:
             self._file = -1
 
     def _connect(self, timeout_s: float) -> socket.socket:
+        """Open a connection, without a handshake. Raises OSError."""
         if self._file >= 0:
             return connect_opened(self._file, timeout_s)
         if self._tcp is None:
@@ -237,6 +238,7 @@ class PeerAddress:
         return socket.create_connection((self._tcp.host, self._tcp.port), timeout=timeout_s)
 
     def _make_error(self, error: OSError | UntrustedFileError) -> DialError:
+        """Make the error for a connection that could not be opened."""
         sentence = f"rank {self._rank} cannot connect to rank {self._peer} at {self._place}"
         if isinstance(error, UntrustedFileError):
             advice = "start all ranks as one user, and see who else can write to the run's store"
@@ -248,6 +250,7 @@ class PeerAddress:
     def _start_tls(
         self, connection: socket.socket, tunnels: Tunnels, timeout_s: float
     ) -> socket.socket:
+        """Return the plain end of a TLS tunnel over a connection. Raises DialError."""
         assert self._tcp is not None
         assert self._tcp.fingerprint is not None
         try:
@@ -328,6 +331,7 @@ class Listener:
             raise
 
     def _open_tcp(self) -> None:
+        """Listen at a TCP port, with a new secret and certificate."""
         host = self._address if self._address is not None else reachable_address()
         try:
             listening = listen_tcp(host)
@@ -409,6 +413,7 @@ class Listener:
         self.remove_files()
 
     def _accept(self) -> None:
+        """Accept connections on the listener's thread until `close`."""
         poller = select.poll()
         by_descriptor = {each[0].fileno(): each for each in self._sockets}
         for listening, _ in self._sockets:

@@ -98,6 +98,7 @@ def _proof(
     accepting_challenge: bytes,
     dialing_challenge: bytes,
 ) -> bytes:
+    """Compute the HMAC that one side sends."""
     text = role + _CLAIMED.pack(*claimed) + accepting_challenge + dialing_challenge
     return hmac.digest(secret, text, "sha256")
 
@@ -120,6 +121,7 @@ def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes
 
 
 def _write(connection: socket.socket, data: bytes, deadline_s: float) -> None:
+    """Write all bytes before the deadline."""
     _set_time_left(connection, deadline_s)
     try:
         connection.sendall(data)
@@ -128,6 +130,7 @@ def _write(connection: socket.socket, data: bytes, deadline_s: float) -> None:
 
 
 def _set_time_left(connection: socket.socket, deadline_s: float) -> None:
+    """Set the socket's timeout to the time left. Raises HandshakeError if there is none."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise HandshakeError("it did not answer in time")

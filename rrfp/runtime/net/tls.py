@@ -92,7 +92,7 @@ class Tunnels:
             tunnel = _Tunnel(connection, context, is_dialing=fingerprint is not None)
             tunnel.do_handshake(time.monotonic() + timeout_s)
             if fingerprint is not None and not hmac.compare_digest(tunnel.fingerprint, fingerprint):
-                raise TlsError("its certificate is not the one that it told of")
+                raise TlsError("its certificate is not the one that it published")
             with self._lock:
                 plain = tunnel.start()
                 # Forget those that have ended, such as tunnels of unauthenticated peers.

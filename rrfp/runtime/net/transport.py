@@ -188,6 +188,7 @@ class SocketTransport:
             raise
 
     def _connect(self, rendezvous: Rendezvous) -> None:
+        """Publish this rank's address, and connect every link, within the rendezvous' deadline."""
         rank = self._rank
         place = files_identity() if self._allow_unix else f"tcp/{rank}"
         rendezvous.publish(f"place/{rank}", place)
@@ -257,6 +258,7 @@ class SocketTransport:
             )
 
     def _check_same_settings(self, peer: int, address: ListenerAddress) -> None:
+        """Raise UsageError if a peer has another transport or TLS setting."""
         requested = self._planes.requested
         if address.transport != requested:
             raise UsageError(
@@ -426,6 +428,7 @@ class SocketTransport:
 
 
 def _link(links: dict[int, _Link], peer: int, otherwise: str) -> _Link:
+    """Return the link with a peer. Raises UsageError that begins with `otherwise` without one."""
     try:
         return links[peer]
     except KeyError:
@@ -440,8 +443,9 @@ def _check(
     heartbeat_s: float,
     silence_s: float,
 ) -> None:
+    """Raise UsageError for settings that cannot work."""
     if rank in sends_to or rank in receives_from:
-        raise UsageError(f"rank {rank} has a link to itself; hand its own outputs over directly")
+        raise UsageError(f"rank {rank} has a link to itself; pass its own outputs on directly")
     if num_credits < 1:
         raise UsageError(f"num_credits is {num_credits}; it must be at least 1")
     if not 0 < heartbeat_s < silence_s:

@@ -124,6 +124,7 @@ def sendable(
 
 
 def _check_sendable(tensor: torch.Tensor, message: Message, device: str) -> None:
+    """Raise UsageError for a tensor that cannot be sent."""
     if tensor.device.type != device or tensor.layout != torch.strided:
         raise UsageError(
             f"a tensor for {message.task} is {tensor.layout} on {tensor.device};"
@@ -150,6 +151,7 @@ def encode_forms(tensors: Iterable[torch.Tensor | Form | None]) -> bytes:
 
 
 def _descriptor(tensor: torch.Tensor | Form | None) -> bytes:
+    """Encode one descriptor."""
     if tensor is None:
         return _DESCRIPTOR.pack(0, 0, *(0,) * MAX_DIMENSIONS)
     shape = tuple(tensor.shape)

@@ -113,7 +113,7 @@ def peer_memory(offer: Offer, peer: int) -> mmap.mmap:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError(errno.EPERM, "its size is not sealed")
         if os.fstat(descriptor).st_size != num_bytes:
-            raise OSError(errno.EINVAL, f"it has not the {num_bytes} bytes that were told")
+            raise OSError(errno.EINVAL, f"it does not have the {num_bytes} bytes of the offer")
         return mapped(descriptor, num_bytes)
     except OSError as error:
         raise PlaneRefusal(f"the shared memory of rank {peer} cannot be mapped ({error})") from None

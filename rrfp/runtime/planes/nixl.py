@@ -154,6 +154,7 @@ class NixlAgent:
     # The thread.
 
     def _begin(self) -> bytes:
+        """Make the agent and register both slabs; return the agent's metadata."""
         self._agent = _make_agent(self._name)
         for slab in self._slabs:
             self._registered.append(self._agent.register_memory(slab))
@@ -165,6 +166,7 @@ class NixlAgent:
             self._serve()
 
     def _serve(self) -> None:
+        """Run queued calls and reads, and poll the reads in flight, until `close`."""
         happened_s = time.monotonic()
         while True:
             try:
@@ -246,6 +248,7 @@ class NixlAgent:
             return _failed(error)
 
     def _end(self) -> None:
+        """Cancel the reads in flight, and deregister the slabs."""
         for reading in self._reading:
             _release(reading)
         self._reading.clear()
@@ -434,12 +437,14 @@ class NixlFetcher:
         self._agent.read(Read(self._remote, address, self._remote_device, num_bytes, done))
 
     def _loss(self, error: ReadError) -> PeerLostError:
+        """Make the error for a peer whose memory cannot be read."""
         return PeerLostError(
             f"rank {self._peer} was lost while its outbox was read ({error}); see its own output"
             " for the cause"
         )
 
     def _not_copied(self, ticket: Ticket, error: Exception) -> RrfpError:
+        """Make the error for tensors that were read but could not be copied."""
         failure = RrfpError(
             f"what rank {self._peer} sent for {ticket.task} was read and cannot be taken over"
             f" ({type(error).__name__}: {first_line(str(error))})"

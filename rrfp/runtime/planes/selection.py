@@ -76,7 +76,7 @@ class PlaneChoice:
             raise ValueError("its rate is not a number")
         encrypted = member(value, "encrypted")
         if not isinstance(encrypted, bool):
-            raise ValueError("whether it is encrypted is neither true nor false")
+            raise ValueError("its 'encrypted' is neither true nor false")
         plane = TransportName(text(member(value, "plane")))
         return cls(plane, rate, text(member(value, "why")), encrypted)
 
@@ -190,6 +190,7 @@ def _decode_offers(value: object, name: str, files: Sequence[int]) -> list[Offer
 def _send(
     connection: socket.socket, value: object, files: Sequence[int], deadline_s: float
 ) -> None:
+    """Send a JSON value and file descriptors before the deadline. Raises NegotiationError."""
     data = json.dumps(value).encode()
     length = _LENGTH.pack(len(data), len(files))
     try:
@@ -227,6 +228,7 @@ def _receive(connection: socket.socket, deadline_s: float) -> tuple[object, list
 def _read(
     connection: socket.socket, num_bytes: int, deadline_s: float, files: list[int]
 ) -> tuple[bytes, list[int]]:
+    """Read exactly this many bytes, and collect the file descriptors that come with them."""
     data = b""
     while len(data) < num_bytes:
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))

@@ -27,22 +27,22 @@ from typing import Any
 import numpy as np
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.costs.layer_costs import CutCosts, UnitCosts
 from rrfp.simulate.costs.model import (
     FACTORS,
     LONGEST_S,
-    Costs,
+    Floats,
     Links,
     StepCosts,
+    UnitCosts,
     check_sizes,
     check_takes_time,
 )
 from rrfp.simulate.costs.toml_files import Agreement, GradientSync, LinkSpeed, ranged, read_table
-from rrfp.simulate.jitter import LARGEST_SIGMA, Floats, exp, normals
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
+from rrfp.simulate.jitter import LARGEST_SIGMA, exp, normals
 from rrfp.trace.records import NS_PER_S
 
 # A model's layers: their sizes, what they compute, and what they keep for a microbatch.
@@ -212,7 +212,7 @@ class _LayerCosts:
     forward: Floats
     input_gradient: Floats
     weight_gradient: Floats
-    kept: Floats
+    activations: Floats
 
     @property
     def whole_s(self) -> float:
@@ -262,7 +262,7 @@ class FlopCosts:
         kinds = ("forward", "input_gradient", "weight_gradient")
         task_times = TaskTimes(*(by_stage(kind, NS_PER_S) for kind in kinds))
         check_takes_time(task_times, "the model")
-        sizes = Sizes(by_stage("kept", 1))
+        sizes = ActivationSizes(by_stage("activations", 1))
         check_sizes(sizes, "the model")
         return StepCosts(
             task_times,
@@ -325,7 +325,7 @@ class FlopCosts:
                 Kind.B: rows("input_gradient") * NS_PER_S,
                 Kind.W: rows("weight_gradient") * NS_PER_S,
             },
-            rows("kept"),
+            rows("activations"),
             None,
             StepCosts(
                 empty,
@@ -467,17 +467,6 @@ def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple
             longer[end] = min(cuts)
         best = longer
     return (*best[num_layers][2], num_layers)
-
-
-def check_divided(costs: Costs, name: str, tp: int) -> None:
-    """Raise UsageError if a model is divided among a number of tensor-parallel ranks other than
-    `tp`; `name` is what errors call its costs."""
-    model = costs.layered if isinstance(costs, CutCosts) else costs
-    if isinstance(model, FlopCosts) and model.tensor_parallel.size != tp:
-        raise UsageError(
-            f"the model in {name} is divided among {model.tensor_parallel.size} tensor-parallel "
-            f"ranks and --tp is {tp}; give both the same number"
-        )
 
 
 def parse_flops(document: Mapping[str, Any], name: str) -> FlopCosts:

@@ -6,72 +6,36 @@ layers take longer than usual counts as slow itself, or, if its user says so, as
 layers. `Cut anew` into its own stages, everything takes what it took.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import median_low
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
-from rrfp.schedule.shape import Shape
+from rrfp.schedule.bounds import ActivationSizes
+from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.costs.model import Costs, Links, StepCosts, Uneven, check_sizes, check_takes_time
-from rrfp.simulate.jitter import Floats
-from rrfp.simulate.world import TaskTimes
-
-# Costs by unit: a model's layers in their order, with what stands before the first of them and
-# behind the last, so that they can be cut into other stages, or into other microbatches.
-#
-# A unit takes the same time on every rank, but for the rank's own speed. So layers that are moved
-# from a slow rank get faster, and those that are moved to it slower.
-
+from rrfp.simulate.costs.language_models import FlopCosts
+from rrfp.simulate.costs.model import (
+    Costs,
+    Floats,
+    Layered,
+    Links,
+    StepCosts,
+    Uneven,
+    UnitCosts,
+    check_sizes,
+    check_takes_time,
+)
+from rrfp.simulate.costs.toml_files import TableCosts, ranged, read_table
+from rrfp.simulate.engine import TaskTimes
 
 _REMEMBERED = 64
 """Steps whose costs are kept, as a search meets the same ones again and again."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitCosts:
-    """What the units of one step of one pipeline cost: the embedding, each layer, the head.
-
-    Arrays are [units, microbatches], with two units more than layers; embedding and head may be
-    zero.
-    """
-
-    times_ns: dict[Kind, Floats]
-    """Nanoseconds of F, B and W on a rank of speed 1."""
-    kept: Floats | None
-    """Bytes from F on; None where the costs say nothing of memory."""
-    owed: Floats | None
-    """Bytes of these from B until W; None: all that was kept."""
-    rest: StepCosts
-    """Links, agreement and the rest, for these microbatches; its times and sizes do not count."""
-
-
-class Layered(Protocol):
-    """Costs that tell a model's layers apart."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def fixed_ns(self) -> dict[Kind, Floats] | None:
-        """What a task takes for each unit, [units], whatever the size of its microbatch; None where
-        the costs do not tell."""
-        ...
-
-    def slowness(self, num_ranks: int) -> Sequence[float]:
-        """How many times longer everything takes on each pipeline rank than usual."""
-        ...
-
-    def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
-        """One step's; raises UsageError where the costs are of another number of ranks or
-        microbatches."""
-        ...
 
 
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -117,10 +81,12 @@ class CutCosts:
         times = TaskTimes(*(self._times_ns(given, kind, factors) for kind in Kind))
         check_takes_time(times, "the costs")
         sizes = None
-        if given.kept is not None:
-            kept = self._bytes(given.kept)
-            owed = None if given.owed is None else self._bytes(given.owed)
-            sizes = Sizes(_whole(kept), None if owed is None else _whole(np.minimum(owed, kept)))
+        if given.activations is not None:
+            kept = self._bytes(given.activations)
+            owed = None if given.pending_w is None else self._bytes(given.pending_w)
+            sizes = ActivationSizes(
+                _whole(kept), None if owed is None else _whole(np.minimum(owed, kept))
+            )
             check_sizes(sizes, "the costs")
         rest, links = given.rest, given.rest.links
         if links.num_bytes:
@@ -230,11 +196,15 @@ class StageLayers:
         by_kind = zip(
             Kind, (times.forward, times.input_gradient, times.weight_gradient), strict=True
         )
-        kept = None if sizes is None else self._units(_array(sizes.kept), self._usual.kept)
+        kept = (
+            None
+            if sizes is None
+            else self._units(_array(sizes.activations), self._usual.activations)
+        )
         owed = (
             None
-            if sizes is None or sizes.owed is None
-            else self._units(_array(sizes.owed), self._usual.kept)
+            if sizes is None or sizes.pending_w is None
+            else self._units(_array(sizes.pending_w), self._usual.activations)
         )
         return UnitCosts(
             {
@@ -278,7 +248,7 @@ class StageLayers:
         factors = np.array([slowness[self.shape.rank_of(s)] for s in range(self.shape.num_stages)])
         kept = np.ones(len(self.split))
         if all(each.sizes is not None for each in steps):
-            sizes = [each.sizes.kept for each in steps if each.sizes is not None]
+            sizes = [each.sizes.activations for each in steps if each.sizes is not None]
             kept = self._shares(np.mean([_array(rows).mean(axis=1) for rows in sizes], axis=0))
         shares = {kind: self._shares(mean / factors) for kind, mean in means.items()}
         return _Usual(tuple(slowness), shares, kept)
@@ -341,9 +311,139 @@ class _Usual:
     """By rank."""
     shares: dict[Kind, Floats]
     """The part of each stage's time that its layers take, by kind."""
-    kept: Floats
+    activations: Floats
     """The part of what each stage keeps that its layers keep."""
 
 
 def _array(rows: Sequence[Sequence[int]]) -> Floats:
     return np.array(rows, dtype=float)
+
+
+# A cut as a TOML document: `rrfp tune` writes one for each proposal, so that it can be simulated,
+# or serve as the costs of a paced run.
+
+
+CUT = "cut"
+"""The key that only such a document has."""
+_MOST_PIECES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The stages that costs by stage are given for: `[cut.given]`."""
+
+    layers: str
+    """By stage, in model order: 8,8,8,8."""
+    pp: int = ranged(1)
+    microbatches: int = ranged(1)
+    chunks: int = ranged(1, default=1)
+    placement: Placement = Placement.LOOP
+    uneven: Uneven = Uneven.RANKS
+
+    def layered(self, costs: Costs) -> Layered:
+        shape = Shape(self.pp, self.microbatches, self.chunks, self.placement)
+        return layered_of(costs, shape, parse_split(self.layers, "layers"), self.uneven)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How costs are cut anew: `[cut]`."""
+
+    costs: str
+    """What `--costs` takes."""
+    layers: str
+    """By stage, in model order: 5,6,7,6."""
+    given: Given | None = None
+    """None: the costs are a model's, which tell layers apart themselves."""
+    joined: int = ranged(1, _MOST_PIECES, default=1)
+    divided: int = ranged(1, _MOST_PIECES, default=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    cut: Cut
+
+
+def parse_cut(document: Mapping[str, Any], name: str, resolve: Callable[[str], Costs]) -> CutCosts:
+    """Read such a document; `name` is what errors call it, and `resolve` reads the costs that it
+    cuts. Raises UsageError for what is wrong."""
+    cut = cut_in(document, name)
+    costs = resolve(cut.costs)
+    if cut.given is not None:
+        layered = cut.given.layered(costs)
+    elif isinstance(costs, FlopCosts):
+        layered = costs
+    else:
+        raise UsageError(
+            f"{name} cuts {cut.costs}, which does not say how many layers its stages have; add "
+            "[cut.given]"
+        )
+    split = parse_split(cut.layers, f"{name}, [cut]: layers")
+    check_split(split, layered.num_layers, len(split), f"{name}, [cut]: layers")
+    return CutCosts(layered, split, cut.joined, cut.divided)
+
+
+def cut_in(document: Mapping[str, Any], name: str) -> Cut:
+    """The `[cut]` of a document; `name` is what errors call it. Raises UsageError for a wrong
+    one."""
+    return read_table(_Document, document, name).cut
+
+
+def written_cut(cut: Cut) -> str:
+    """The document, as `parse_cut` reads it."""
+    lines = ["[cut]", f"costs = {_quoted(cut.costs)}", f'layers = "{cut.layers}"']
+    lines += [
+        f"{name} = {value}"
+        for name, value in (("joined", cut.joined), ("divided", cut.divided))
+        if value > 1
+    ]
+    given = cut.given
+    if given is not None:
+        lines += [
+            "",
+            "[cut.given]",
+            f'layers = "{given.layers}"',
+            f"pp = {given.pp}",
+            f"microbatches = {given.microbatches}",
+            f"chunks = {given.chunks}",
+            f'placement = "{given.placement}"',
+            f'uneven = "{given.uneven}"',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def layered_of(
+    costs: Costs, shape: Shape, split: Sequence[int], uneven: Uneven = Uneven.RANKS
+) -> StageLayers:
+    """Costs by stage as costs by layer: `split` says how many layers each stage of `shape` has.
+    Raises UsageError where they do not fit."""
+    check_split(split, sum(split), shape.num_stages, "the split")
+    if not any(split):
+        raise UsageError("the stages have no layers at all; say how many each has")
+    towers = costs.towers(shape) if isinstance(costs, TableCosts) else ()
+    return StageLayers(costs, shape, tuple(split), towers, uneven)
+
+
+def parse_split(text: str, name: str) -> tuple[int, ...]:
+    """Layers by stage, such as 7,8,8,7. Raises UsageError for anything else; `name` is what errors
+    call it."""
+    cells = text.split(",")
+    if not all(cell.strip().isdecimal() and len(cell.strip()) < 5 for cell in cells):
+        raise UsageError(f"{name} is '{text:.60}'; write the layers of each stage, such as 7,8,8,7")
+    return tuple(int(cell) for cell in cells)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def check_divided(costs: Costs, name: str, tp: int) -> None:
+    """Raise UsageError if a model is divided among a number of tensor-parallel ranks other than
+    `tp`; `name` is what errors call its costs."""
+    model = costs.layered if isinstance(costs, CutCosts) else costs
+    if isinstance(model, FlopCosts) and model.tensor_parallel.size != tp:
+        raise UsageError(
+            f"the model in {name} is divided among {model.tensor_parallel.size} tensor-parallel "
+            f"ranks and --tp is {tp}; give both the same number"
+        )

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Task
-from rrfp.simulate.world import TaskTimes
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.engine import TaskTimes
+
+Floats = npt.NDArray[np.float64]
+
 
 # Ranges of numbers as people write them: ``0-2,5``.
 
@@ -93,7 +99,7 @@ class StepCosts:
     is_known: bool = True
     """Whether the times are known when microbatches are admitted; otherwise they are drawn task by
     task, like jitter."""
-    sizes: Sizes | None = None
+    sizes: ActivationSizes | None = None
     """What microbatches keep, by stage; None where the costs say nothing of memory."""
 
     def permuted(self, order: Sequence[int]) -> "StepCosts":
@@ -144,10 +150,10 @@ def check_takes_time(times: TaskTimes, name: str) -> None:
         )
 
 
-def check_sizes(sizes: Sizes, name: str) -> None:
+def check_sizes(sizes: ActivationSizes, name: str) -> None:
     """Raise UsageError if a microbatch keeps more than `MOST_BYTES`; `name` is what errors call the
     costs."""
-    for stage, row in enumerate(sizes.kept):
+    for stage, row in enumerate(sizes.activations):
         if max(row) > MOST_BYTES:
             raise UsageError(
                 f"{name} lets microbatch {row.index(max(row))} keep {max(row)} bytes on stage "
@@ -207,3 +213,50 @@ class ScaledCosts:
 
     def _rows(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         return [[round(time_ns * self.factor) for time_ns in row] for row in rows]
+
+
+# Costs by unit: a model's layers in their order, with what stands before the first of them and
+# behind the last, so that they can be cut into other stages, or into other microbatches.
+#
+# A unit takes the same time on every rank, but for the rank's own speed. So layers that are moved
+# from a slow rank get faster, and those that are moved to it slower.
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """What the units of one step of one pipeline cost: the embedding, each layer, the head.
+
+    Arrays are [units, microbatches], with two units more than layers; embedding and head may be
+    zero.
+    """
+
+    times_ns: dict[Kind, Floats]
+    """Nanoseconds of F, B and W on a rank of speed 1."""
+    activations: Floats | None
+    """Bytes from F on; None where the costs say nothing of memory."""
+    pending_w: Floats | None
+    """Bytes of these from B until W; None: all that was kept."""
+    rest: StepCosts
+    """Links, agreement and the rest, for these microbatches; its times and sizes do not count."""
+
+
+class Layered(Protocol):
+    """Costs that tell a model's layers apart."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def fixed_ns(self) -> dict[Kind, Floats] | None:
+        """What a task takes for each unit, [units], whatever the size of its microbatch; None where
+        the costs do not tell."""
+        ...
+
+    def slowness(self, num_ranks: int) -> Sequence[float]:
+        """How many times longer everything takes on each pipeline rank than usual."""
+        ...
+
+    def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
+        """One step's; raises UsageError where the costs are of another number of ranks or
+        microbatches."""
+        ...

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
@@ -18,7 +18,7 @@ from rrfp.simulate.costs.model import (
     check_takes_time,
     part_of,
 )
-from rrfp.simulate.world import TaskTimes
+from rrfp.simulate.engine import TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 COLUMNS = ("kind", "pp_rank", "chunk", "microbatch", "seconds")
@@ -120,7 +120,7 @@ class RowCosts:
             f"microbatch {microbatch}; add one"
         )
 
-    def _sizes(self, forward: _FoundRows, weight_gradient: _FoundRows) -> Sizes | None:
+    def _sizes(self, forward: _FoundRows, weight_gradient: _FoundRows) -> ActivationSizes | None:
         """What microbatches keep; None if no row that counts has bytes."""
         says_owed = _has_bytes(weight_gradient)
         if not says_owed and not _has_bytes(forward):
@@ -136,7 +136,7 @@ class RowCosts:
             ]
             for stage, row in enumerate(weight_gradient)
         ]
-        return Sizes(kept, owed if says_owed else None)
+        return ActivationSizes(kept, owed if says_owed else None)
 
     def _kept(self, found: _Found, task: Task) -> int:
         num_bytes = found.num_bytes

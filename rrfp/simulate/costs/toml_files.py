@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from rrfp.errors import UsageError
-from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
@@ -27,8 +27,8 @@ from rrfp.simulate.costs.model import (
     parse_ranges,
     part_of,
 )
+from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import LARGEST_SIGMA, lognormals
-from rrfp.simulate.world import TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 # Reads dataclasses from TOML tables: fields are the keys, and their types say what is valid.
@@ -362,10 +362,10 @@ class TableCosts:
         num_parts, part = (1, 0) if is_own else (shape.num_chunks, chunk)
         return _Figure(amount, length, num_parts, part)
 
-    def _sizes(self, kept: list[list[int]]) -> Sizes:
+    def _sizes(self, kept: list[list[int]]) -> ActivationSizes:
         share = self.table.bytes_owed_to_w
         owed = None if share is None else [[round(size * share) for size in row] for row in kept]
-        sizes = Sizes(kept, owed)
+        sizes = ActivationSizes(kept, owed)
         check_sizes(sizes, self.name)
         return sizes
 

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.cpu.checkpoints import prepare_checkpoints, writes_digested, writes_put_off
+from rrfp.megatron.cpu.checkpoints import deferred_writes, digested_writes, prepare_checkpoints
 from rrfp.strict_json import integer, items, member, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import versions
@@ -214,7 +214,7 @@ class Saver:
         if sentence:
             self._fail(sentence, pending.saving)
             return
-        with exchanging_plans(), writes_put_off() as last_writes:
+        with exchanging_plans(), deferred_writes() as last_writes:
             for finalize in pending.finalize:
                 finalize()
         completing = None
@@ -394,7 +394,7 @@ def _start_writing(
         arguments[1] = request.preload_fn()
 
     def write() -> None:
-        with writes_digested() as digests:
+        with digested_writes() as digests:
             if request.async_fn is not None:
                 request.async_fn(*arguments, **request.async_fn_kwargs)
         for name in names:
