@@ -1,4 +1,4 @@
-"""The title, the figures and the advice of each bottleneck of a run."""
+"""The title, figures and advice of each bottleneck of a run."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -16,11 +16,11 @@ from rrfp.schedule.policy import Auto, format_bytes
 from rrfp.trace.records import step_name
 
 _MOST_OF_THEM = 0.8
-"""In so large a share of the steps must a rank be slow to be slow throughout, or since a step."""
+"""The share of steps in which a rank must be slow to count as slow throughout, or since a step."""
 
 
 class Adviser:
-    """Describes the bottlenecks of one run: a title, figures, and advice."""
+    """Describes the bottlenecks of one run by title, figures and advice."""
 
     def __init__(self, frames: Frames, run: RecordedRun) -> None:
         self._frames = frames
@@ -31,7 +31,7 @@ class Adviser:
         return self._describe_place(culprit) or self._describe_whole(culprit)
 
     def _describe_place(self, culprit: Bottleneck) -> tuple[str, str, str] | None:
-        """Describe a stage, rank, replica or link that is slow; None for other bottlenecks."""
+        """Describe a slow stage, rank, replica or link; None for other bottlenecks."""
         change = culprit.change
         longer = f"{culprit.excess:.0%} longer" if culprit.excess < 10 else "many times longer"
         match culprit.kind:
@@ -39,10 +39,10 @@ class Adviser:
                 stage = change.median_stage
                 assert stage is not None
                 return (
-                    f"Stage {stage} has more work than the median stage",
-                    f"Its tasks take {longer} than those of the stage in the middle, and the "
-                    "others wait for it.",
-                    f"{self._on_layers(culprit)} Or give stage {stage} a faster device.",
+                    f"Stage {stage} is slower than the median stage",
+                    f"Its tasks take {longer} than the median stage's, and the other stages wait "
+                    "for it.",
+                    f"{self._advise_layers(culprit)} Or give stage {stage} a faster device.",
                 )
             case BottleneckKind.SLOW_RANK:
                 assert change.usual_rank is not None
@@ -51,98 +51,98 @@ class Adviser:
                     f"Its tasks{self._on_host(change.usual_rank)} take {longer} than those of "
                     f"{self._peers()}, "
                     f"{self._since(change.usual_rank, culprit.excess)}.",
-                    "Look at that device and its host: clocks, temperature, what else runs there.",
+                    "Check that device and its host: clocks, temperature, other processes.",
                 )
             case BottleneckKind.REPLICA:
                 return (
                     f"Replica {change.usual_replica} is slower than the others",
                     f"Its tasks take {longer}, and the others wait for it at the end of a step.",
-                    "Look at its hosts, and at what its share of the data costs: longer sequences "
-                    "take longer.",
+                    "Check its hosts, and the cost of its share of the data: longer sequences take "
+                    "longer.",
                 )
             case BottleneckKind.SLOW_LINK:
                 assert change.usual_link is not None
                 sender, receiver = change.usual_link
                 return (
                     f"Messages from pipeline rank {sender} to {receiver} are slower than others",
-                    f"One takes {self._message_time(sender, receiver)} there, the median, {longer} "
-                    "than on the link in the middle.",
-                    "Look at that link: its bandwidth, and what else it carries.",
+                    f"The median message takes {self._message_time(sender, receiver)} there, "
+                    f"{longer} than on the median link.",
+                    "Check that link: its bandwidth, and other traffic.",
                 )
         return None
 
     def _describe_whole(self, culprit: Bottleneck) -> tuple[str, str, str]:
-        """Describe a bottleneck of the whole run: its work, its messages, its order, its bound."""
+        """Describe a bottleneck of the whole run, such as its order or its bound."""
         change = culprit.change
         match culprit.kind:
             case BottleneckKind.UNEVEN_MICROBATCHES:
                 return (
                     "Some microbatches are heavier than others",
-                    "All stages take longer for them, and light ones elsewhere do not make up for "
-                    "it.",
-                    "Pack sequences to one length, or try --admit pyramid, which lets light "
-                    f"microbatches go first and last{_alone(culprit)}.",
+                    "All stages take longer for them, and light microbatches do not compensate.",
+                    "Pack sequences to one length, or try --admit pyramid, which puts light "
+                    f"microbatches first and last{_alone(culprit)}.",
                 )
             case BottleneckKind.UNEVEN_LAYERS:
                 return (
                     "The stages differ in work",
-                    "Not one stage alone: a step waits for those with more than their share.",
-                    self._on_layers(culprit),
+                    "No single stage stands out; a step waits for all that have more than average.",
+                    self._advise_layers(culprit),
                 )
             case BottleneckKind.LINKS:
                 most = "" if self._run.knows_arrivals else "at most "
                 return (
                     "Messages take long on all links",
-                    f"One takes {most}{self._message_time()}, the median, and no link stands out.",
-                    "Look at the transport, and at what shares the network; larger microbatches "
+                    f"The median message takes {most}{self._message_time()}, and all links are "
+                    "similar.",
+                    "Check the transport, and other traffic in the network; larger microbatches "
                     "send fewer messages.",
                 )
             case BottleneckKind.ORDER:
                 return (
-                    "A binding order keeps ready work waiting",
-                    "Each rank runs the next task of its order, also while another one is ready"
+                    "The fixed order makes ranks wait although work is ready",
+                    "Each rank waits for the next task of its order while another task is ready"
                     + (", and its transfers block it." if self._run.is_blocking else "."),
-                    f"Try {change.flags}: the hint then ranks what is ready."
+                    f"Try {change.flags}: each rank then takes any ready task."
                     + self._readiness_alone(culprit),
                 )
             case BottleneckKind.BOUND:
                 return (
-                    f"The bound on what a rank holds withholds forwards ({self._run.told})",
-                    "They were ready, and would have filled gaps.",
-                    "The device has no more memory: recompute activations, or make microbatches "
-                    f"smaller. {change.flags} shows what twice as much would save."
+                    f"The memory bound withholds forwards ({self._run.told})",
+                    "They were ready and would have filled gaps.",
+                    "The device has no more memory: recompute activations, or use smaller "
+                    f"microbatches. {change.flags} shows the saving of twice as much memory."
                     if self._run.policy.hold is Auto.AUTO
                     else f"Try {change.flags}, if memory allows.",
                 )
             case BottleneckKind.MEMORY:
                 found = memory(self._frames)
-                worst, roomy = found.worst, found.roomiest
+                worst, freest = found.worst, found.freest
                 return (
-                    "Ranks hold less than their memory takes, as their bound counts microbatches",
+                    "Ranks have unused memory, because their bound counts microbatches",
                     f"Rank {worst.rank} held {format_bytes(worst.peak_held_bytes)} at most; rank "
-                    f"{roomy.rank} could have held {format_bytes(roomy.room_bytes)} more before it "
-                    "held as much.",
-                    f"Try {change.flags}: at that bound a step takes {culprit.saving:.0%} less, in "
-                    "no more memory on the rank that held most.",
+                    f"{freest.rank} could have held {format_bytes(freest.headroom_bytes)} more "
+                    "before it held as much.",
+                    f"Try {change.flags}: at that bound a step takes {culprit.saving:.0%} less, "
+                    "without more memory on the rank that held most.",
                 )
             case BottleneckKind.UNEVEN_TASKS:
                 return (
-                    "Task times scatter",
+                    "Task times vary",
                     "Tasks of one stage and kind take different times, and a step waits for the "
                     "long ones.",
-                    "See what makes them long: their data, or what else ran on the machine.",
+                    "Check what makes them long: their data, or other processes on the machine.",
                 )
             case _:
                 return (
                     "Stages work one after another while the pipeline fills and drains",
-                    f"{self._run.shape.num_microbatches} microbatches a step fill "
+                    f"{self._run.shape.num_microbatches} microbatches per step fill "
                     f"{self._run.shape.num_stages} stages.",
                     f"Try {change.flags}: weight gradients then fill the drain. More microbatches "
-                    "a step make it a smaller share.",
+                    "per step make it a smaller share.",
                 )
 
-    def _on_layers(self, culprit: Bottleneck) -> str:
-        """Name the split of the layers that evens out the stages."""
+    def _advise_layers(self, culprit: Bottleneck) -> str:
+        """Advise the split of the layers that evens out the stages."""
         shape, layers = self._run.shape, self._run.layers
         if layers is None:
             return "Move layers from the stages that take longest to those that take least."
@@ -165,7 +165,7 @@ class Adviser:
         return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
 
     def _peers(self) -> str:
-        """Name the ranks with which a slow rank is compared."""
+        """Describe the ranks with which a slow rank is compared."""
         several = len(self._run.steps[0].replicas) > 1
         return (
             "the same stages in other replicas"
@@ -179,7 +179,7 @@ class Adviser:
         return "" if host in ("unknown", "simulated") else f" on {host}"
 
     def _since(self, rank: int, excess: float) -> str:
-        """Name the step from which a rank is slower than its peers, by half of its mean excess."""
+        """State in which steps a rank exceeds its peers by at least half of its mean excess."""
         run = self._frames.run
         own = run.filter(pl.col("rank") == rank).row(0, named=True)
         several = len(self._run.steps[0].replicas) > 1
@@ -205,7 +205,7 @@ class Adviser:
         return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
 
     def _message_time(self, *link: int) -> str:
-        """The median time of a message, on one link if it is given."""
+        """Format the median time of messages, on one link if it is given."""
         messages = timed_messages(self._frames)
         if link:
             sender, receiver = link
@@ -217,12 +217,12 @@ class Adviser:
 
 
 def _alone(culprit: Bottleneck) -> str:
-    """State the saving of the remedy at hand by itself."""
+    """State the saving of the advised flag alone, unless it is negligible."""
     is_worth = culprit.remedy_saving >= LEAST_SAVING
     return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""
 
 
 def _excess(busy_ns: dict[int, int], rank: int) -> float:
-    """The share by which a rank works more than its peers in a step."""
+    """Return by which share a rank works longer than the median of its peers."""
     others = [ns for each, ns in busy_ns.items() if each != rank]
     return busy_ns.get(rank, 0) / max(1, median(others)) - 1 if others else 0.0

@@ -1,18 +1,17 @@
-"""The division of a step's time into work, idle time by cause, and overhead.
+"""Divides a step's time into work, idle time by cause, and overhead.
 
-The window of a step runs from the first rank's entry into the schedule to the last rank's return
-from it, on one clock, and is the same for every rank. A rank is busy in it while it runs a task.
-The rest is its bubble, and every nanosecond of that has one cause:
+The window of a step runs from the first rank's entry into the schedule to the last rank's return,
+on a common clock, and is the same for all ranks. A rank is busy while it runs a task. The rest of
+the window is its bubble, and every nanosecond of the bubble has one cause:
 
-- `warmup`: all of it before the rank's first task, its late entry included, whatever was recorded;
-- between two tasks the cause of the recorded wait;
-- after its last task a recorded `gradient_sync`, else `drain`, to the end of the window;
-- `overhead`: the remainder between two tasks.
+- `warmup`: the time before the rank's first task, including a late entry, whatever was recorded;
+- between two tasks: the cause of the recorded wait, or `overhead` without one;
+- after the last task: a recorded `gradient_sync`, or `drain` without one, to the end of the window.
 
-So work and causes sum to the window exactly. Of overlapping waits the earlier one counts.
+Work and causes therefore sum exactly to the window. Of overlapping waits the earlier one counts.
 
-Where a device works beside its host, launches of tasks are recorded, and they divide the rank's
-overhead in two: `launch`, while the host launched a task, and `decision`, the rest.
+If a device runs asynchronously to its host, launches of tasks are recorded. They divide a rank's
+overhead into `launch`, while the host launched a task, and `decision`, the rest.
 """
 
 from collections import defaultdict
@@ -42,10 +41,10 @@ from rrfp.trace.records import (
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
-"""Every part of a bubble, in the order in which reports show them."""
+"""All causes of a bubble, in the order of reports."""
 LAUNCH = Phase.LAUNCH.value
 DECISION = "decision"
-"""The host saw that the device was idle, and decided on its next task."""
+"""The host noticed that the device was idle and chose the next task."""
 OVERHEAD_PARTS = (LAUNCH, DECISION)
 
 CAUSE_HEADINGS = {
@@ -58,14 +57,14 @@ CAUSE_HEADINGS = {
     "gradient_sync": "grad\nsync",
     "overhead": "over-\nhead",
 }
-"""The headings of the causes whose names are too wide for a column of figures."""
+"""Headings of causes whose names are too wide for a column of figures."""
 
 _KEY = ("step", "rank")
 
 
 @dataclass(frozen=True, slots=True)
 class RankBubbles:
-    """One rank's time, summed over the steps asked for."""
+    """The time of one rank, summed over steps."""
 
     rank: int
     pp_rank: int
@@ -73,12 +72,11 @@ class RankBubbles:
     window_ns: int
     busy_ns: int
     causes_ns: dict[str, int]
-    """Idle time by cause; every one of `CAUSES`, and with `busy_ns` they sum to `window_ns`."""
+    """Idle time for each of `CAUSES`; with `busy_ns` they sum to `window_ns`."""
     overhead_parts_ns: dict[str, int] = field(default_factory=dict)
-    """The overhead's `OVERHEAD_PARTS`, which sum to it; empty where the run has no launches."""
+    """The `OVERHEAD_PARTS`, which sum to the overhead; empty if the run has no launches."""
     structural_ns: int | None = None
-    """The part of the bubble that tasks at their mean times would have left; None when the run
-    cannot be replayed."""
+    """The bubble with every task at its mean time; None if the run cannot be replayed."""
 
     @property
     def bubble_ns(self) -> int:
@@ -90,24 +88,24 @@ class RankBubbles:
 
     @property
     def excess_ns(self) -> int | None:
-        """The rest of the bubble; negative if tasks at their mean times would have left more."""
+        """The bubble beyond the structural part; may be negative. None without replay."""
         return None if self.structural_ns is None else self.bubble_ns - self.structural_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Bubbles:
-    """A run's time, rank by rank, summed over the steps asked for."""
+    """The time of all ranks, summed over steps."""
 
     steps: tuple[int, ...]
-    """The steps counted: those that every rank finished."""
+    """The steps that all ranks finished."""
     dropped_steps: tuple[int, ...]
-    """Steps asked for but left out, because some rank did not finish them."""
+    """The steps that some rank did not finish, which are not counted."""
     window_ns: int
     ranks: tuple[RankBubbles, ...]
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in which they did not work."""
+        """The idle share of all ranks' time."""
         return 1 - sum(rank.busy_ns for rank in self.ranks) / (self.window_ns * len(self.ranks))
 
     @property
@@ -117,7 +115,7 @@ class Bubbles:
 
     @property
     def overhead_parts_ns(self) -> dict[str, int]:
-        """The overhead's parts, over all ranks; empty where the run has no launches."""
+        """The parts of the overhead over all ranks; empty if the run has no launches."""
         return {
             part: sum(rank.overhead_parts_ns[part] for rank in self.ranks)
             for part in self.ranks[0].overhead_parts_ns
@@ -125,7 +123,7 @@ class Bubbles:
 
     @property
     def parts(self) -> BubbleParts | None:
-        """The structural part and the excess over all ranks; None if the run was not replayed."""
+        """The structural part and the excess, as shares of all ranks' time; None without replay."""
         whole_ns = self.window_ns * len(self.ranks)
         parts_ns = [(rank.structural_ns, rank.excess_ns) for rank in self.ranks]
         structural_ns, excess_ns = (
@@ -136,8 +134,10 @@ class Bubbles:
         return BubbleParts(sum(structural_ns) / whole_ns, sum(excess_ns) / whole_ns)
 
     def with_structural(self, shares: Sequence[float]) -> "Bubbles":
-        """Add the structural part of the bubble: by pipeline rank, as shares of the window. Empty
-        shares, of a run that cannot be replayed, change nothing."""
+        """Add the structural part of the bubble, by pipeline rank as shares of the window.
+
+        Empty shares (the run cannot be replayed) change nothing.
+        """
         if not shares:
             return self
         return replace(
@@ -149,15 +149,15 @@ class Bubbles:
         )
 
     def of_rank(self, pp_rank: int) -> "Bubbles":
-        """Keep the ranks at one place of the pipeline."""
+        """Keep the ranks of one pipeline rank."""
         return replace(self, ranks=tuple(rank for rank in self.ranks if rank.pp_rank == pp_rank))
 
 
 def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
-    """Divide the time of a run's steps; None means all of them.
+    """Divide the time of a run's steps; None means all steps.
 
-    Raises UsageError when the run has none of the steps asked for, and RrfpError when no step was
-    finished by every rank or a rank waited for an unknown cause.
+    Raises UsageError if the run has none of `steps`, and RrfpError if no step was finished by all
+    ranks or a rank waited for an unknown cause.
     """
     if not frames.steps:
         raise RrfpError("the trace has no steps; the run ended before its first one did")
@@ -193,11 +193,10 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
 
 
 def divide(frames: Frames) -> pl.DataFrame:
-    """The time of each rank in each finished step, in nanoseconds: a row a step and rank, with
-    `window_ns`, `busy_ns` and a column for each of `CAUSES` and of `OVERHEAD_PARTS` (without
-    launches, overhead is all decision).
+    """Return a row for each finished step and rank, in nanoseconds.
 
-    Raises RrfpError when a rank waited for an unknown cause.
+    The columns are `window_ns`, `busy_ns`, `CAUSES` and `OVERHEAD_PARTS`. Without launches all
+    overhead is `decision`. Raises RrfpError if a rank waited for an unknown cause.
     """
     return pl.concat([_divide(piece) for piece in frames.piecewise()])
 
@@ -208,12 +207,13 @@ def _has_launches(frames: Frames) -> bool:
 
 
 def _divide(frames: Frames) -> pl.DataFrame:
+    """Divide the time of steps that fit into memory, as `divide` does."""
     spans = frames.windows.join(frames.run.select("rank"), how="cross")
     work = _work(frames, spans)
     ends = work.group_by(_KEY).agg(
         pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns")
     )
-    # A rank without work warms up all the time.
+    # The whole window of a rank without work is warmup.
     spans = spans.join(ends, on=_KEY, how="left").with_columns(
         pl.col("first_ns", "last_ns").fill_null(pl.col("end_ns"))
     )
@@ -253,8 +253,10 @@ def _divide(frames: Frames) -> pl.DataFrame:
 
 
 def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
-    """The tasks of finished steps in order of time, cut to the window; `until_ns` is when the last
-    task before each had ended."""
+    """Return the tasks of finished steps in order of time, clipped to the window.
+
+    `until_ns` is the end of all earlier tasks of the rank.
+    """
     return (
         frames.scan("task")
         .select(*_KEY, "start_ns", "end_ns")
@@ -272,8 +274,10 @@ def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:
-    """The gaps between two tasks of a rank: the start and the length of each, and the sum of the
-    earlier ones in the step."""
+    """Return start and length of each gap between two tasks of a rank.
+
+    `before` is the sum of the earlier gaps of the rank in the step.
+    """
     return (
         work.select(
             *_KEY,
@@ -286,7 +290,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _waits(frames: Frames) -> pl.DataFrame:
-    """The waits. Raises RrfpError for an unknown cause."""
+    """Return the waits. Raises RrfpError for an unknown cause."""
     waits = frames.scan("wait").select(*_KEY, "start_ns", "end_ns", "cause").collect()
     strange = waits.filter(~pl.col("cause").is_in(CAUSES))
     if not strange.is_empty():
@@ -299,7 +303,7 @@ def _waits(frames: Frames) -> pl.DataFrame:
 
 
 def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
-    """The waits in order of time, each cut to what lies after the earlier ones."""
+    """Sort waits by time and clip each to the time after the earlier ones."""
     return (
         waits.sort(*_KEY, "start_ns", "end_ns", "cause")
         .with_columns(pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over(_KEY)))
@@ -308,8 +312,10 @@ def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
 
 
 def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
-    """How much of the gaps each wait explains: the gaps' time up to its end less that up to its
-    start."""
+    """Return how much of the gaps each wait explains.
+
+    This is the gap time before its end minus the gap time before its start.
+    """
 
     def gaps_until(waits: pl.DataFrame, time: str) -> pl.DataFrame:
         passed_ns = pl.min_horizontal(pl.col(time) - pl.col("gap_start_ns"), "gap_ns")
@@ -332,8 +338,7 @@ def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _launching(frames: Frames, waits: pl.DataFrame, gaps: pl.DataFrame) -> Sequence[pl.DataFrame]:
-    """How much of the gaps is launch: what waits and launches explain together, less what the waits
-    explain alone."""
+    """Return how much of the gaps is launch: waits and launches together minus waits alone."""
     launches = frames.phases.filter(pl.col("phase") == LAUNCH).select(
         *_KEY, "start_ns", "end_ns", pl.col("phase").alias("cause")
     )
@@ -344,7 +349,7 @@ def _launching(frames: Frames, waits: pl.DataFrame, gaps: pl.DataFrame) -> Seque
 
 
 def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """How much of the time after a rank's last task each gradient synchronisation explains."""
+    """Return how much of the time after a rank's last task each gradient sync explains."""
     from_ns = pl.max_horizontal("start_ns", "last_ns")
     to_ns = pl.min_horizontal("end_ns", "window_end_ns")
     return (
@@ -355,39 +360,36 @@ def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _explained(found: pl.DataFrame, rest: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The time that waits explain: added to their causes, taken from `rest`."""
+    """Return the time that waits explain, and the same time subtracted from `rest`."""
     return found, _part(found, rest, -pl.col("ns"))
 
 
 def _part(frame: pl.DataFrame, cause: str, ns: pl.Expr) -> pl.DataFrame:
+    """Return rows of step, rank, cause and time."""
     return frame.select(*_KEY, pl.lit(str(cause)).alias("cause"), ns.alias("ns"))
 
 
 def _span(steps: Sequence[int]) -> str:
-    """`steps 3:10` for those from 3 to 9."""
+    """Format `steps 3:10` for steps 3 to 9."""
     (sort, first), (_, last) = told_step(steps[0]), told_step(steps[-1])
     return f"{sort}s {first}:{last + 1}"
 
 
-# The structural part of a run's bubble, from its tables.
+# The structural part of a run's bubble.
 #
-# `rrfp.replay.bottlenecks` computes it. Here the steps to replay are chosen: of a long run a
-# sample, whose share is taken for all of its steps.
+# `rrfp.replay.bottlenecks` computes it for a sample of steps, whose share stands for all steps.
 
 
 _SAMPLE = StepSample(num_tasks=10_000, most_tasks_of_a_step=40_000)
-"""About a second's work. A larger step would take longer to replay than the trace to read."""
+"""Replaying takes about a second. A larger step would take longer than reading the trace."""
 
 
 def structural_of(frames: Frames) -> Structural:
     """Divide the bubble of a run's steps, or of a sample of them.
 
-    Raises RrfpError when the run cannot be replayed.
+    Raises RrfpError if the run cannot be replayed.
     """
-    finished = frames.windows["step"].to_list()
-    if not finished:
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
-    finished = [step for step in finished if not is_evaluation(step)]
+    finished = [step for step in frames.finished_windows()["step"] if not is_evaluation(step)]
     if not finished:
         raise RrfpError(NOT_REPLAYED)
     num_tasks = frames.scan("task").select(pl.len()).collect().item()
@@ -402,8 +404,10 @@ def structural_of(frames: Frames) -> Structural:
 
 
 def structural_shares(frames: Frames) -> list[float]:
-    """The structural part of the bubble by pipeline rank, as shares of the window; empty when the
-    run cannot be replayed."""
+    """Return the structural part of the bubble by pipeline rank, as shares of the window.
+
+    Empty if the run cannot be replayed.
+    """
     try:
         return [part.structural for part in structural_of(frames).ranks]
     except RrfpError:
@@ -414,11 +418,10 @@ def structural_shares(frames: Frames) -> list[float]:
 
 
 def bubble_table(bubbles: Bubbles, why_not_replayed: str = "", *, by_rank: bool = False) -> Table:
-    """The work and the bubble of each stage, or of each rank, in tenths of a percent.
+    """Make the table of work and bubble of each stage, or of each rank, in tenths of a percent.
 
-    The work and the causes of a row sum to 100.0. Causes that no rank had are left out. Where no
-    stage has several ranks, its row names its rank too. Programs get a row for each rank, and so
-    only a table by rank has their columns.
+    Work and causes of a row sum to 100.0. Causes without time are left out. If each stage has one
+    rank, rows name the rank, too. Only a table by rank has the columns for programs.
     """
     groups: dict[int, list[RankBubbles]] = defaultdict(list)
     for rank in bubbles.ranks:
@@ -457,7 +460,7 @@ _STRUCTURAL, _EXCESS = "structural", "excess"
 
 
 def _shares_of(ranks: Sequence[RankBubbles], causes: Sequence[str]) -> dict[str, int]:
-    """The parts of some ranks' time, in tenths of a percent that add up."""
+    """Return the parts of some ranks' time in tenths of a percent, which sum to 1000."""
     work, *idle = apportioned(
         [
             sum(rank.busy_ns for rank in ranks),
@@ -477,7 +480,7 @@ def _shares_of(ranks: Sequence[RankBubbles], causes: Sequence[str]) -> dict[str,
 
 
 def _share_columns(bubbles: Bubbles, shares: Sequence[dict[str, int]]) -> Iterator[Column]:
-    """The columns for people, from the shares of each row and of all ranks together."""
+    """The columns for people. `shares` has those of each row, and last those of all ranks."""
     *rows, total = shares
 
     def column(name: str, heading: str, **kwargs: Any) -> Column:
@@ -517,22 +520,23 @@ def _second_columns(ranks: Sequence[RankBubbles]) -> Iterator[Column]:
         yield times([rank.causes_ns[cause] for rank in ranks], cause, path=f"causes.{cause}")
     for part in ranks[0].overhead_parts_ns if ranks else ():
         yield times([rank.overhead_parts_ns[part] for rank in ranks], part)
-    # In JSON these two come last.
+    # In JSON these two members come last.
     yield times(structural_ns, "", path=_STRUCTURAL)
     yield times(excess_ns, "", path=_EXCESS)
 
 
 def _conclusion(bubbles: Bubbles, why_not_replayed: str) -> str:
+    """State the bubble, and its structural part or the reason why it is unknown."""
     if bubbles.parts is not None:
         return bubbles.parts.told
     bubble = f"{bubbles.bubble_fraction:.0%} of the ranks' time was bubble."
     if not why_not_replayed:
         return bubble
-    return f"{bubble} What of it is structural is not known: {why_not_replayed}."
+    return f"{bubble} The structural part is not known: {why_not_replayed}."
 
 
 def _overhead_sentence(bubbles: Bubbles, shares: dict[str, int]) -> str:
-    """The parts of all ranks' overhead; empty without overhead or launches."""
+    """Describe the parts of all ranks' overhead; empty without overhead or launches."""
     overhead = shares.get(OVERHEAD, 0)
     if not overhead or not bubbles.overhead_parts_ns:
         return ""

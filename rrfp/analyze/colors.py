@@ -1,16 +1,16 @@
-"""One color for each kind of task and each cause of waiting, in charts, pages and terminals.
+"""The color of each kind of task and each cause of waiting, in charts, pages and terminals.
 
-F, B and W have colors of Okabe and Ito's (Color Universal Design, 2008), apart in lightness too.
-Those of the causes were searched around the rest of that palette, so that any two of all these are
-at least 10 apart (CIEDE2000) for eyes that see all colors, and for those that lack red or green.
-The Perfetto UI takes no colors from a trace: it makes its own from the names of slices.
+F, B and W have colors of Okabe and Ito (Color Universal Design, 2008) that also differ in
+lightness. The colors of the causes were searched around the rest of that palette: any two differ by
+at least 10 (CIEDE2000) with normal and with red- or green-deficient vision. The Perfetto UI ignores
+colors in a trace and derives its own from the names of slices.
 """
 
 from rrfp.schedule.tasks import Cause
 
 KIND_COLORS = {"F": "#56B4E9", "B": "#D55E00", "W": "#F0E442"}
 LINK_COLOR = "#009E73"
-"""The color of a message in flight, as of the blocking transfer that it would be."""
+"""The color of a message in flight, the same as of a blocking transfer."""
 _OF_CAUSES = {
     Cause.WARMUP: "#CFCFCF",
     Cause.FORWARD_INPUT: "#0072B2",

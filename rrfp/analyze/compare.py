@@ -1,9 +1,8 @@
-"""Two runs side by side: which one is faster, by how much, and which causes of idle time changed.
+"""Compares two runs: which one is faster, by how much, and which causes of idle time changed.
 
-Figures are medians over steps, each with the interval that holds 95 of 100 bootstrap medians: the
-steps of each run are resampled with replacement, and the figure is recomputed (Efron and Tibshirani
-1993). A ratio whose interval contains 1, or a difference whose interval contains 0, is
-noise.
+Figures are medians over steps with 95% bootstrap intervals: the steps of each run are resampled
+with replacement, and the figure is recomputed (Efron and Tibshirani 1993). A ratio whose interval
+contains 1, or a difference whose interval contains 0, is noise.
 """
 
 import json
@@ -25,9 +24,6 @@ from rrfp.schedule.policy import format_bytes
 from rrfp.simulate.jitter import uniforms_in_parts
 from rrfp.trace.records import NS_PER_S, step_name
 
-# Where two runs differ in more than their schedule, so that nobody compares unlike things.
-
-
 Differences = dict[str, dict[str, tuple[Any, Any]]]
 """The settings that differ, each with its two values, by `model`, `data`, `layout` or `times`."""
 
@@ -47,8 +43,10 @@ _MOST_LETTERS = 40
 
 
 def differences(first: Frames, second: Frames) -> Differences:
-    """The settings that both runs tell and that differ, and what their records show to differ: the
-    microbatches of a step, the stages, the ranks. A schedule's own settings are left out."""
+    """Return settings besides those of the schedule in which the runs differ.
+
+    Includes the numbers of microbatches, stages and ranks in the records.
+    """
     a, b = run_settings(first), run_settings(second)
     found: Differences = {
         what: {
@@ -66,21 +64,22 @@ def differences(first: Frames, second: Frames) -> Differences:
 
 
 def warning(found: Differences) -> str:
-    """In a sentence, what differs; empty if nothing does."""
+    """State in which settings the runs also differ; empty if in none."""
     if not found:
         return ""
-    told = []
+    listed = []
     for what, settings in found.items():
         values = [
             f"{name} {_shortened(a)} and {_shortened(b)}" for name, (a, b) in settings.items()
         ]
-        told.append(f"{what} ({', '.join(values)})")
-    *most, last = told
-    listed = f"{', '.join(most)} and {last}" if most else last
-    return f"Not the schedule alone differs between A and B, but their {listed} too."
+        listed.append(f"{what} ({', '.join(values)})")
+    return (
+        f"A and B also differ in {' and in '.join(listed)}, so the schedule is not the only cause."
+    )
 
 
 def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Yield the numbers of microbatches, stages and ranks in the records of both runs."""
     both = (first, second)
 
     def counts(column: str) -> tuple[int, int]:
@@ -99,18 +98,18 @@ def _shortened(value: object) -> str:
 
 _NUM_RESAMPLES = 2000
 _DRAWS_AT_ONCE = 1 << 18
-"""So that a long run needs little memory."""
+"""The number of draws at a time, which bounds the memory for long runs."""
 _TAIL_PERCENT = 2.5
 
 WORK = "work"
-"""Beside the causes: time in F, B and W."""
+"""Time in F, B and W, listed with the causes."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median and the interval that its bootstrap gives."""
+    """A median and its 95% bootstrap interval."""
 
     median: float
     low: float
@@ -120,37 +119,35 @@ class Estimate:
         return {"median": self.median, "low": self.low, "high": self.high}
 
     def leaves_out(self, value: float) -> bool:
-        """Whether all of the interval is on one side of a value, so that the difference from it is
-        more than noise."""
+        """Return True if the interval lies on one side of a value, so the difference counts."""
         return not self.low <= value <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A second run against a first one."""
+    """The comparison of a second run with a first run."""
 
     num_steps: tuple[int, int]
     step_s: tuple[float, float]
-    """The median length of a step of each."""
+    """The median step time of each."""
     same_work_ratio: Estimate | None
-    """The second run's step time over the first run's, each taken per second of its work: a
-    schedule answers for waits, and not for how fast tasks run. None for a run without work, and of
-    some ranks only."""
+    """The ratio of step time per second of work, which compares the schedules and not the speed of
+    tasks. None if a run has no work, and for some ranks only."""
     step_time_ratio: Estimate
     """The second run's step time over the first run's."""
     work_ratio: Estimate | None
-    """The second run's work over the first run's; None where `same_work_ratio` is."""
+    """The second run's work over the first run's; None like `same_work_ratio`."""
     causes_s: dict[str, Estimate]
-    """How many seconds a step, as the mean over ranks, the second run has more of each cause;
-    `work` first, then the causes that occur in either run."""
+    """The seconds per step of each cause in the second run minus the first, as means over ranks.
+    `work` comes first, then the causes that occur in either run."""
     stage: int | None = None
-    """`causes_s` and `peak_held_bytes` are of the ranks that hold it; None means of all."""
+    """The stage whose ranks `causes_s` and `peak_held_bytes` describe; None means all ranks."""
     peak_held_bytes: tuple[int | None, int | None] = (None, None)
-    """The most bytes of activations that any rank of each run kept; None where it does not tell."""
+    """The largest activation bytes of any rank of each run; None if unknown."""
 
     @property
     def memory_sentence(self) -> str:
-        """The most that both kept, in a sentence; empty if neither trace has bytes."""
+        """Describe the peak memory of both runs; empty if neither trace has bytes."""
         a, b = (
             "not known" if each is None else format_bytes(each) for each in self.peak_held_bytes
         )
@@ -160,7 +157,7 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, Estimate]:
-        """The ratios of B over A that are known, that for the same work first."""
+        """The known ratios of B over A, the ratio at equal work first."""
         named = {
             "same_work_ratio": self.same_work_ratio,
             "step_time_ratio": self.step_time_ratio,
@@ -182,11 +179,10 @@ class Comparison:
 
 
 def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparison:
-    """Compare the finished steps of two runs; with `stage`, the work and idle time of the ranks
-    that hold it.
+    """Compare the finished steps of two runs. `stage` limits work and idle time to its ranks.
 
-    Raises UsageError for a stage that a run does not have, and RrfpError when a run finished fewer
-    than two steps, or has a step that takes no time.
+    Raises UsageError for a stage that a run does not have, and RrfpError if a run finished fewer
+    than two steps or has a step of zero length.
     """
     times_a, times_b = _times(first, stage), _times(second, stage)
     if len(times_a["length"]) < 2 or len(times_b["length"]) < 2:
@@ -194,7 +190,7 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
             f"the runs have {len(times_a['length'])} and {len(times_b['length'])} whole steps, and "
             "it takes 2 of each to tell a difference from noise; record more steps"
         )
-    # A step is as long as all ranks make it, so that the work of some says little of it.
+    # All ranks determine the step time, so it is not divided by the work of some.
     both_work = stage is None and all(times[WORK].min() > 0 for times in (times_a, times_b))
     names = [name for name in (WORK, *CAUSES) if times_a[name].any() or times_b[name].any()]
     a, b = (
@@ -218,7 +214,7 @@ def _peak(frames: Frames, stage: int | None) -> int | None:
 
 
 def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
-    """By whole step, in seconds: `length`, and for work and each cause the mean over ranks."""
+    """Return seconds by finished step: `length`, and means over ranks of work and each cause."""
     divided = divide(frames)
     if stage is not None:
         holders = frames.run.filter(pl.col("pp_rank") == frames.rank_of(stage))["rank"]
@@ -238,8 +234,10 @@ def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
 
 
 def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floats]:
-    """Each figure's median over the steps of a run, followed by its medians over resampled steps.
-    All figures meet the same draws; `which` run it is decides these."""
+    """Return each figure's median over steps, followed by its medians over resampled steps.
+
+    All figures use the same draws; `which` (0 or 1) selects the random stream of the run.
+    """
     num_steps = len(times["length"])
     draw = uniforms_in_parts("bootstrap", which)
     medians = {name: [np.median(each, keepdims=True)] for name, each in times.items()}
@@ -253,31 +251,30 @@ def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floa
 
 
 def estimate(found: Floats) -> Estimate:
-    """The estimate of a figure from what `resampled_medians` gives."""
+    """Make the estimate of a figure from the output of `resampled_medians`."""
     low, high = np.percentile(found[1:], [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
     return Estimate(float(found[0]), float(low), float(high))
 
 
-# What the figures of a comparison say, in sentences.
-
-
 def verdict(report: Comparison, a_step: str = "A step") -> list[str]:
-    """Sentences: for the same work first, for which a schedule answers; then what the tasks took,
-    and the steps as they were."""
-    told = []
+    """Describe the ratios: at equal work first, then of the tasks, then of the step times."""
+    sentences = []
     if report.same_work_ratio is not None:
-        told.append(f"For the same work {_speed(report.same_work_ratio)}.")
+        sentences.append(f"For the same work {_speed(report.same_work_ratio)}.")
     if report.work_ratio is not None and report.work_ratio.leaves_out(1):
         longer = "longer" if report.work_ratio.median > 1 else "less time"
-        told.append(f"The tasks of B themselves take {_percent(report.work_ratio)} {longer}.")
+        sentences.append(f"The tasks of B take {_percent(report.work_ratio)} {longer}.")
     a, b = (format_time(seconds * NS_PER_S) for seconds in report.step_s)
-    told.append(f"{a_step} takes {a} in A and {b} in B (median): {_speed(report.step_time_ratio)}.")
-    return told
+    sentences.append(
+        f"{a_step} takes {a} in A and {b} in B (median): {_speed(report.step_time_ratio)}."
+    )
+    return sentences
 
 
 def _speed(ratio: Estimate) -> str:
+    """State whether B is faster or slower than A, if the ratio is significant."""
     if not ratio.leaves_out(1):
-        return "no difference that stands out from the noise of these steps"
+        return "there is no significant difference"
     return f"B is {'faster' if ratio.median < 1 else 'slower'}, by {_percent(ratio)}"
 
 
@@ -292,16 +289,14 @@ _RATIOS = {
     "step_time_ratio": "step time",
     "work_ratio": "work",
 }
-_NOT_NOISE = (
-    "more than noise: the interval, which holds 95 of 100 bootstrap medians, is on one side"
-)
+_NOT_NOISE = "significant: the 95% bootstrap interval is on one side"
 
 
 def comparison_tables(report: Comparison, conclusions: Sequence[str]) -> list[Table]:
-    """The ratios of B over A, then the seconds of each cause that B has more.
+    """Make the tables of ratios of B over A, and of seconds per cause of B minus A.
 
-    Both tables have the same columns for programs, which get their rows as one table. The first
-    one has the JSON document.
+    Both have the same columns for programs, which read their rows as one table. The first table has
+    the JSON document.
     """
     a, b = report.num_steps
     causes = report.causes_s
@@ -314,12 +309,12 @@ def comparison_tables(report: Comparison, conclusions: Sequence[str]) -> list[Ta
         Table(
             f"B over A, medians of {a} and {b} steps",
             [names, keys, *_estimates("B over A", report.ratios, RATIO, 1.0)],
-            # The meaning of marks stands once, below the last table that has any.
+            # The meaning of marks is printed once, below the last table with marks.
             mark_meaning="" if has_clear_cause else _NOT_NOISE,
             facts=report.as_json(),
         ),
         Table(
-            f"What B has more of in a step than A, mean over {ranks}",
+            f"Seconds per step that B spends beyond A, mean over {ranks}",
             [
                 Column("", list(causes), TEXT, "what"),
                 *_estimates("B less A", causes, Unit(partial(_signed, times)), 0.0),
@@ -333,7 +328,7 @@ def comparison_tables(report: Comparison, conclusions: Sequence[str]) -> list[Ta
 def _estimates(
     heading: str, estimates: Mapping[str, Estimate], unit: Unit, nothing: float
 ) -> Iterator[Column]:
-    """The medians, marked where they are more than noise, and the ends of their intervals."""
+    """The columns of medians, marked if significant, and of the ends of their intervals."""
     found = list(estimates.values())
     clear = [row for row, each in enumerate(found) if each.leaves_out(nothing)]
     yield Column(heading, [each.median for each in found], unit, "median", marked=clear)

@@ -1,18 +1,18 @@
-"""The chain of tasks, messages and waits that made a step as long as it was, and its owners.
+"""The critical path of a step: the chain of tasks, messages and waits that determined its length.
 
-The chain is followed from the end of the step back to its start. A task began when the last thing
-it needed was there. If its message came after its rank was free, that was the message, and the
-chain goes on with the task that sent it; otherwise it was the task before it on its rank.
+The path is traced from the end of the step back to its start. A task began when its last dependency
+was ready. If its message arrived after its rank was free, the path continues with the task that
+sent the message, otherwise with the previous task on the rank.
 
-Every nanosecond of the step has an owner: the task that ran, the link (counted for its receiver)
-while a message was in flight, or what a rank waited for; of overlapping waits, the earlier one. The
-rank that synchronizes gradients longest owns the time after the last task. The members of a group
-run their tasks as one: the last member's message counts for all.
+Every nanosecond of the step has an owner: the running task, the link (attributed to its receiver)
+while a message was in flight, or the cause of a wait; of overlapping waits, the earlier one. The
+time after the last task belongs to the rank that synchronizes gradients longest. The members of a
+group count as one rank: the last member's message counts for all.
 
-Where transfers block, a simulated run records which ranks met (`BlockingBacktrace`). Megatron's own
-schedule waits for several transfers in one call, and its records do not name them: there the
-chain goes on with whichever ended last, the task that gave the input or the one before it on the
-rank, and what lies between belongs to the rank's wait for the transfer.
+With blocking transfers, a simulated run records which ranks met (`BlockingBacktrace`). Megatron's
+own schedule waits for several transfers in one call, and its records do not name them. There the
+path continues with the task that ended last, the sender's or the previous one on the rank, and the
+time in between belongs to the rank's wait for the transfer.
 """
 
 from bisect import bisect_left
@@ -50,22 +50,19 @@ from rrfp.schedule.shape import sending_stage
 from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.trace.records import NS_PER_S, Phase, Window, in_order, step_name, told_step
 
-# The parts of a chain, from the end of a step back to its start.
-
-
 LINK = "link"
 
 
 class Segment(NamedTuple):
-    """A part of the chain that one rank owns."""
+    """A part of the path that is attributed to one pipeline rank."""
 
     start_ns: int
     end_ns: int
     pp_rank: int
     kind: str
-    """F, B or W; `link`; or the cause of a wait."""
+    """F, B, W, `link`, or the cause of a wait."""
     sender: int | None = None
-    """The pipeline rank that sent what is on a `link`; `pp_rank` takes it."""
+    """For a `link`, the pipeline rank that sent the message to `pp_rank`."""
 
 
 class Wait(NamedTuple):
@@ -77,7 +74,7 @@ class Wait(NamedTuple):
 
 
 def disjoint(waits: Iterable[Wait]) -> list[Wait]:
-    """The waits in order of time, each cut to what lies after the earlier ones."""
+    """Sort waits by time and clip each to the time after the earlier ones."""
     found: list[Wait] = []
     for wait in sorted(waits):
         begin_ns = max(wait.start_ns, found[-1].end_ns) if found else wait.start_ns
@@ -89,8 +86,7 @@ def disjoint(waits: Iterable[Wait]) -> list[Wait]:
 def idle(
     pp_rank: int, waits: list[Wait], start_ns: int, end_ns: int, rest: str
 ) -> Iterator[Segment]:
-    """Why a rank ran nothing, from the end back: its disjoint waits, and `rest` for what they leave
-    unexplained."""
+    """Yield the disjoint waits of an idle rank from the end back, with `rest` as cause of gaps."""
     cursor_ns = end_ns
     index = bisect_left(waits, end_ns, key=lambda wait: wait.start_ns)
     while index and waits[index - 1].end_ns > start_ns:
@@ -103,21 +99,18 @@ def idle(
     yield Segment(start_ns, cursor_ns, pp_rank, rest)
 
 
-# Follows the chain of one step from its end, message by message.
-
-
 Place = tuple[int, int]
-"""A pipeline rank of a replica. Its members, if there are several, run its tasks as one."""
+"""A pipeline rank and its replica. If it has several members, they count as one rank."""
 
 
 class ChainTask(NamedTuple):
-    """A task, from when the last member began it to when the last one ended it."""
+    """A task, from the last member's start to the last member's end."""
 
     start_ns: int
     end_ns: int
     place: Place
     rank: int
-    """The member that ended it last."""
+    """The member that ended last."""
     kind: str
     stage: int
     microbatch: int
@@ -134,7 +127,7 @@ class RankInChain:
     place: Place
     entry_ns: int
     waits: list[Wait]
-    """In order of time, without overlaps."""
+    """The waits in order of time, without overlaps."""
 
     @property
     def pp_rank(self) -> int:
@@ -142,7 +135,7 @@ class RankInChain:
 
 
 class Backtrace:
-    """Follows the chain of one step from its end."""
+    """Traces the critical path of one step back from its end."""
 
     def __init__(self, frames: Frames, step: int, window: tuple[int, int]) -> None:
         self._step = step
@@ -167,7 +160,7 @@ class Backtrace:
         self._rows: defaultdict[Place, list[ChainTask]] = defaultdict(list)
         for task in sorted(self._tasks.values()):
             self._rows[task.place].append(task)
-        # The last message for a task: when it came, and the ranks that sent and took it.
+        # The last message for each task: arrival time, sending rank, receiving rank.
         self._came: dict[tuple[Place, str, int, int], tuple[int, int, int]] = {}
         names = ("to_rank", "kind", "stage", "microbatch", "came_ns", "from_rank")
         for to_rank, kind, stage, microbatch, came_ns, from_rank in frames.messages.select(
@@ -179,7 +172,7 @@ class Backtrace:
             self._assume_messages()
 
     def _assume_messages(self) -> None:
-        """Take each message to have come when the task that gave it ended."""
+        """Assume that each message arrived when its sending task ended."""
         givers = {
             (task.place[1], task.kind, task.stage, task.microbatch): task
             for task in self._tasks.values()
@@ -193,7 +186,7 @@ class Backtrace:
                 self._came[key] = giver.end_ns, giver.rank, task.rank
 
     def _run_as_one(self, frames: Frames) -> dict[tuple[Place, str, int, int], ChainTask]:
-        """The tasks, those of all members of a place as one."""
+        """Return the tasks, merged over the members of a place."""
         found: dict[tuple[Place, str, int, int], ChainTask] = {}
         columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
         for start_ns, end_ns, rank, *what in frames.tasks.select(columns).iter_rows():
@@ -204,7 +197,7 @@ class Backtrace:
         return found
 
     def segments(self) -> tuple[Segment, ...]:
-        """The chain, in order of time and without gaps."""
+        """Return the path in order of time and without gaps."""
         start_ns, end_ns = self._window
         if not self._tasks:
             raise RrfpError(
@@ -216,7 +209,7 @@ class Backtrace:
         until_ns = back[-1].start_ns
         if until_ns > start_ns:
             back.append(Segment(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
-        # A damaged trace may have tasks outside of their step.
+        # Tasks of a damaged trace may lie outside of their step.
         within = (
             each._replace(start_ns=max(each.start_ns, start_ns), end_ns=min(each.end_ns, end_ns))
             for each in reversed(back)
@@ -224,7 +217,7 @@ class Backtrace:
         return tuple(each for each in within if each.start_ns < each.end_ns)
 
     def chain(self, last: ChainTask) -> Iterator[Segment]:
-        """From the end of the last task back to the entry of the rank that the chain begins on."""
+        """Yield the path from the end of the last task back to the entry of its first rank."""
         task: ChainTask | None = last
         until_ns = last.end_ns
         passed: set[ChainTask] = set()
@@ -244,8 +237,10 @@ class Backtrace:
     def _before(
         self, task: ChainTask, begin_ns: int, back: list[Segment]
     ) -> tuple[ChainTask | None, int]:
-        """The task that this one waited for, and when the wait for it began; adds to `back` what
-        lies between the two."""
+        """Return the task before this one on the path, and the time at which it was left.
+
+        Appends the segments between the two tasks to `back`.
+        """
         row = self._rows[task.place]
         number = bisect_left(row, task)
         if number:
@@ -255,7 +250,7 @@ class Backtrace:
         came_ns, from_rank, to_rank = self._came.get(task.key, (0, 0, 0))
         sender = self._sender(task, from_rank) if came_ns > free_ns else None
         if sender is not None and self._is_imported and sender.end_ns <= free_ns:
-            # It may have come any time from when it left, and need not have been waited for.
+            # The arrival time is unknown, and the message need not have been waited for.
             sender = None
         pp_rank = task.place[0]
         if sender is None:
@@ -269,9 +264,9 @@ class Backtrace:
         return sender, left_ns
 
     def _entered(self, place: Place) -> tuple[int, int]:
-        """The time at which the last member of a place entered the schedule, and its rank.
+        """Return when the last member of a place entered the schedule, and its rank.
 
-        An imported run does not record it: a rank may have entered before its first task.
+        Imported runs do not record entries; the start of the window is used.
         """
         return max(
             (self._window[0] if self._is_imported else of_rank.entry_ns, rank)
@@ -280,7 +275,7 @@ class Backtrace:
         )
 
     def _sender(self, task: ChainTask, from_rank: int) -> ChainTask | None:
-        """The task whose output the message for this one carried."""
+        """Return the task whose output is the input of this task."""
         stage = sending_stage(task.kind, task.stage)
         sends = self._ranks.get(from_rank)
         if sends is None or stage is None:
@@ -288,8 +283,7 @@ class Backtrace:
         return self._tasks.get((sends.place, task.kind, stage, task.microbatch))
 
     def _tail(self, last: ChainTask, end_ns: int) -> Iterator[Segment]:
-        """Why the step went on after its last task, from the end back: a rank synchronised
-        gradients, or the pipeline drained."""
+        """Yield the time after the last task from the end back: gradient sync, or drain."""
         synced_ns = defaultdict(int, {last.rank: 0})
         for rank, sync in self._syncs:
             synced_ns[rank] += max(0, min(sync.end_ns, end_ns) - max(sync.start_ns, last.end_ns))
@@ -298,15 +292,13 @@ class Backtrace:
         return idle(self._ranks[longest].pp_rank, syncs, last.end_ns, end_ns, Cause.DRAIN)
 
 
-# Follows the chain of one step whose transfers block, from meeting to meeting.
-#
-# A transfer begins when both its ranks are there, and the chain goes on with the one that came
-# last: the other one waited for it. That may be a rank that neither sends nor takes what the chain
-# is at, as where a rank was held up by an earlier transfer of its own.
-
-
 class BlockingBacktrace(Backtrace):
-    """Follows the chain of a step whose transfers block."""
+    """Traces the critical path of a step with blocking transfers.
+
+    A transfer begins when both ranks have reached it, and the path continues with the rank that
+    came last. An earlier transfer of that rank may have delayed it, so the path can lead to a rank
+    that neither sends nor receives the message.
+    """
 
     def __init__(self, frames: Frames, step: int, window: Window) -> None:
         super().__init__(frames, step, window)
@@ -349,7 +341,7 @@ class BlockingBacktrace(Backtrace):
 def _latest(
     rank: BlockingRank, gap: int, until_ns: int, passed: Collection[Task]
 ) -> Meeting | None:
-    """The last message that a rank waited for in a gap before `until_ns`."""
+    """Return the last transfer that a rank waited for in a gap between tasks before `until_ns`."""
     return max(
         (
             each
@@ -362,7 +354,7 @@ def _latest(
 
 
 class Owner(NamedTuple):
-    """An owner of a part of the step."""
+    """The time of one pipeline rank and kind on the path."""
 
     pp_rank: int
     kind: str
@@ -371,24 +363,24 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """The chain of one step, in order of time and without gaps."""
+    """The critical path of one step, in order of time and without gaps."""
 
     step: int
     segments: tuple[Segment, ...]
     pp_rank: int | None = None
-    """Only this pipeline rank's owners are reported; None reports all."""
+    """Only owners of this pipeline rank are reported; None means all."""
 
     @property
     def length_ns(self) -> int:
         return self.segments[-1].end_ns - self.segments[0].start_ns
 
     def of_rank(self, pp_rank: int) -> "CriticalPath":
-        """The same chain, its owners those of one pipeline rank."""
+        """Return the same path with the owners of one pipeline rank."""
         return replace(self, pp_rank=pp_rank)
 
     @property
     def owners(self) -> list[Owner]:
-        """The largest first; their times sum to the length."""
+        """The owners, the largest first; their times sum to the length."""
         times_ns: defaultdict[tuple[int, str], int] = defaultdict(int)
         for start_ns, end_ns, pp_rank, kind, _ in self.segments:
             if self.pp_rank in (None, pp_rank):
@@ -398,7 +390,7 @@ class CriticalPath:
 
     @property
     def idle_fraction(self) -> float:
-        """The share of the whole chain that links and waits own, of all ranks in any case."""
+        """The share of links and waits in the path, over all ranks."""
         idle_ns = sum(
             segment.end_ns - segment.start_ns
             for segment in self.segments
@@ -408,14 +400,12 @@ class CriticalPath:
 
 
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
-    """The chain of a step; by default, of the longest one.
+    """Compute the critical path of a step; None means the longest step.
 
-    Raises RrfpError when no step was finished by every rank or the step takes no time, and
+    Raises RrfpError if no step was finished by all ranks or the step has zero length, and
     UsageError for a step that some rank did not finish.
     """
-    spans = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
-    if not spans:
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    spans = {step: (start, end) for step, start, end in frames.finished_windows().iter_rows()}
     if step is None:
         step = max(spans, key=lambda each: spans[each][1] - spans[each][0])
     if step not in spans:
@@ -430,21 +420,19 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     of_step = frames.of_steps(range(step, step + 1))
     back = Backtrace(of_step, step, spans[step])
     if transfers_block(of_step) and is_simulated(of_step):
-        # Without whole groups it is not known which ranks met.
+        # If ranks are missing, the blocking transfers cannot be matched.
         with suppress(RrfpError):
             back = BlockingBacktrace(of_step, step, spans[step])
     return CriticalPath(step, back.segments())
 
 
-# The tables of a critical path.
-
 _COLORS = KIND_COLORS | {LINK: LINK_COLOR} | CAUSE_COLORS
 
 
 def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table:
-    """The shares of a step's critical path: a row for each stage, a column for each kind.
+    """Make the table of the critical path: a row for each stage, a column for each kind.
 
-    Cells are rounded so that rows and columns add up to the step.
+    Cells are rounded so that rows and columns sum to the step.
     """
     owners = path.owners
     times_ns = [owner.time_ns for owner in owners]
@@ -455,13 +443,13 @@ def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table
     by_kind: dict[str, int] = defaultdict(int)
     for (_, kind), tenth in cells.items():
         by_kind[kind] += tenth
-    # A damaged trace may have kinds that have no color.
+    # A damaged trace may have kinds without a color.
     kinds = [kind for kind in dict.fromkeys((*_COLORS, *by_kind)) if by_kind.get(kind)]
     sums = [sum(cells.get((pp_rank, kind), 0) for kind in by_kind) for pp_rank in ranks]
     shares = apportioned(sums, round(1000 * sum(times_ns) / path.length_ns))
     length = format_time(path.length_ns)
     return Table(
-        f"Who owns the critical path of {step_name(path.step)}, in {unit.symbol}",
+        f"Critical path of {step_name(path.step)}, in {unit.symbol}",
         [
             Column("stage", [numbers_of(stages[each]) for each in ranks], TEXT, total="all"),
             *(
@@ -479,12 +467,12 @@ def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table
         ],
         [f"{step_name(path.step).capitalize()} took {length}. {_conclusion(path, stages)}"],
         has_total=len(ranks) > 1,
-        caption=f"Critical path of {step_name(path.step)}: who owns its {length}",
+        caption=f"Critical path of {step_name(path.step)}, {length} long",
     )
 
 
 def owner_table(path: CriticalPath) -> Table:
-    """The owners of a step's critical path for programs, the largest first."""
+    """Make the table of owners for programs, the largest first."""
     owners = path.owners
     sort, number = told_step(path.step)
     seconds = [owner.time_ns / NS_PER_S for owner in owners]
@@ -508,11 +496,11 @@ def _conclusion(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> str:
         most = owners[0]
         return (
             f"Most of it is {most.kind} of {label_of(stages[most.pp_rank])}, "
-            f"{most.time_ns / path.length_ns:.0%}; links and waits own {path.idle_fraction:.0%}."
+            f"{most.time_ns / path.length_ns:.0%}; links and waits take {path.idle_fraction:.0%}."
         )
     of_rank = stages[path.pp_rank]
     named, is_one = label_of(of_rank).capitalize(), len(of_rank) == 1
     if not owners:
         return f"{named} {'is' if is_one else 'are'} not on the critical path."
     share = sum(owner.time_ns for owner in owners) / path.length_ns
-    return f"{named} {'owns' if is_one else 'own'} {share:.1%} of it, most as {owners[0].kind}."
+    return f"{named} {'takes' if is_one else 'take'} {share:.1%} of it, most as {owners[0].kind}."

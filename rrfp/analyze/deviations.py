@@ -1,9 +1,9 @@
-"""The departures of each rank from its hint's order.
+"""How far each rank departed from its hint's order.
 
-A dispatch deviates by its *displacement*: the number of unfinished tasks that the hint ranks above
-it. Hints that rank in rounds have the order that they give when all times are equal. Each pair of
-tasks that ran the other way round than in the hint's order is counted once, so the displacements
-sum to Kendall's distance between the two orders.
+The *displacement* of a dispatch is the number of unfinished tasks that the hint ranks above it. For
+hints that alternate, the order is the one that they produce with equal times. Each pair of tasks
+that ran in the opposite order counts once, so that the displacements sum to Kendall's distance
+between the two orders.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,16 @@ DEVIATIONS = {
 
 
 def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = False) -> pl.DataFrame:
-    """A row a pipeline rank, or only that of a stage, over replicas and the steps that every rank
-    finished. Members of a group run the same tasks and count once. The distance is a share of all
-    pairs of a step's tasks, as the mean over steps. With `by_rank` each replica has a row, with
-    `rank` the first of its group's ranks.
+    """Return a row for each pipeline rank, over replicas and finished steps.
 
-    Raises UsageError for a stage that the run does not have, and RrfpError when no step was
-    finished by every rank or the run recorded no places in a hint's order.
+    With `stage` only its rank has a row. With `by_rank` each replica has a row, and `rank` is the
+    first rank of its group. Members of a group run the same tasks and count once. The distance is
+    the mean over steps of the share of all pairs of tasks.
+
+    Raises UsageError for an unknown stage, and RrfpError if no step was finished by all ranks or
+    the run recorded no positions in a hint's order.
     """
-    finished = frames.windows
-    if finished.is_empty():
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    finished = frames.finished_windows()
     if stage is not None:
         frames = frames.of_stage(stage)
     leads = frames.tasks.join(finished, on="step", how="semi").filter(
@@ -50,7 +49,7 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
         pl.len().alias("num"), pl.col("skipped").sum().alias("inversions")
     )
     num_pairs = pl.col("num") * (pl.col("num") - 1) / 2
-    # A single task has no pair, whatever number a damaged trace says it skipped.
+    # A single task has no pair, even if a damaged trace claims that it skipped tasks.
     distance = pl.when(num_pairs > 0).then(pl.col("inversions") / num_pairs).otherwise(0)
     distances = by_step.group_by(key).agg(distance.mean().alias("kendall_tau_distance"))
     return (
@@ -70,7 +69,7 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
 def deviation_table(
     report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
 ) -> Table:
-    """The departures of each stage, or of each rank, from its hint's order."""
+    """Make the table of departures of each stage, or of each rank, from its hint's order."""
     fractions = report["deviating_fraction"].to_list()
     names = [Column("stage", [numbers_of(stages[each]) for each in report["pp_rank"]], TEXT)]
     if by_rank:

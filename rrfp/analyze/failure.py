@@ -1,4 +1,4 @@
-"""The last moments of a run that ended before its time: what each rank did and waited for."""
+"""The last moments of a crashed run: the task or wait of each rank, and what it waited for."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,24 +12,24 @@ from rrfp.trace.completeness import ending_sentence
 from rrfp.trace.records import NS_PER_S, Doing, Phase, in_order, is_evaluation, step_name
 
 BETWEEN = "between tasks"
-"""Neither in a task nor in a wait: it decided, or took in what had arrived."""
+"""The rank was neither in a task nor in a wait: it chose a task or received messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastMoments:
-    """A rank at the end of its run. Times count back from the last that is known of the run."""
+    """A rank at the end of its run. Times count back from the last record of the run."""
 
     rank: int
     pp_rank: int
     step: int | None
-    """The step that it was in; None where nothing is known of that."""
+    """The step of the rank; None if unknown."""
     last: str | None
-    """The task or phase that it ended last: `F3`, `B0 of step 7`, `optimizer`."""
+    """The last finished task or phase: `F3`, `B0 of step 7`, `optimizer`."""
     last_ended_s: float | None
     amid: str | None
-    """The task, wait or phase that it was in: `F3`, the cause of a wait, `optimizer`."""
+    """The unfinished task, wait or phase: `F3`, the cause of a wait, `optimizer`."""
     amid_s: float | None
-    """For how long."""
+    """How long that lasted."""
     awaited_task: str | None
     """The task whose output it waited for."""
     awaited_rank: int | None
@@ -38,10 +38,10 @@ class LastMoments:
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The step in which a run ended, rank by rank."""
+    """The end of a crashed run, rank by rank."""
 
     sentence: str
-    """Why it ended, as far as anybody wrote it."""
+    """The reason why it ended, if it is recorded."""
     step: int
     ranks: tuple[LastMoments, ...]
 
@@ -50,7 +50,7 @@ class Fatal:
 
 
 def fatal_of(frames: Frames) -> Fatal | None:
-    """How the run ended; None if no rank of it ended in the middle of something."""
+    """Describe how the run ended; None if no rank ended in a task, wait or phase."""
     begun = {row["rank"]: row for row in frames.table("begun").iter_rows(named=True)}
     if not begun:
         return None
@@ -69,7 +69,7 @@ def fatal_of(frames: Frames) -> Fatal | None:
 
 
 def _last_ended(frames: Frames) -> dict[int, Mapping[str, Any]]:
-    """By rank: the task or phase that it ended last."""
+    """Return the last finished task or phase of each rank."""
     columns = ("rank", "end_ns", "step", "kind", "microbatch")
     tasks = frames.scan("task").select(*columns)
     phases = (
@@ -88,6 +88,7 @@ def _moments(
     ended: Mapping[str, Any] | None,
     end_ns: int,
 ) -> LastMoments:
+    """Combine the unfinished and the last finished record of a rank."""
     last = last_s = None
     step = None if begun is None else begun["step"]
     if ended is not None:
@@ -122,17 +123,15 @@ def _named(row: Mapping[str, Any]) -> str:
     return f"{row['kind']}{row['microbatch']}" if row["microbatch"] >= 0 else row["kind"]
 
 
-# The table of a run's last moments.
-
 MOST_RANKS = 10
 """The number of rows that fit a screen of 24 lines."""
 
 
 def fatal_table(fatal: Fatal, *, is_whole: bool) -> Table:
-    """The task or wait of each rank at the end of the run, and what it waited for.
+    """Make the table of the task or wait of each rank at the end of the run.
 
-    Unless the table is to be whole, it has ten ranks: those that waited for no other rank come
-    first, then those that waited longest.
+    Unless `is_whole`, it has ten ranks: first those that waited for no other rank, then those that
+    waited longest.
     """
     ranks = list(fatal.ranks)
     left = 0

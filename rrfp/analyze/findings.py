@@ -1,7 +1,7 @@
-"""The findings of a run: the saving of fixing each, the largest first.
+"""The findings of a run: the causes of long steps, with the saving of fixing each.
 
-Where a run cannot be replayed, and for what no replay can fix (a rank that enters late, a group
-whose members wait for each other), a finding says what it owns of a step instead.
+If a run cannot be replayed, and for causes that no replay removes (a rank that enters late, members
+of a group that wait for each other), a finding has the share of the step it accounts for instead.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.tasks import Cause, Kind
 from rrfp.trace.records import NS_PER_S, is_evaluation, spread_evenly
 
-# What a run would have taken otherwise: a sample of its steps, replayed.
+# Replays of a sample of steps, with each suspect fixed.
 
 
 _SAMPLE = StepSample(num_tasks=4_000, most_tasks_of_a_step=10_000)
@@ -38,26 +38,24 @@ _SAMPLE = StepSample(num_tasks=4_000, most_tasks_of_a_step=10_000)
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """The replays of a run with changes, if it can be replayed."""
+    """The results of replaying a run with changes."""
 
     run: RecordedRun | None
-    """None when it was not replayed."""
+    """None if it cannot be replayed."""
     culprits: Sequence[Bottleneck]
-    """The bottlenecks that are worth fixing, the largest saving first."""
+    """The bottlenecks worth fixing, the largest saving first."""
     usual: WhatIf | None
-    """The run with each of the sensible changes, where that was asked for."""
+    """The run with each of the usual changes, if requested."""
     why_not: str
-    """Why the run was not replayed, in a sentence; empty when it was."""
+    """The reason why the run was not replayed; empty if it was."""
     num_steps: int = 0
-    """Replayed."""
+    """The number of replayed steps."""
     error: float = 0.0
-    """How far the replay of a step as it was is off what was measured, either way, as a share of
-    it; the median."""
+    """The median relative error of replayed step times without changes."""
 
 
 def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
-    """Replay a sample of a run's steps, with each suspect fixed and, if asked for, with the usual
-    changes."""
+    """Replay a sample of steps with each suspect fixed, and if requested with the usual changes."""
     try:
         finished = frames.windows["step"].to_list()
         chosen = _SAMPLE.choose(finished, frames.tasks.height / max(1, len(frames.steps)))
@@ -74,29 +72,27 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
         return Replays(None, (), None, str(error))
 
 
-# Why the steps of a run took as long as they did.
+# The division of a step's time by cause.
 #
-# A step's critical path says who ran or waited when, but not why the chain was so long. Here its
-# time is divided further, and the parts still sum to the step:
+# A critical path states which rank ran or waited when, but not why the path was so long. Its time
+# is divided further, and the parts sum to the step:
 #
-# - *Work*: as much as the median stage has in a step. No order of the same tasks avoids it.
-# - *Slow stage*: the excess of the path's tasks over those of the median rank, at their kind's
-#   mean.
-# - *Uneven*: the excess of the path's tasks over the mean of their own rank and kind.
-# - *Series*: the rest of the path's tasks. Stages worked one after another where they could have
-#   worked side by side. Where a limit, a hold, a binding order or patience withheld ready work from
-#   another rank meanwhile, that time is theirs instead.
-# - *Link*: messages in flight between two tasks. From the moment one member of a group has its
-#   message until the last one has, the time is *coordination*.
+# - *Work*: the work of the median stage in a step. No order of the same tasks avoids it. - *Slow
+# stage*: the excess of the path's tasks over the median rank's, at the mean of their kind. -
+# *Uneven*: the excess of the path's tasks over the mean of their own rank and kind. - *Series*: the
+# rest of the path's tasks, in which stages worked one after another and not   concurrently. If a
+# limit, a hold, a fixed order or patience withheld ready work from another rank   at that time, the
+# time counts for that cause instead. - *Link*: messages in flight between two tasks. The time
+# between the first and the last member of a   group getting its message is *coordination*.
 
 
 _MOST_STEPS = 30
-"""Finding a path takes a while, and steps are much alike."""
+"""The number of examined steps: computing a path is slow, and steps are similar."""
 
 
 class Fault(StrEnum):
-    """An owner of a part of a step, besides the causes of waits that explain themselves (`limit`,
-    `hold`, `order`, `patience`, `coordination`, `transfer`, `gradient_sync`)."""
+    """A cause of a part of a step, besides the causes of waits (`limit`, `hold`, `order`,
+    `patience`, `coordination`, `transfer`, `gradient_sync`)."""
 
     WORK = "work"
     SLOW_STAGE = "slow_stage"
@@ -106,23 +102,23 @@ class Fault(StrEnum):
     ENTRY = "entry"
     """A rank entered the schedule late."""
     OVERHEAD = "overhead"
-    """Time that no record explains."""
+    """No record explains the time."""
 
 
 class Owner(NamedTuple):
-    """The owner of a part of the step."""
+    """A cause and the pipeline rank to which a part of the step is attributed."""
 
     what: str
     """A `Fault`, or the cause of a wait."""
     pp_rank: int
-    """Where: the receiver of a link; for work and series, the busiest rank."""
+    """The receiver of a link; for work and series, the busiest rank."""
     sender: int | None = None
     """The sender of a link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The owners of the time of a run's steps; means over the steps examined."""
+    """The attribution of step time to owners, as means over the examined steps."""
 
     num_steps: int
     step_ns: float
@@ -135,19 +131,17 @@ class Blame:
 
 
 def blame(frames: Frames) -> Blame:
-    """Divide the steps that every rank finished, or thirty of them.
+    """Attribute the time of finished steps, or of thirty of them, to owners.
 
-    Raises RrfpError when no step was finished, or one has no tasks.
+    Raises RrfpError if no step was finished, or if they have no tasks.
     """
-    finished = frames.windows["step"].to_list()
-    if not finished:
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    finished = frames.finished_windows()["step"].to_list()
     chosen = spread_evenly(finished, _MOST_STEPS)
     return _Division(frames.of_steps(chosen), chosen).blame()
 
 
 class _Division:
-    """The time of some steps, divided."""
+    """Attributes the time of some steps to owners."""
 
     def __init__(self, frames: Frames, steps: Sequence[int]) -> None:
         self._steps = steps
@@ -176,6 +170,7 @@ class _Division:
         self._paths = {step: critical_path(frames, step).segments for step in steps}
 
     def blame(self) -> Blame:
+        """Return the mean attribution over the steps."""
         owners_ns: defaultdict[Owner, float] = defaultdict(float)
         uneven_ns: defaultdict[int, float] = defaultdict(float)
         for step, path in self._paths.items():
@@ -189,8 +184,8 @@ class _Division:
                     owners_ns[Owner(own, segment.pp_rank)] += segment.end_ns - segment.start_ns
         num_steps = len(self._steps)
         owners_ns = defaultdict(float, {o: ns / num_steps for o, ns in owners_ns.items()})
-        self._settle_uneven(owners_ns, {r: ns / num_steps for r, ns in uneven_ns.items()})
-        self._settle_work(owners_ns)
+        self._assign_uneven(owners_ns, {r: ns / num_steps for r, ns in uneven_ns.items()})
+        self._assign_series(owners_ns)
         found = sorted(owners_ns.items(), key=lambda item: (-item[1], str(item[0])))
         return Blame(
             num_steps,
@@ -206,6 +201,7 @@ class _Division:
         owners_ns: defaultdict[Owner, float],
         uneven_ns: defaultdict[int, float],
     ) -> None:
+        """Divide a task of the path into work, slow stage and uneven."""
         mean_ns = self._mean_ns[task.pp_rank, task.kind]
         middle_ns = min(mean_ns, self._middle_ns[task.kind])
         owners_ns[Owner(Fault.WORK, self._busiest)] += middle_ns
@@ -213,23 +209,19 @@ class _Division:
         uneven_ns[task.pp_rank] += task.end_ns - task.start_ns - mean_ns
 
     def _divide_link(
-        self,
-        step: int,
-        segment: Segment,
-        owners_ns: defaultdict[Owner, float],
+        self, step: int, segment: Segment, owners_ns: defaultdict[Owner, float]
     ) -> None:
-        """A message for a group is under way until one member has its share; after that the members
-        wait for each other."""
+        """Divide a message's time into link, until the first member has it, and coordination."""
         start_ns, end_ns, pp_rank, _, sender = segment
         first_ns = self._first_came_ns.get((step, pp_rank, end_ns), end_ns)
         shared_ns = end_ns - max(first_ns, start_ns)
         owners_ns[Owner(Cause.COORDINATION, pp_rank)] += shared_ns
         owners_ns[Owner(Fault.LINK, pp_rank, sender)] += end_ns - start_ns - shared_ns
 
-    def _settle_uneven(
+    def _assign_uneven(
         self, owners_ns: defaultdict[Owner, float], uneven_ns: dict[int, float]
     ) -> None:
-        """Short tasks of some ranks make up for long ones of others; only the rest is uneven."""
+        """Assign the net excess of long over short tasks to the ranks with long tasks."""
         total_ns = sum(uneven_ns.values())
         long_ns = {rank: ns for rank, ns in uneven_ns.items() if ns > 0}
         if total_ns <= 0:
@@ -238,20 +230,22 @@ class _Division:
         for rank, ns in long_ns.items():
             owners_ns[Owner(Fault.UNEVEN, rank)] = ns * total_ns / sum(long_ns.values())
 
-    def _settle_work(self, owners_ns: defaultdict[Owner, float]) -> None:
-        """Work beyond what the median stage has is series, or was withheld."""
+    def _assign_series(self, owners_ns: defaultdict[Owner, float]) -> None:
+        """Move work beyond the median stage's to series, or to the cause that withheld tasks."""
         work, series = Owner(Fault.WORK, self._busiest), Owner(Fault.SERIES, self._busiest)
         owners_ns[series] = max(0.0, owners_ns[work] - self._usual_ns)
         owners_ns[work] -= owners_ns[series]
         uneven = [owner for owner in owners_ns if owner.what == Fault.UNEVEN]
         for owner, withheld_ns in self._withheld().items():
-            # A rank bound to an order cannot run something else while a task takes long.
-            payers = [series, *uneven] if owner.what == Cause.ORDER else [series]
-            owners_ns[owner] += _take(owners_ns, payers, withheld_ns)
+            # Under a fixed order a rank cannot run another task while one takes long.
+            sources = [series, *uneven] if owner.what == Cause.ORDER else [series]
+            owners_ns[owner] += _subtract(owners_ns, sources, withheld_ns)
 
     def _withheld(self) -> dict[Owner, float]:
-        """How long ready tasks were withheld while other ranks were on the path, of the one rank
-        from which most was withheld; means over the steps, the largest first."""
+        """Return how long ready tasks were withheld while other ranks were on the path.
+
+        Only the rank with the longest such time counts. Means over the steps, the largest first.
+        """
         withheld = self._waits.filter(pl.col("cause").is_in(_WITHHELD))
         found_ns: defaultdict[Owner, float] = defaultdict(float)
         for (step, pp_rank, cause), waits in withheld.group_by("step", "pp_rank", "cause"):
@@ -269,8 +263,10 @@ class _Division:
 
 
 def _first_came_ns(frames: Frames) -> dict[tuple[int, int, int], int]:
-    """The time at which the first member of a group had its message for a task, by step, pipeline
-    rank and the time at which the last member had its own."""
+    """Return when the first member of a group got its message for a task.
+
+    The key is the step, the pipeline rank, and the time when the last member got its message.
+    """
     replicas = frames.run.select(pl.col("rank").alias("to_rank"), "dp_rank")
     of_groups = (
         frames.messages.join(replicas, on="to_rank")
@@ -288,26 +284,28 @@ def _first_came_ns(frames: Frames) -> dict[tuple[int, int, int], int]:
 _WITHHELD = (Cause.LIMIT, Cause.HOLD, Cause.ORDER, Cause.PATIENCE)
 _OWN: dict[str, str] = {
     Cause.WARMUP: Fault.ENTRY,
-    # The message had come, and the rank still waited.
+    # The rank waited although the message had arrived.
     Cause.FORWARD_INPUT: Fault.OVERHEAD,
     Cause.BACKWARD_INPUT: Fault.OVERHEAD,
     Cause.DRAIN: Fault.OVERHEAD,
 }
-"""The owner of a wait that lies on the path itself, where its cause is not."""
+"""The fault for a wait on the path, if it is not the cause of the wait."""
 
 
-def _take(owners_ns: defaultdict[Owner, float], payers: Iterable[Owner], wanted_ns: float) -> float:
-    """Take up to so much time from its owners, one after the other; how much they had."""
-    taken_ns = 0.0
-    for payer in payers:
-        part_ns = max(0.0, min(owners_ns[payer], wanted_ns - taken_ns))
-        owners_ns[payer] -= part_ns
-        taken_ns += part_ns
-    return taken_ns
+def _subtract(
+    owners_ns: defaultdict[Owner, float], sources: Iterable[Owner], most_ns: float
+) -> float:
+    """Subtract up to `most_ns` from some owners, one after the other; returns the actual sum."""
+    total_ns = 0.0
+    for source in sources:
+        part_ns = max(0.0, min(owners_ns[source], most_ns - total_ns))
+        owners_ns[source] -= part_ns
+        total_ns += part_ns
+    return total_ns
 
 
 def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time as disjoint spans, in order."""
+    """Merge spans into disjoint spans in order."""
     union: list[tuple[int, int]] = []
     for start_ns, end_ns in sorted(spans):
         if union and start_ns <= union[-1][1]:
@@ -318,7 +316,7 @@ def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _overlap_ns(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
-    """How long two lists of disjoint spans, both in order, overlap."""
+    """Return the total overlap of two ordered lists of disjoint spans."""
     overlap_ns = i = j = 0
     while i < len(first) and j < len(second):
         overlap_ns += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -329,56 +327,53 @@ def _overlap_ns(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, in
     return overlap_ns
 
 
-# What owns most of a step, in words, and what to try.
-#
-# `blame` says who owns how much. Here the owners are gathered by what they are, the largest first,
-# each with a sentence of figures and one of advice. The saving of fixing one is not known here.
+# Descriptions of the largest owners, grouped by cause. Their savings are not known.
 
 
 _LEAST_SHARE = 0.01
-"""The share of a step below which an owner is left out."""
+"""The share of a step below which a cause is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One thing that makes a step long."""
+    """The share of a step that one cause accounts for."""
 
     what: str
     """A `Fault`, or the cause of a wait."""
     pp_rank: int
-    """The pipeline rank with most of it; the receiver of a link."""
+    """The pipeline rank with the largest part; the receiver of a link."""
     sender: int | None
     """The sender of a link."""
     time_ns: float
-    """The time that it owns of a step, in the mean."""
+    """The mean time in a step."""
     share: float
-    """The share that it owns of a step."""
+    """The same as a share of a step."""
     title: str
-    told: str
+    figures: str
     advice: str
 
 
 def shares(frames: Frames, found: Blame) -> list[Share]:
-    """The owners of at least 1% of a step, the largest first."""
+    """Describe the causes of at least 1% of a step, the largest first."""
     gathered: dict[str, dict[Owner, float]] = {}
     for owner, time_ns in found.owners_ns.items():
         if owner.what != Fault.WORK:
             gathered.setdefault(owner.what, {})[owner] = time_ns
-    told = _Teller(frames, found)
+    describer = _ShareDescriber(frames, found)
     largest = sorted(gathered.values(), key=lambda owners: -sum(owners.values()))
     return [
-        told.share(owners)
+        describer.describe(owners)
         for owners in largest
         if sum(owners.values()) >= _LEAST_SHARE * found.step_ns
     ]
 
 
 def headline(frames: Frames, found: Blame) -> str:
-    """How long a step takes, and how much of it no schedule can save."""
+    """State how long a step takes, and the part that no schedule can save."""
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
         f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
-        f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
+        f"{_ShareDescriber(frames, found).place(found.busiest).capitalize()}, the busiest, works "
         f"{format_time(busy * step_ns)} of it ({busy:.0%}): no order of the "
         "same tasks makes a step shorter than that."
     )
@@ -388,8 +383,8 @@ def _a_step(frames: Frames) -> str:
     return "An evaluation" if all(map(is_evaluation, frames.steps)) else "A step"
 
 
-class _Teller:
-    """Puts the owners of one run into words."""
+class _ShareDescriber:
+    """Describes the causes of one run by title, figures and advice."""
 
     def __init__(self, frames: Frames, found: Blame) -> None:
         self._frames = frames
@@ -411,14 +406,14 @@ class _Teller:
         self._settings = run_settings(frames)
 
     def place(self, pp_rank: int) -> str:
-        """A pipeline rank by its stages."""
+        """Name a pipeline rank by its stages."""
         stages = self._stages.get(pp_rank, [])
         if len(stages) == 1:
             return f"stage {stages[0]}"
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
-    def share(self, owners: dict[Owner, float]) -> Share:
-        """The share that owners of one kind amount to."""
+    def describe(self, owners: dict[Owner, float]) -> Share:
+        """Describe all owners of one cause."""
         most = max(owners, key=lambda owner: owners[owner])
         time_ns = sum(owners.values())
         share = time_ns / self._found.step_ns
@@ -428,56 +423,59 @@ class _Teller:
         at = self.place(most.pp_rank)
         amount = f"{format_time(time_ns)} ({share:.0%})"
         part = "" if len(owners) == 1 else f", {format_time(owners[most])} of it there"
-        title, told, advice = self._words(most, stage, at, amount, part)
-        return Share(most.what, most.pp_rank, most.sender, time_ns, share, title, told, advice)
+        title, figures, advice = self._words(most, stage, at, amount, part)
+        return Share(most.what, most.pp_rank, most.sender, time_ns, share, title, figures, advice)
 
     def _words(
         self, owner: Owner, stage: int, at: str, amount: str, part: str
     ) -> tuple[str, str, str]:
-        """Return the title, the figures and the advice of what owns a part of a step."""
+        """Return the title, the figures and the advice of a cause.
+
+        `at` is the place, `amount` the time and share, and `part` the time of the largest owner.
+        """
         match owner.what:
             case Fault.SLOW_STAGE:
                 return (
-                    f"{at.capitalize()} has more work than the others",
-                    f"Its tasks take {amount} of a step longer than those of the stage in the "
-                    "middle, and the others wait for it.",
+                    f"{at.capitalize()} is slower than the median stage",
+                    f"Its tasks take {amount} of a step longer than the median stage's, and the "
+                    "other stages wait for it.",
                     f"Give stage {stage} less of the model, or a faster device.",
                 )
             case Fault.SERIES:
-                return self._on_series(amount)
+                return self._describe_series(amount)
             case Fault.UNEVEN:
-                return self._on_uneven(at, amount, part)
+                return self._describe_uneven(at, amount, part)
             case Fault.LINK:
                 sender = self.place(owner.sender if owner.sender is not None else owner.pp_rank)
                 return (
                     f"Messages from {sender} to {at} take long",
-                    f"{amount} of a step wait for messages that are under way{part}. One takes "
-                    f"{self._message_time(owner)} there, the median.",
-                    f"Look at the link from {sender} to {at}: its bandwidth, and what else it "
-                    "carries. Forwards that run ahead (a higher --limit or --hold) hide latency.",
+                    f"Ranks wait {amount} of a step for messages in flight{part}. The median "
+                    f"message takes {self._message_time(owner)} there.",
+                    f"Check the link from {sender} to {at}: its bandwidth, and other traffic. "
+                    "Forwards that run ahead (a higher --limit or --hold) hide latency.",
                 )
             case Cause.LIMIT | Cause.HOLD:
-                return self._on_bound(owner, at, amount, part)
+                return self._describe_bound(owner, at, amount, part)
             case Cause.ORDER:
                 return (
-                    f"The order keeps ready work of {at} waiting",
-                    f"The order binds, and {amount} of a step pass while something else was ready"
-                    f"{part}.",
-                    "Try --dispatch ready: the same hint then ranks what is ready.",
+                    f"The fixed order makes {at} wait although work is ready",
+                    f"Under the fixed order {at} waited {amount} of a step while another task was "
+                    f"ready{part}.",
+                    "Try --dispatch ready: the same hint then ranks the ready tasks.",
                 )
             case Cause.PATIENCE:
                 return (
                     f"{at.capitalize()} waits for better tasks than it could run",
-                    f"They were announced, and {amount} of a step pass before they come while "
-                    f"something else was ready{part}.",
-                    "See what 'rrfp analyze whatif RUN --patience 0' saves.",
+                    f"It waited {amount} of a step for announced tasks while another task was "
+                    f"ready{part}.",
+                    "See the saving of 'rrfp analyze whatif RUN --patience 0'.",
                 )
             case Cause.COORDINATION:
                 return (
                     f"The members of {at} wait for each other",
                     f"Ranks that run tasks together were not ready for the same ones for {amount} "
                     f"of a step{part}.",
-                    f"See 'rrfp analyze misalignment RUN --stage {stage}' for whose messages are "
+                    f"See in 'rrfp analyze misalignment RUN --stage {stage}' which messages are "
                     "late."
                     + (
                         " Try --agreement intersection."
@@ -487,89 +485,76 @@ class _Teller:
                 )
             case Cause.TRANSFER:
                 return (
-                    f"Blocking transfers hold up {at}",
-                    f"Transfers that lie on the compute path own {amount} of a step{part}.",
-                    "Try --dispatch ready: messages then pass beside the work.",
+                    f"Blocking transfers delay {at}",
+                    f"Transfers on the compute path take {amount} of a step{part}.",
+                    "Try --dispatch ready: messages then overlap with compute.",
                 )
             case Cause.GRADIENT_SYNC:
-                advice = "More --microbatches a step make it a smaller share."
-                took = f"That takes {amount} of a step."
-                return "Gradients are summed while nothing runs", took, advice
+                return (
+                    "Gradients are summed while nothing else runs",
+                    f"That takes {amount} of a step.",
+                    "More --microbatches per step make it a smaller share.",
+                )
             case Fault.ENTRY:
                 return (
                     f"{at.capitalize()} enters the step late",
                     f"The others wait {amount} of a step for its entry into the schedule{part}.",
-                    f"See what it does before, its data and optimizer phases, in 'rrfp trace "
-                    f"view'; {at} loads more or shares its cores.",
+                    f"See its data and optimizer phases in 'rrfp trace view'; {at} loads more "
+                    "data, or shares its cores.",
                 )
             case _:
                 return (
-                    f"Between its tasks {at} idles without a recorded reason",
-                    f"The runtime's own work, and waiting for a core, own {amount} of a step"
-                    f"{part}.",
-                    "Where ranks share cores, give each its own, with OMP_NUM_THREADS to match. A "
-                    "larger --micro-batch-size makes tasks longer, and the gaps a smaller share.",
+                    f"Unexplained idle time between tasks of {at}",
+                    f"Runtime overhead and waiting for a core take {amount} of a step{part}.",
+                    "If ranks share cores, give each its own, with OMP_NUM_THREADS to match. A "
+                    "larger --micro-batch-size makes tasks longer and the gaps a smaller share.",
                 )
 
-    def _on_series(self, amount: str) -> tuple[str, str, str]:
+    def _describe_series(self, amount: str) -> tuple[str, str, str]:
+        advice = ["More --microbatches per step make it a smaller share."]
+        if self._can_split:
+            advice.append("Try --hint bfw: weight gradients then fill the drain.")
+        if all(len(stages) == 1 for stages in self._stages.values()):
+            advice.append("--chunks 2 shortens the path.")
         return (
             "Stages work one after another",
-            f"For {amount} of a step they wait in a row, each for the one before it: while the "
-            "pipeline fills, while it drains, and on the way there and back.",
-            self._advice_on_series(),
+            f"For {amount} of a step each stage waits for the one before it: while the pipeline "
+            "fills and drains, and on the path through it.",
+            " ".join(advice),
         )
 
-    def _advice_on_series(self) -> str:
-        words = ["More --microbatches a step make it a smaller share."]
-        if self._can_split:
-            words.append("Try --hint bfw: weight gradients then fill the drain.")
-        if all(len(stages) == 1 for stages in self._stages.values()):
-            words.append("--chunks 2 shortens the way.")
-        return " ".join(words)
-
-    def _on_uneven(self, at: str, amount: str, part: str) -> tuple[str, str, str]:
-        title = "Task times are uneven"
-        told = (
-            f"The tasks that a step waits for take {amount} of it longer than the mean of their "
-            f"stage and kind, most of all those of {at}{part}."
-        )
+    def _describe_uneven(self, at: str, amount: str, part: str) -> tuple[str, str, str]:
         if self._settings.get("dispatch", Dispatch.READY) != Dispatch.READY:
-            return (
-                title,
-                told,
-                "Try --dispatch ready: what is ready then runs in the meantime.",
-            )
-        if self._can_split:
-            return (
-                title,
-                told,
-                "Try --hint bfw: weight gradients then wait for such gaps.",
-            )
-        if self._is_bound:
-            return (
-                title,
-                told,
-                "A higher --limit or --hold keeps more work at hand for such gaps.",
-            )
+            advice = "Try --dispatch ready: other ready tasks then run in the meantime."
+        elif self._can_split:
+            advice = "Try --hint bfw: weight gradients then fill such gaps."
+        elif self._is_bound:
+            advice = "A higher --limit or --hold makes more tasks ready for such gaps."
+        else:
+            advice = "Check what makes them long: their data, or other processes on the machine."
         return (
-            title,
-            told,
-            "See what makes them long: their microbatches, or what else ran on the machine.",
+            "Task times are uneven",
+            f"The tasks that a step waits for take {amount} of it longer than the mean of their "
+            f"stage and kind, most of all those of {at}{part}.",
+            advice,
         )
 
-    def _on_bound(self, owner: Owner, at: str, amount: str, part: str) -> tuple[str, str, str]:
+    def _describe_bound(
+        self, owner: Owner, at: str, amount: str, part: str
+    ) -> tuple[str, str, str]:
         flag = f"--{owner.what}"
         value = self._settings.get(owner.what)
         is_given = type(value) is int
         doubled = 2 * value if type(value) is int else None
         return (
             f"The {owner.what} withholds forwards of {at}",
-            f"Forwards were there and {flag}{f' {value}' if is_given else ''} withheld them for "
+            f"Forwards were ready, and {flag}{f' {value}' if is_given else ''} withheld them for "
             f"{amount} of a step{part}.",
             f"Try {flag} {doubled or 'with a higher number'}, if memory allows.",
         )
 
     def _message_time(self, owner: Owner) -> str:
+        """Format the median time of messages on a link."""
         of_link = timed_messages(self._frames).filter(
             (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
         )
@@ -584,34 +569,33 @@ _NO_REPLAY_FIXES = (Cause.COORDINATION, Cause.GRADIENT_SYNC, Fault.ENTRY, Fault.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that makes a step long."""
+    """A cause of long steps."""
 
     kind: str
-    """A `BottleneckKind`; of what was not replayed, a `Fault` or the cause of a wait."""
+    """A `BottleneckKind`; if it was not replayed, a `Fault` or the cause of a wait."""
     title: str
-    told: str
+    figures: str
     advice: str
     saving: float | None
-    """The share of a step that fixing it saves in a replay; None if it was not replayed."""
+    """The share of a step that fixing it saves in a replay; None if not replayed."""
     share: float | None
-    """The share of a step that it owns, where it was not replayed."""
+    """The share of a step that it accounts for; None if it was replayed."""
     pp_rank: int | None = None
     rank: int | None = None
     link: tuple[int, int] | None = None
-    """The pipeline ranks that send and take its messages."""
+    """The pipeline ranks that send and receive its messages."""
     flags: str = ""
     """The flags of `rrfp analyze whatif` that replay the run with it fixed."""
 
     def command(self, run: str, steps: str | None = None) -> str:
-        """A command that replays this run, or these steps of it, with it fixed, or that shows
-        where it is."""
+        """Return the command that replays some steps with the cause fixed, or shows the trace."""
         if not self.flags:
             return f"rrfp trace view {quote(run)}"
         chosen = "" if steps is None else f" --steps {steps}"
         return f"rrfp analyze whatif {quote(run)} {self.flags}{chosen}"
 
     def as_json(self, run: str, steps: str | None = None) -> dict[str, object]:
-        """The object that `rrfp analyze --format json` prints."""
+        """Return the object that `rrfp analyze --format json` prints."""
         return {
             "kind": self.kind,
             "pp_rank": self.pp_rank,
@@ -619,7 +603,7 @@ class Finding:
             "link": None if self.link is None else list(self.link),
             "saving_fraction": self.saving,
             "share_fraction": self.share,
-            "text": f"{self.title}. {self.told} {self.advice}",
+            "text": f"{self.title}. {self.figures} {self.advice}",
             "command": self.command(run, steps),
         }
 
@@ -630,8 +614,11 @@ def findings(
     run: RecordedRun | None = None,
     culprits: Sequence[Bottleneck] = (),
 ) -> list[Finding]:
-    """The findings: those that a replay has fixed, by their savings, among those that none can, by
-    what they own. Without `run`, nothing was replayed."""
+    """Return the findings, the largest saving or share first.
+
+    Replayed bottlenecks have savings; causes that a replay cannot remove have shares. Without `run`
+    all findings have shares.
+    """
     owned = shares(frames, found)
     if run is None:
         return [_of_share(each) for each in owned]
@@ -642,11 +629,12 @@ def findings(
 
 
 def _of_share(owned: Share) -> Finding:
+    """Make a finding that was not replayed from a share."""
     link = None if owned.sender is None else (owned.sender, owned.pp_rank)
     return Finding(
         str(owned.what),
         owned.title,
-        owned.told,
+        owned.figures,
         owned.advice,
         None,
         owned.share,
@@ -656,12 +644,13 @@ def _of_share(owned: Share) -> Finding:
 
 
 def _finding_of(adviser: Adviser, culprit: Bottleneck) -> Finding:
+    """Make a finding from a replayed bottleneck."""
     change = culprit.change
-    title, told, advice = adviser.describe(culprit)
+    title, figures, advice = adviser.describe(culprit)
     return Finding(
         str(culprit.kind),
         title,
-        told,
+        figures,
         advice,
         culprit.saving,
         None,
@@ -672,7 +661,7 @@ def _finding_of(adviser: Adviser, culprit: Bottleneck) -> Finding:
     )
 
 
-# What `rrfp analyze` says of a run: its findings, and the figures that they are shares of.
+# The result of `rrfp analyze`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -681,23 +670,23 @@ class Diagnosis:
 
     headline: str
     step_time_s: float
-    """The mean."""
+    """The mean over the finished steps."""
     bubble_fraction: float
     findings: tuple[Finding, ...]
     why_not_replayed: str
-    """In a sentence; empty when the run was replayed."""
+    """The reason; empty if the run was replayed."""
     num_replayed: int
-    """The number of steps replayed, spread evenly over the run."""
+    """The number of replayed steps, spread evenly over the run."""
     replay_error: float
-    """How far a step's replay as it was is off, as a share of it; the median."""
+    """The median relative error of replayed step times without changes."""
 
     def as_note(self) -> dict[str, Any]:
-        """Return the note that `of_note` reads."""
+        """Convert to the JSON object that `of_note` reads."""
         return asdict(self)
 
     @classmethod
     def of_note(cls, note: dict[str, Any]) -> Self:
-        """Raises TypeError, KeyError or ValueError for what `as_note` has not given."""
+        """Read the object of `as_note`. Raises TypeError, KeyError or ValueError for others."""
         found = [
             Finding(**{**each, "link": None if each["link"] is None else tuple(each["link"])})
             for each in note["findings"]
@@ -705,15 +694,17 @@ class Diagnosis:
         return cls(**{**note, "findings": tuple(found)})
 
     def as_json(self, run: str, steps: str | None = None) -> dict[str, object]:
-        """The object that `rrfp analyze --format json` prints for a run of that name: `findings`
-        were replayed, `owned` were not."""
-        told = [each.as_json(run, steps) for each in self.findings]
+        """Return the object that `rrfp analyze --format json` prints for a run of that name.
+
+        Replayed findings are in `findings`, others in `owned`.
+        """
+        found = [each.as_json(run, steps) for each in self.findings]
         return {
             "run": run,
             "step_time_s": self.step_time_s,
             "bubble_fraction": self.bubble_fraction,
-            "findings": [each for each in told if each["saving_fraction"] is not None],
-            "owned": [each for each in told if each["saving_fraction"] is None],
+            "findings": [each for each in found if each["saving_fraction"] is not None],
+            "owned": [each for each in found if each["saving_fraction"] is None],
             "why_not_replayed": self.why_not_replayed or None,
             "steps_replayed": self.num_replayed,
             "replay_error_fraction": self.replay_error,
@@ -721,8 +712,10 @@ class Diagnosis:
 
 
 def diagnose(frames: Frames) -> Diagnosis:
-    """Find out what makes these steps long. Raises RrfpError when no step was finished by every
-    rank, or one has no tasks."""
+    """Find the causes of long steps.
+
+    Raises RrfpError if no step was finished by all ranks, or if they have no tasks.
+    """
     found = blame(frames)
     replayed = replays(frames)
     return Diagnosis(
@@ -737,7 +730,7 @@ def diagnose(frames: Frames) -> Diagnosis:
 
 
 def finding_table(found: Diagnosis, run: str, steps: str | None = None) -> Table:
-    """The findings for programs, a row for each; a terminal has its own form of them."""
+    """Make the table of findings for programs; the terminal has another layout."""
     rows = [each.as_json(run, steps) for each in found.findings]
     links = ["-".join(map(str, each.link)) if each.link else None for each in found.findings]
     schema = {

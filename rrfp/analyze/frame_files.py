@@ -1,9 +1,9 @@
-"""The tables of a trace, kept beside it, so that the second command on it is instant.
+"""The cache of a trace's tables beside it, so that the second command on a trace is instant.
 
-They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with notes of what was found
-in replays. A trace that has changed has another digest, and its new tables replace the old ones;
-tables and notes that were damaged no longer fit their seals, and are replaced. If nothing can be
-written beside a trace, the tables are made each time.
+The tables are Parquet files in `<trace>.frames/<digest of the trace>/`, with notes of the results
+of replays. A changed trace has another digest, and its tables replace the old ones. Damaged tables
+and notes do not match their seals and are replaced. If the directory is not writable, the tables
+are made for each command.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import polars as pl
 from polars.exceptions import PolarsError
 
 import rrfp
-from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, choose, run_frame
+from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, choose_steps, run_frame
 from rrfp.errors import RrfpError
 from rrfp.strict_json import parsed
 from rrfp.trace.perfetto.format import FIELDS
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from rrfp.trace.perfetto.reader import Table, TraceReader
 
 
-# The tables of a run as Parquet files: in one folder, one or more files a table.
+# The tables of a run as Parquet files in a folder, one or more files for each table.
 
 
 _NUM_ROWS_OF_A_FILE = 500_000
 _RUN = "run.parquet"
 PARQUET_FILES = "*.parquet"
-"""All files of the tables in their folder."""
+"""The pattern of all files of tables."""
 
 
 def read_tables(folder: Path) -> Frames:
-    """The tables that `write_tables` has written there; each is read when it is first asked for.
+    """Return the tables that `write_tables` wrote to a folder; each is read on first use.
 
     May raise OSError and PolarsError.
     """
-    # A path may hold any character; none of them is a wildcard.
+    # A path may contain wildcard characters, which have no meaning here.
     run = pl.read_parquet(folder / _RUN, glob=False, hive_partitioning=False)
     sources = run.lazy().select("source", *PLACE)
     return Frames(
@@ -73,7 +73,7 @@ def read_tables(folder: Path) -> Frames:
 
 
 def write_tables(reader: "TraceReader", folder: Path) -> None:
-    """Read a trace into files of tables, with a bounded number of rows in memory."""
+    """Convert a trace into files of tables, with a bounded number of rows in memory."""
     writers = {name: _TableWriter(name, folder, reader) for name in SCHEMAS}
     for tables in reader.tables():
         for name, table in tables.items():
@@ -93,7 +93,7 @@ def _file(folder: Path, name: str, number: int) -> Path:
 
 
 class _TableWriter:
-    """Writes the rows of one table, several files if there are many."""
+    """Writes the rows of one table to one or more files."""
 
     def __init__(self, name: str, folder: Path, reader: "TraceReader") -> None:
         self._name = name
@@ -113,7 +113,7 @@ class _TableWriter:
             self.write()
 
     def write(self) -> None:
-        """Write what was added since the last file; the first file is written even if empty."""
+        """Write the rows added since the last file; the first file may be empty."""
         if not self._tables and self._num_files:
             return
         texts = pl.Series(self._reader.texts, dtype=pl.String)
@@ -130,25 +130,26 @@ class _TableWriter:
         self._tables, self._num_rows = [], 0
 
 
-# Seals on files that keep what can be made again: a damaged one counts as missing.
+# Seals of cached files: a damaged file counts as missing.
 #
-# A seal holds digests, not secrets. It shows that a disk, a copy or an editor has changed a file,
-# and that a file was moved to another place. It does not show who wrote the file.
+# A seal holds digests, not secrets. It detects that a disk, a copy or an editor changed a file, and
+# that a file was moved. It does not authenticate the writer.
 
 
 _SEAL = "seal.json"
 
 
 def seal(folder: Path, place: str) -> None:
-    """Seal the files that are in a folder now; `place` says what they belong to. May raise
-    OSError."""
+    """Write a seal of the files in a folder; `place` is the name to which they belong.
+
+    May raise OSError.
+    """
     digests = {file.name: _digest(file) for file in folder.iterdir()}
     write_whole(folder / _SEAL, sealed(place, json.dumps(digests).encode()))
 
 
 def is_sealed(folder: Path, place: str, pattern: str) -> bool:
-    """Whether the files that match the pattern are those that were sealed for this place, and as
-    they were then."""
+    """Return True if the files that match the pattern are unchanged since they were sealed."""
     try:
         digests = parsed(unsealed(place, read_small(folder / _SEAL)))
         found = {file.name: _digest(file) for file in folder.glob(pattern)}
@@ -158,12 +159,12 @@ def is_sealed(folder: Path, place: str, pattern: str) -> bool:
 
 
 def sealed(place: str, content: bytes) -> bytes:
-    """Content under its seal."""
+    """Return content with its seal in front."""
     return f"{_digest_of(place, content)}\n".encode() + content
 
 
 def unsealed(place: str, data: bytes) -> bytes:
-    """Content without its seal. Raises ValueError if either has changed, or the place has."""
+    """Return content without its seal. Raises ValueError if the seal does not match."""
     digest, _, content = data.partition(b"\n")
     if digest != _digest_of(place, content).encode():
         raise ValueError("the seal does not fit")
@@ -182,16 +183,16 @@ def _digest_of(place: str, content: bytes) -> str:
 T = TypeVar("T")
 
 _LAYOUT = 7
-"""Part of the folder's name; a new number invalidates every table."""
-_NOTES = 6
-"""Part of the notes' names; to be raised when the same trace would get other notes."""
+"""The version of tables, in the folder's name; a new number invalidates all tables."""
+_NOTES = 7
+"""The version of notes, in their names; raise it when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 
 _TRACE_BEGINS = b"\n"
-"""The tag of a trace's first packet."""
+"""The first byte of a trace: the tag of its first packet."""
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
-"""Folders of traces beside which nothing can be written; removed when the process ends."""
+"""Folders for traces in directories that are not writable; removed at exit."""
 
 
 def load_frames(
@@ -201,19 +202,17 @@ def load_frames(
     evaluations: bool = False,
     with_warm_up: bool = False,
 ) -> Frames:
-    """The tables of a trace's steps that train, or of its evaluations. `steps` chooses among these
-    by number; None takes all but the warm-up (`rrfp.analyze.frames.warm_up_of`), or with
-    `with_warm_up` all.
+    """Load the tables of a trace for the steps that `frames.choose_steps` selects.
 
-    Raises RrfpError for a file that is missing, empty, cut off, or not a trace of a run, and
-    UsageError when the run has none of the steps asked for.
+    Raises RrfpError for a file that is missing, empty, truncated or not a trace of a run, and
+    UsageError if the run has none of the selected steps.
     """
     whole = CachedTrace(trace).frames()
-    return choose(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)
+    return choose_steps(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)
 
 
 class CachedTrace:
-    """A trace whose tables lie beside it; they are made if they do not yet.
+    """A trace with cached tables, which are made if they are missing.
 
     Raises RrfpError as `load_frames` does.
     """
@@ -222,19 +221,21 @@ class CachedTrace:
         self._folder = _folder_of(trace)
 
     def frames(self) -> Frames:
-        """The tables of all steps, evaluations among them."""
+        """Return the tables of all steps, including evaluations."""
         return read_tables(self._folder)
 
     def structural(self, steps: range | None = None) -> tuple[list[float], str]:
-        """The structural part of the bubble of these steps that train: by pipeline rank, as shares
-        of the window. Empty when the run cannot be replayed; the text then says why."""
+        """Return the structural part of the bubble by pipeline rank, as shares of the window.
+
+        If the run cannot be replayed, the list is empty and the text is the reason.
+        """
 
         def find() -> tuple[list[float], str]:
-            # The simulator is slow to import, and a trace needs it once.
+            # The simulator is slow to import and needed only once for a trace.
             from rrfp.analyze.bubbles import structural_of
 
             try:
-                frames = choose(self.frames(), steps)
+                frames = choose_steps(self.frames(), steps)
                 return [part.structural for part in structural_of(frames).ranks], ""
             except RrfpError as error:
                 return [], str(error)
@@ -246,13 +247,13 @@ class CachedTrace:
         return self._noted(f"structural{_suffix_of(steps)}", find, read, list)
 
     def diagnosis(self, steps: range | None = None, *, evaluations: bool = False) -> "Diagnosis":
-        """Find the causes of long steps. Raises RrfpError as `diagnose` does."""
+        """Return the causes of long steps. Raises RrfpError as `diagnose` does."""
         from rrfp.analyze.findings import Diagnosis, diagnose
 
         name = f"findings{'-evaluations' if evaluations else ''}{_suffix_of(steps)}"
 
         def find() -> Diagnosis:
-            return diagnose(choose(self.frames(), steps, evaluations=evaluations))
+            return diagnose(choose_steps(self.frames(), steps, evaluations=evaluations))
 
         return self._noted(name, find, Diagnosis.of_note, Diagnosis.as_note)
 
@@ -263,13 +264,13 @@ class CachedTrace:
         read: Callable[[Any], T],
         write: Callable[[T], object],
     ) -> T:
-        """Return an earlier result from its note beside the tables, or find and note it now.
+        """Return a result from its note beside the tables, or compute it and write the note.
 
-        A note that cannot be read is replaced.
+        An unreadable note is replaced.
         """
         path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
         place = f"{self._folder.name}/{path.name}"
-        # A note of another's making may hold anything under its seal.
+        # A foreign file with a valid seal may have any content.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             return read(parsed(unsealed(place, read_small(path))))
         found = find()
@@ -283,11 +284,11 @@ def _suffix_of(steps: range | None) -> str:
 
 
 def _folder_of(trace: Path) -> Path:
-    """The folder of a trace's tables, which are made if they are not there yet."""
+    """Return the folder of a trace's tables, after making them if they are missing."""
     try:
         with open_regular(trace) as file:
             if file.read(1) not in (_TRACE_BEGINS, b""):
-                # Before its digest: the file may be of any size.
+                # Checked before the digest, because the file may have any size.
                 raise foreign(trace)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
@@ -312,7 +313,7 @@ def _folder_of(trace: Path) -> Path:
 
 
 def _make_beside(trace: Path, folder: Path) -> Path:
-    """Make the tables in their folder, in the place of those of an earlier trace."""
+    """Make the tables in their folder, and remove those of an earlier trace."""
     make_directory(folder.parent)
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     partial.mkdir()
@@ -325,7 +326,7 @@ def _make_beside(trace: Path, folder: Path) -> Path:
         try:
             partial.replace(folder)
         except OSError:
-            # Another process may have made them meanwhile.
+            # Another process may have made them in the meantime.
             if not _is_whole(folder):
                 raise
     finally:
@@ -334,14 +335,15 @@ def _make_beside(trace: Path, folder: Path) -> Path:
 
 
 def _make(trace: Path, folder: Path) -> None:
-    # So is the reader of traces.
+    """Convert a trace into files of tables."""
+    # The reader of traces is also slow to import.
     from rrfp.trace.perfetto.reader import TraceReader
 
     write_tables(TraceReader(trace), folder)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all tables are there, as they were made."""
+    """Return True if all tables exist and match their seal."""
     return is_sealed(folder, folder.name, PARQUET_FILES)
 
 
@@ -349,13 +351,13 @@ def _is_whole(folder: Path) -> bool:
 
 
 TABLES = ("tasks", "waits", "messages", "agreements", "phases", "counters", "run")
-"""The tables that are exported, by their names in `rrfp.analyze.frames.Frames`."""
+"""The exported tables, by attribute of `rrfp.analyze.frames.Frames`."""
 
 
 def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
     """Write each table as a Parquet file, and yield the file with its number of rows.
 
-    Beside `step` a table gets `evaluation`: the number of the evaluation, null in training steps.
+    After `step` comes a column `evaluation`: the number of the evaluation, null in training steps.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
@@ -367,6 +369,7 @@ def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _with_evaluations(frame: pl.DataFrame) -> pl.DataFrame:
+    """Add a column with the number of the evaluation after the step."""
     if STEP not in frame.columns:
         return frame
     number = evaluation_step(0) - pl.col(STEP)

@@ -1,8 +1,8 @@
-"""A run as a few tidy tables: a row a task, a wait, a message, an agreement, a counter's value.
+"""A run as tidy tables of tasks, waits, messages, agreements and counters, and its choice of steps.
 
-Times are integer nanoseconds on the run's one clock. `rank` is a process; `pp_rank`, `tp_rank` and
-`dp_rank` are its place in the layout. A table is read when it is first asked for, and of a choice
-of steps only these: a trace may be larger than memory.
+Times are integer nanoseconds on the run's common clock. `rank` is a process; `pp_rank`, `tp_rank`
+and `dp_rank` are its coordinates in the layout. A trace may be larger than memory, so a table is
+read on first use, and only the chosen steps of it.
 """
 
 import json
@@ -39,13 +39,10 @@ PLACE: Schema = dict.fromkeys(("rank", "pp_rank", "tp_rank", "dp_rank"), pl.Int6
 _TYPES: dict[object, type[pl.DataType]] = {int: pl.Int64, str: pl.String}
 
 SCHEMAS: dict[str, Schema] = {
-    name: {
-        **PLACE,
-        **{field: _TYPES[each] for field, each in record_type.__annotations__.items()},
-    }
+    name: {**PLACE, **{field: _TYPES[each] for field, each in record_type.__annotations__.items()}}
     for name, record_type in RECORD_TYPES.items()
 }
-"""The columns of each type of record: who recorded it, and its fields."""
+"""The columns of each type of record: the recording rank, and the fields."""
 MESSAGES: Schema = {
     "step": pl.Int64,
     "kind": pl.String,
@@ -60,9 +57,9 @@ MESSAGES: Schema = {
     "came_ns": pl.Int64,
     "used_ns": pl.Int64,
 }
-"""A message is named by the task that takes it. `left_ns`: its first byte was written; `came_ns`:
-its last byte arrived; `used_ns`: the task began. Only messages of which both ends and the task were
-recorded."""
+"""A row for each message, named by the task that receives it: `left_ns` (first byte written),
+`came_ns` (last byte arrived) and `used_ns` (the task began). Messages without a record of both ends
+and of the task are missing."""
 COUNTERS: Schema = {
     **PLACE,
     "time_ns": pl.Int64,
@@ -70,7 +67,7 @@ COUNTERS: Schema = {
     "name": pl.String,
     "value": pl.Int64,
 }
-"""The counts of the dispatcher when it chose a task. `name` is `depth` (D), `held`,
+"""The counters of the dispatcher at each choice of a task. `name` is `depth` (D), `held`,
 `held_bytes`, `ready_forwards` or `ready_backwards`."""
 WINDOWS: Schema = dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64)
 RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {
@@ -82,24 +79,25 @@ RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {
     "clock_error_ns": pl.Int64,
     "settings": pl.String,
 }
-"""A row a rank. `settings` is the content of run.json, the same in every row."""
+"""A row for each rank. `settings` is the content of run.json, the same in every row."""
 
+_NONE_FINISHED = "the trace has no step that every rank finished; see 'rrfp trace check'"
 _TASK_KEY = ("step", "kind", "stage", "microbatch")
 _MOST_TASKS_AT_ONCE = 2_000_000
 
 
 class Frames:
-    """The tables of a run, or of some of its steps or ranks, each with the columns of its schema.
+    """The tables of a run, or of some of its steps or ranks.
 
-    `tables` has those of `SCHEMAS`, by the name of the record type.
+    `tables` has a table for each record type in `SCHEMAS`, with the columns of its schema.
     """
 
     def __init__(self, run: pl.DataFrame, tables: Mapping[str, pl.LazyFrame]) -> None:
         self.run = run
         self.num_left_out = 0
-        """How many evaluations of the run were left out, because the tables are of its training."""
+        """The number of evaluations that were left out of tables of training steps."""
         self.warm_up: tuple[int, ...] = ()
-        """The first steps that were left out because they took far longer than the later ones."""
+        """The first steps that were left out because they took much longer than later ones."""
         self._tables = tables
 
     @cached_property
@@ -135,13 +133,19 @@ class Frames:
 
     @cached_property
     def windows(self) -> pl.DataFrame:
-        """The window of each step that every rank finished: `step`, `start_ns`, `end_ns`."""
+        """The window of each step that all ranks finished: `step`, `start_ns`, `end_ns`."""
         schedules = self.phases.filter(pl.col("phase") == Phase.SCHEDULE)
         found = windows_of(
             schedules.select("rank", "step", "start_ns", "end_ns").iter_rows(), self.run.height
         )
         rows = [(step, *window) for step, window in found.items()]
         return pl.DataFrame(rows, schema=WINDOWS, orient="row")
+
+    def finished_windows(self) -> pl.DataFrame:
+        """Return `windows`. Raises RrfpError if no step was finished by all ranks."""
+        if self.windows.is_empty():
+            raise RrfpError(_NONE_FINISHED)
+        return self.windows
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -151,13 +155,13 @@ class Frames:
 
     @cached_property
     def stages(self) -> dict[int, Sequence[int]]:
-        """The stages that each pipeline rank holds, by its number in order."""
+        """The stages of each pipeline rank, in order of `pp_rank`."""
         held = self.run.select("pp_rank", "stages").unique("pp_rank").sort("pp_rank")
         return dict(held.iter_rows())
 
     @cached_property
     def steps(self) -> list[int]:
-        """The steps that began: those that train in order, then the evaluations."""
+        """The steps that began: training steps in order, then evaluations."""
         return in_order(
             pl.concat([self.scan(name).select("step") for name in ("task", "phase")])
             .unique()
@@ -166,15 +170,15 @@ class Frames:
         )
 
     def table(self, name: str) -> pl.DataFrame:
-        """The records of one type, as they were recorded, rank by rank."""
+        """Read the records of one type, rank by rank in the order of recording."""
         return self.scan(name).collect()
 
     def scan(self, name: str) -> pl.LazyFrame:
-        """The records of one type, read only when they are collected."""
+        """Return the records of one type as a lazy frame."""
         return self._tables[name]
 
     def of_steps(self, steps: range | Collection[int]) -> "Frames":
-        """The rows of these steps only. Raises UsageError when the run has none of them."""
+        """Return the tables of these steps. Raises UsageError if the run has none of them."""
         chosen = (
             pl.col("step").is_between(steps.start, steps.stop - 1)
             if isinstance(steps, range) and steps.step == 1
@@ -182,22 +186,22 @@ class Frames:
         )
         found = self._filtered(lambda _: chosen)
         if not found.steps:
-            raise UsageError(self._has_none_of_those())
+            raise UsageError(self._describe_missing_steps())
         return found
 
     def of_stage(self, stage: int) -> "Frames":
-        """The rows of the pipeline rank that holds a stage, and the messages that it received.
+        """Return the tables of the pipeline rank that holds a stage, with the messages it received.
 
         Raises UsageError for a stage that no rank holds.
         """
         own = pl.col("pp_rank") == self.rank_of(stage)
-        # Messages that come there were sent by others.
+        # Other ranks sent the received messages.
         found = self._filtered(lambda name: pl.lit(True) if name == "send" else own)
         found.run = self.run.filter(own)
         return found
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage. Raises UsageError when no rank does."""
+        """Return the pipeline rank that holds a stage. Raises UsageError if no rank does."""
         holders = self.run.filter(pl.col("stages").list.contains(stage))["pp_rank"]
         if holders.is_empty():
             raise UsageError(
@@ -207,7 +211,7 @@ class Frames:
         return int(holders[0])
 
     def piecewise(self) -> Iterator["Frames"]:
-        """The run, cut between steps into pieces that fit into memory; most runs need no cut."""
+        """Split the run between steps into pieces that fit into memory; most runs are one piece."""
         counts = self.scan("task").group_by("step").len().collect(engine="streaming")
         pieces = (
             pl.DataFrame({"step": self.steps}, schema={"step": pl.Int64})
@@ -224,15 +228,15 @@ class Frames:
             yield self.of_steps(steps.to_list())
 
     def _filtered(self, chosen: Callable[[str], pl.Expr]) -> "Frames":
+        """Filter each table by an expression that `chosen` returns for its name."""
         found = Frames(
-            self.run,
-            {name: table.filter(chosen(name)) for name, table in self._tables.items()},
+            self.run, {name: table.filter(chosen(name)) for name, table in self._tables.items()}
         )
         found.num_left_out = self.num_left_out
         found.warm_up = self.warm_up
         return found
 
-    def _has_none_of_those(self) -> str:
+    def _describe_missing_steps(self) -> str:
         if not self.steps:
             return "the trace has no steps; the run ended before its first one did"
         (sort, first), (_, last) = told_step(self.steps[0]), told_step(self.steps[-1])
@@ -240,17 +244,17 @@ class Frames:
 
 
 def numbers_of(stages: Iterable[int]) -> str:
-    """Return the numbers of stages, such as `0 7`."""
+    """Format the numbers of stages, such as `0 7`."""
     return " ".join(map(str, sorted(stages)))
 
 
 def label_of(stages: Sequence[int]) -> str:
-    """Return what reports call a pipeline rank: `stage 3`, or `stages 0 7`."""
+    """Format the name of a pipeline rank in reports: `stage 3`, or `stages 0 7`."""
     return f"stage{'s' if len(stages) > 1 else ''} {numbers_of(stages)}"
 
 
 def frames_of(recording: Recording) -> Frames:
-    """The tables of a recording."""
+    """Convert a recording into tables."""
     return Frames(
         run_frame((records.info for records in recording.ranks), recording.settings),
         {
@@ -264,7 +268,7 @@ def frames_of(recording: Recording) -> Frames:
 
 
 def recording_of(frames: Frames) -> Recording:
-    """The recording that these tables hold."""
+    """Convert tables into a recording."""
     names = list(RUN)[:-1]
     ranks = {}
     for row in frames.run.select(names).iter_rows(named=True):
@@ -280,16 +284,16 @@ def recording_of(frames: Frames) -> Recording:
 
 
 def run_frame(infos: Iterator[RankInfo], settings: Mapping[str, object]) -> pl.DataFrame:
-    """The table of a run's ranks."""
-    told = json.dumps(settings)
+    """Make the table of a run's ranks."""
+    content = json.dumps(settings)
     return pl.DataFrame(
-        [{**asdict(info), "stages": list(info.stages), "settings": told} for info in infos],
+        [{**asdict(info), "stages": list(info.stages), "settings": content} for info in infos],
         schema=RUN,
     )
 
 
 def _of_rank(info: RankInfo, records: Sequence[tuple[object, ...]], schema: Schema) -> pl.DataFrame:
-    """One rank's records: the rank's place, then the record's fields as the schema names them."""
+    """Make the table of one rank's records: the rank's coordinates, then the fields."""
     names = [name for name in schema if name not in PLACE]
     columns = zip(*records, strict=True) if records else [()] * len(names)
     frame = pl.DataFrame(
@@ -300,7 +304,7 @@ def _of_rank(info: RankInfo, records: Sequence[tuple[object, ...]], schema: Sche
 
 
 def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) -> pl.DataFrame:
-    """Each message, joined from its two ends by link and sequence number, and from its task."""
+    """Join the two ends of each message by link and sequence number, and its task."""
     sent = sends.select(
         pl.col("rank").alias("from_rank"),
         pl.col("peer").alias("to_rank"),
@@ -328,15 +332,12 @@ def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) 
     )
 
 
-# What is missing from a trace, so that nobody takes figures of a part for those of the whole.
-
-
 def missing_records(frames: Frames) -> Iterator[str]:
-    """A sentence for each thing that is missing; `rrfp trace check` looks much closer."""
+    """Yield a sentence for each kind of missing records; `rrfp trace check` checks more."""
     missing = sorted(expected_ranks(frames.settings) - set(frames.run["rank"]))
     if missing:
-        told = numbered("rank", missing)
-        yield f"{told} left no records; figures are of the other {frames.run.height}"
+        ranks = numbered("rank", missing)
+        yield f"{ranks} left no records; figures are of the other {frames.run.height}"
     for rank, num_lost in (
         frames.table("loss").group_by("rank").agg(pl.col("num_lost").sum()).sort("rank").iter_rows()
     ):
@@ -351,51 +352,49 @@ def missing_records(frames: Frames) -> Iterator[str]:
         )
 
 
-# The settings of a run in its trace; other people's traces may hold anything there, or nothing.
-
-
 def run_settings(frames: Frames) -> dict[str, Any]:
-    """The settings by flag; empty if the trace has none."""
+    """Return the settings by flag; empty if the trace, perhaps of another program, has none."""
     settings = frames.settings.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
 def run_limit(frames: Frames) -> int | None:
-    """The limit on D that the run had; None where it had no limit, or the trace does not tell."""
+    """Return the run's limit on D; None if there was none or it is unknown."""
     limit = stated_policy(frames.settings).get("limit")
     return limit if type(limit) is int else None
 
 
-# The steps that a report covers, and how long one takes: those that train, or the evaluations.
+# The choice of steps for a report: training steps or evaluations, and without slow first steps.
 
 NOT_REPLAYED = "evaluations have no backward, and only steps that train are replayed"
-"""Why evaluations have no structural part."""
+"""The reason why evaluations have no structural part."""
 _MOST_WARM_UP = 3
 _MOST_OF_A_RUN = 4
-"""At most every fourth step is warm-up."""
+"""At most a quarter of the steps is warm-up."""
 _FAR = 5.0
-"""The deviations by which warm-up takes longer than the later steps."""
+"""The number of deviations by which warm-up steps exceed the median of later steps."""
 _DEVIATION = 1.4826
-"""The standard deviation of normal noise over its median absolute deviation."""
+"""The ratio of standard deviation to median absolute deviation of normal noise."""
 _LEAST_EXCESS = 0.2
-"""Warm-up takes at least so much longer, as a share, however alike the later steps are."""
+"""The least excess of warm-up steps over that median, as a share of it."""
 _SIMULATED = "simulated"
-"""The host of simulated ranks, which have nothing to warm up."""
+"""The host of simulated ranks, which have no warm-up."""
 
 
-def choose(
+def choose_steps(
     frames: Frames,
     steps: range | None = None,
     *,
     evaluations: bool = False,
     with_warm_up: bool = False,
 ) -> Frames:
-    """The tables of the steps that train, or of the evaluations. `steps` chooses among these by
-    number; None takes all but those of `warm_up_of`, or with `with_warm_up` all.
+    """Return the tables of the training steps, or with `evaluations` of the evaluations.
 
-    A run without any backward is taken as it is. Raises UsageError when nothing is left.
+    `steps` selects some of them by number. None selects all except `warm_up_steps`, or with
+    `with_warm_up` all. A run without backwards is not filtered by kind. Raises UsageError if no
+    step is left.
     """
-    tested = evaluations_of(frames)
+    tested = evaluation_steps(frames)
     trained = sorted(set(frames.steps).difference(tested))
     if evaluations and not tested:
         raise UsageError("the trace has no evaluations; leave out --evaluations")
@@ -411,19 +410,18 @@ def choose(
     if steps is None:
         return found if with_warm_up else _without_warm_up(found)
     asked = [step for step in found.steps if told_step(step)[1] in steps]
-    # Files of tables are filtered faster by a range than by a list.
+    # Parquet files are filtered faster by a range than by a list.
     return found.of_steps(asked if evaluations and asked else steps)
 
 
-def warm_up_of(frames: Frames) -> tuple[int, ...]:
-    """The first steps of a run that took far longer than the later ones, because memory was
-    allocated, code compiled and caches filled in them.
+def warm_up_steps(frames: Frames) -> tuple[int, ...]:
+    """Return the first steps if they were slow because of allocation, compilation and caches.
 
-    They are the longest row of steps from the first one on, three and a quarter of the run at most,
-    of which each took more than the later steps' median plus five of their deviations, and 20%
-    more than that median. The deviation is the median absolute one, scaled to that of normal
-    noise: a later step that is slow for itself does not hide the warm-up. Runs of fewer than four
-    steps, and simulated ones, have none.
+    These are the longest sequence of steps from the first one on in which each step took longer
+    than the median of the later steps by five deviations and by 20%. They are at most three, and at
+    most a quarter of the run. The deviation is the median absolute deviation scaled to normal
+    noise, so that a single slow step later does not hide the warm-up. Runs of fewer than four steps
+    and simulated runs have no warm-up.
     """
     if _SIMULATED in frames.run["host"]:
         return ()
@@ -442,18 +440,21 @@ def warm_up_of(frames: Frames) -> tuple[int, ...]:
 
 
 def step_time_ns(frames: Frames, steps: Collection[int] | None = None) -> float:
-    """How long a step takes, as all reports on these steps tell it: the mean over those that every
-    rank finished. `steps` takes only these. Raises RrfpError without any."""
+    """Return the mean step time that all reports show, over the steps that all ranks finished.
+
+    `steps` selects some of them. Raises RrfpError if none is left.
+    """
     whole = frames.windows
     if steps is not None:
         whole = whole.filter(pl.col("step").is_in(list(steps)))
     if whole.is_empty():
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+        raise RrfpError(_NONE_FINISHED)
     return float((whole["end_ns"] - whole["start_ns"]).mean())  # type: ignore[arg-type]
 
 
 def _without_warm_up(frames: Frames) -> Frames:
-    slow = warm_up_of(frames)
+    """Remove the warm-up steps and note them in the result."""
+    slow = warm_up_steps(frames)
     if not slow:
         return frames
     rest = [step for step in frames.steps if step not in slow]
@@ -463,11 +464,14 @@ def _without_warm_up(frames: Frames) -> Frames:
     return found
 
 
-def evaluations_of(frames: Frames) -> list[int]:
-    """The steps of a run that are evaluations, in order."""
-    told = [step for step in frames.steps if is_evaluation(step)]
-    if told:
-        return told
+def evaluation_steps(frames: Frames) -> list[int]:
+    """Return the steps of a run that are evaluations, in order.
+
+    Traces of earlier versions number them like training steps; they are the finished steps without
+    any backward in a run that has backwards.
+    """
+    if numbered_apart := [step for step in frames.steps if is_evaluation(step)]:
+        return numbered_apart
     ran = (
         frames.scan("task")
         .group_by("step")
@@ -479,6 +483,6 @@ def evaluations_of(frames: Frames) -> list[int]:
     )
     if not ran["others"].any():
         return []
-    # A step that some rank did not finish may have lost its backwards.
+    # An unfinished step may merely have lost its backwards.
     tested = ran.filter(pl.col("forwards") & ~pl.col("others"))["step"]
     return sorted(set(tested) & set(frames.windows["step"]))

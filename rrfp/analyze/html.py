@@ -1,8 +1,8 @@
-"""One HTML page that needs no other file: text, tables, and charts that a script draws.
+"""Builds a self-contained HTML page: text, tables, and charts that a script draws.
 
-Whatever comes from a trace is text. It is escaped in the page and in the script element that holds
-the charts, and it stands only in their data, never where Vega would read it as an expression. The
-page's own policy runs no other script, evaluates no string as code, and uses no network.
+Everything from a trace is untrusted text. It is escaped in the page and in the script element of
+the charts, and appears only in their data, never where Vega would evaluate it as an expression. The
+page's content security policy allows no other script, no evaluation of strings and no network.
 """
 
 import base64
@@ -25,44 +25,41 @@ Markup = NewType("Markup", str)
 
 
 def text(words: object) -> Markup:
-    """Any text, as text."""
+    """Escape any text."""
     return Markup(escape(_printable(str(words))))
 
 
 def element(name: str, *content: Markup, **attributes: str) -> Markup:
-    """An element; `class_` is the attribute `class`, and `aria_label` is `aria-label`."""
-    told = "".join(
+    """Make an element; `class_` is the attribute `class`, and `aria_label` is `aria-label`."""
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items()
     )
-    return Markup(f"<{name}{told}>{''.join(content)}</{name}>")
+    return Markup(f"<{name}{written}>{''.join(content)}</{name}>")
 
 
 def joined(parts: Iterable[Markup]) -> Markup:
-    """One after another."""
+    """Join parts with line breaks."""
     return Markup("\n".join(parts))
 
 
 def paragraph(words: object) -> Markup:
-    """A paragraph of text."""
+    """Make a paragraph of text."""
     return element("p", text(words))
 
 
 def advice(words: str) -> Markup:
-    """A paragraph in which flags, with their values, are code."""
+    """Make a paragraph in which flags and their values are code."""
     flag = r"--[a-z-]+( (\d[\d-]*|bfw?(-deep)?|ready|intersection|pyramid)\b)?"
     return element("p", Markup(re.sub(flag, r"<code>\g<0></code>", text(words))))
 
 
 def section(name: str, title: str, *content: Markup) -> Markup:
-    """A part of the page with a heading; `name` is its address within the page."""
+    """Make a section with a heading; `name` is its anchor."""
     return element("section", element("h2", text(title)), *content, id=name)
 
 
 def table_element(table: Table) -> Markup:
-    """A table in a box of its own that scrolls, and its conclusions below it.
-
-    The first column heads its row.
-    """
+    """Make a scrollable table, with its notes below. Cells of the first column are row headers."""
     shown = table.shown(on_page=True)
     aligned = [{"class_": "text"} if column.unit.is_text else {} for column, _ in shown]
     head = (
@@ -93,7 +90,7 @@ def table_element(table: Table) -> Markup:
 
 
 def figure(name: str, spec: dict[str, Any]) -> Markup:
-    """The place of a chart. The title moves from the chart to the caption, where it can wrap."""
+    """Make the placeholder of a chart; the title moves from `spec` to the caption and can wrap."""
     title = spec.pop("title")
     words = [str(title["text"]), *map(str, title.get("subtitle", ()))]
     return element(
@@ -108,7 +105,7 @@ def figure(name: str, spec: dict[str, Any]) -> Markup:
 
 
 def page(title: str, body: Markup, charts: Mapping[str, dict[str, Any]], vega_lite: str) -> str:
-    """The whole page; `charts` has the specifications of its figures by name."""
+    """Return the whole page; `charts` has the Vega-Lite specification of each figure by name."""
     scripts = [_vega(vega_lite), _asset("page.js")]
     return Template(_asset("page.html")).substitute(
         title=text(title),
@@ -122,7 +119,7 @@ def page(title: str, body: Markup, charts: Mapping[str, dict[str, Any]], vega_li
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """A policy under which only these scripts run and nothing is fetched."""
+    """Return a content security policy that allows only these scripts and no requests."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
         for script in scripts
@@ -134,20 +131,20 @@ def _policy(scripts: Iterable[str]) -> str:
 
 
 def _for_script(value: object) -> str:
-    """JSON that cannot close the script element around it."""
-    told = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """Return JSON that cannot close the script element around it."""
+    content = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _printable(words: str) -> str:
-    """Text that UTF-8 can hold, without control characters, which HTML cannot."""
+    """Replace control characters, which HTML forbids, and surrogates, which UTF-8 forbids."""
     whole = words.encode("utf-8", "replace").decode()
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in whole)
 
 
 @cache
 def _vega(vega_lite: str) -> str:
-    """Vega, Vega-Lite and vega-embed, as one script."""
+    """Return Vega, Vega-Lite and vega-embed as one script."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vega_lite)
 
 

@@ -1,10 +1,9 @@
-"""The most that each rank kept in memory, when, and how much more it could have kept.
+"""The peak of activation bytes of each rank, its time, and the headroom.
 
-Bytes are those of activations from F until their last task: measured, or under a bound in bytes as
-dispatchers reckoned with them. Steps in which these knew no size yet, so that each microbatch took
-all of the bound, do not count if there are others. Where no bound in bytes was in force, the room
-of a rank is what the rank that held most held beyond it: so much memory was there, if the devices
-are alike.
+Bytes are those of activations from F until their last task: measured, or estimated by the
+dispatcher under a bound in bytes. Steps in which it knew no sizes yet, so that a microbatch counted
+as the whole bound, are ignored if there are others. Without a bound in bytes, the headroom of a
+rank is its distance to the largest peak of any rank, which assumes equal devices.
 """
 
 from collections.abc import Mapping
@@ -22,54 +21,53 @@ from rrfp.trace.records import NS_PER_S, Phase, step_name
 
 _IN_STEP = ("rank", "step")
 _NOT_KNOWN = (
-    "the trace does not tell how many bytes its microbatches kept; record the run anew with "
-    "--measure-memory or a hold in bytes such as --hold 40GiB, or simulate it with costs that have "
-    "bytes"
+    "the trace has no activation bytes; record the run again with --measure-memory or a hold in "
+    "bytes such as --hold 40GiB, or simulate it with costs that have bytes"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory that one rank kept."""
+    """The activation memory of one rank."""
 
     rank: int
     pp_rank: int
     stages: tuple[int, ...]
     peak_held_bytes: int
     peak_held: float
-    """The most microbatches of the whole rank; not always at the peak in bytes."""
+    """The largest number of held microbatches, over all chunks; not always at the peak in bytes."""
     peak_step: int
     peak_after_s: float
-    """The time of the peak, from the start of that step."""
+    """The time of the peak after the start of that step."""
     budget_bytes: int | None
     """The bound in force, the largest over the steps; None without one."""
-    room_bytes: int
-    """How much more it could have held."""
+    headroom_bytes: int
+    """How many more bytes it could have held."""
     largest_microbatch_bytes: int
-    """The most that one microbatch kept, over all chunks of the rank."""
+    """The size of the largest microbatch, over all chunks of the rank."""
     mean_microbatch_bytes: float
     outbox_bytes: int
-    """The most memory that messages took besides, which wait for their receivers."""
+    """The peak memory of messages that waited for their receivers, not part of the peak above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory that a run's ranks kept."""
+    """The activation memory of a run's ranks."""
 
     ranks: tuple[RankMemory, ...]
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that held most."""
+        """The rank with the largest peak."""
         return max(self.ranks, key=lambda each: (each.peak_held_bytes, -each.rank))
 
     @property
-    def roomiest(self) -> RankMemory:
-        """The rank that could have held most more."""
-        return max(self.ranks, key=lambda each: (each.room_bytes, -each.rank))
+    def freest(self) -> RankMemory:
+        """The rank with the largest headroom."""
+        return max(self.ranks, key=lambda each: (each.headroom_bytes, -each.rank))
 
     def by_stage(self) -> "Memory":
-        """Keep the rank that held most of those at one place of the pipeline."""
+        """Keep the rank with the largest peak of each pipeline rank."""
         most: dict[int, RankMemory] = {}
         for each in self.ranks:
             known = most.get(each.pp_rank)
@@ -78,12 +76,12 @@ class Memory:
         return Memory(tuple(most[pp_rank] for pp_rank in sorted(most)))
 
     def of_rank(self, pp_rank: int) -> "Memory":
-        """Keep the ranks at one place of the pipeline."""
+        """Keep the ranks of one pipeline rank."""
         return Memory(tuple(each for each in self.ranks if each.pp_rank == pp_rank))
 
 
 def memory_table(memory: Memory) -> Table:
-    """The most that each rank held, when, its bound, and what its microbatches kept."""
+    """Make the table: peak of each rank, its time, bound, headroom and sizes of microbatches."""
     ranks = memory.ranks
     peaks = [each.peak_held_bytes for each in ranks]
     budgets = [each.budget_bytes for each in ranks]
@@ -108,7 +106,7 @@ def memory_table(memory: Memory) -> Table:
                 BYTES,
                 "budget_bytes",
             ),
-            Column("room", [each.room_bytes for each in ranks], BYTES, "room_bytes"),
+            Column("head-\nroom", [each.headroom_bytes for each in ranks], BYTES, "room_bytes"),
             Column(
                 "largest\nmicrob.",
                 [each.largest_microbatch_bytes for each in ranks],
@@ -129,30 +127,27 @@ def memory_table(memory: Memory) -> Table:
 
 
 def _conclusion(memory: Memory) -> str:
-    worst, roomy = memory.worst, memory.roomiest
+    worst, freest = memory.worst, memory.freest
     most = f"{format_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
     if worst.budget_bytes is None:
-        said = f"Rank {worst.rank} held most, {most}"
+        peak = f"Rank {worst.rank} held most, {most}"
         beyond = " before it held as much"
     else:
-        said = f"Rank {worst.rank} held most, {most}, of {format_bytes(worst.budget_bytes)}"
+        peak = f"Rank {worst.rank} held most, {most}, of {format_bytes(worst.budget_bytes)}"
         beyond = ""
-    if not roomy.room_bytes:
-        return f"{said}; no rank could have held more."
-    return (
-        f"{said}; rank {roomy.rank} could have held {format_bytes(roomy.room_bytes)} more{beyond}."
-    )
+    if not freest.headroom_bytes:
+        return f"{peak}; no rank could have held more."
+    more = format_bytes(freest.headroom_bytes)
+    return f"{peak}; rank {freest.rank} could have held {more} more{beyond}."
 
 
 def memory(frames: Frames) -> Memory:
-    """Find out what each rank kept in the steps that every rank finished.
+    """Compute the activation memory of each rank over the finished steps.
 
-    Raises RrfpError when there is no such step, or the trace does not tell any bytes.
+    Raises RrfpError if there is no such step, or the trace has no bytes.
     """
-    windows = frames.windows
-    if windows.is_empty():
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
-    tasks = kept_changes(frames).join(
+    windows = frames.finished_windows()
+    tasks = activation_changes(frames).join(
         windows.select("step", pl.col("start_ns").alias("from_ns")), on="step"
     )
     if not knows_bytes(tasks):
@@ -161,10 +156,7 @@ def memory(frames: Frames) -> Memory:
     peaks = (
         tasks.sort("held_bytes", "start_ns", descending=[True, False])
         .group_by("rank")
-        .agg(
-            pl.col("held_bytes", "step", "start_ns", "from_ns").first(),
-            pl.col("held").max(),
-        )
+        .agg(pl.col("held_bytes", "step", "start_ns", "from_ns").first(), pl.col("held").max())
     )
     of_microbatches = (
         tasks.filter(pl.col("kind") == Kind.F)
@@ -205,25 +197,27 @@ def memory(frames: Frames) -> Memory:
 
 
 def outbox_bytes(settings: Mapping[str, Any]) -> dict[int, int]:
-    """By rank, as its `run.json` tells; empty where it does not."""
+    """Return the outbox bytes of each rank from run.json; empty if it has none."""
     transport = settings.get("transport")
-    told = transport.get("outbox_bytes") if isinstance(transport, dict) else None
-    if not isinstance(told, dict):
+    by_rank = transport.get("outbox_bytes") if isinstance(transport, dict) else None
+    if not isinstance(by_rank, dict):
         return {}
     return {
-        int(rank): each for rank, each in told.items() if rank.isdigit() and isinstance(each, int)
+        int(rank): each
+        for rank, each in by_rank.items()
+        if rank.isdigit() and isinstance(each, int)
     }
 
 
 def _with_sizes(frames: Frames, tasks: pl.DataFrame) -> pl.DataFrame:
-    """The tasks of the steps whose sizes were known; all where none were."""
+    """Keep the tasks of steps with known sizes; all tasks if there are no such steps."""
     guessed = frames.phases.filter(pl.col("unknown_sizes") > 0)
     known = tasks.join(guessed, on="step", how="anti")
     return tasks if known.is_empty() else known
 
 
 def peak_bytes(frames: Frames) -> int | None:
-    """The most bytes that any rank kept, as `memory` counts; None where the trace does not tell."""
+    """Return the largest peak of any rank as in `memory`; None if the trace has no bytes."""
     whole = frames.scan("task").select("step", "held_bytes").collect()
     if not knows_bytes(whole.join(frames.windows, on="step", how="semi")):
         return None
@@ -231,13 +225,16 @@ def peak_bytes(frames: Frames) -> int | None:
 
 
 def knows_bytes(tasks: pl.DataFrame) -> bool:
-    """Whether any of these tasks tells what was kept."""
+    """Return True if any of these tasks has activation bytes."""
     return bool((tasks["held_bytes"] != 0).any())
 
 
-def kept_changes(frames: Frames) -> pl.DataFrame:
-    """The tasks of each rank in order of time, with two more columns: `change`, the bytes that a
-    task added to those held, and `for_w`, the bytes that then waited for weight gradients alone."""
+def activation_changes(frames: Frames) -> pl.DataFrame:
+    """Return the tasks of each rank in order of time with two more columns.
+
+    `change` is the number of bytes that the task added to those held. `for_w` is the number of
+    bytes that are then held only for pending weight gradients.
+    """
     change = pl.col("held_bytes") - pl.col("held_bytes").shift(1, fill_value=0).over(_IN_STEP)
     left = pl.col("change").cum_sum().over(*_IN_STEP, "stage", "microbatch")
     of_w = (
@@ -255,5 +252,5 @@ def kept_changes(frames: Frames) -> pl.DataFrame:
 
 
 def budgets(frames: Frames) -> pl.DataFrame:
-    """The bound in bytes of each rank and step, 0 without one: `rank`, `step`, `budget_bytes`."""
+    """Return the bound of each rank and step as `rank`, `step`, `budget_bytes`; 0 means none."""
     return frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(*_IN_STEP, "budget_bytes")

@@ -1,11 +1,11 @@
-"""The time that messages wait for their stages, and stages for their messages.
+"""How long messages wait for their stages, and stages for their messages.
 
-A message is *queued* from its arrival until its task starts: work waited for the stage. A stage is
-*starved* while it idles until the message that ends its wait arrives: the stage waited for work. A
-message that arrives while the stage works, or that does not end its wait, starves nobody.
+A message is *queued* from its arrival until its task starts. A stage is *starved* by a message
+while it idles until that message arrives and ends its wait. A message that arrives while the stage
+works, or that does not end its wait, starves no stage.
 
-Where transfers block, as in Megatron's own schedules, a message arrives only once its stage takes
-it: there the work is queued at its sender, which waits for the stage.
+With blocking transfers, as in Megatron's own schedules, a message arrives only when its stage
+receives it. It is then queued at its sender, which waits for the stage.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +22,18 @@ from rrfp.replay.blocking import BlockingRank, meet
 from rrfp.replay.recorded import RecordedLayout, RecordedSettings
 from rrfp.trace.records import NS_PER_S, Phase, Recording, Window
 
-# Where the ranks of a run with blocking transfers met, from the run's tables.
-
 
 class BlockingReplica(NamedTuple):
-    """One replica's step."""
+    """A step of one replica with blocking transfers."""
 
     ranks: list[BlockingRank]
-    """By pipeline rank."""
+    """One for each pipeline rank, with its transfers."""
     members: list[list[int]]
-    """The ranks that run each pipeline rank's tasks together; the first one leads."""
+    """The ranks that run each pipeline rank's tasks together, the leader first."""
 
 
 def transfers_block(frames: Frames) -> bool:
-    """Whether the run's transfers lay on the compute path, as far as it tells."""
+    """Return True if the run states that its transfers blocked the compute of both ranks."""
     try:
         return RecordedSettings(Recording(frames.settings, [])).is_blocking
     except RrfpError:
@@ -43,28 +41,28 @@ def transfers_block(frames: Frames) -> bool:
 
 
 def is_simulated(frames: Frames) -> bool:
-    """Whether the run took place in virtual time."""
+    """Return True for a run in virtual time."""
     return bool(frames.settings.get("simulated"))
 
 
 def is_imported(frames: Frames) -> bool:
-    """Whether the run's messages follow from its tasks and waits, as nothing recorded them."""
+    """Return True for an imported run, whose messages are derived from tasks and waits."""
     return "imported" in frames.settings
 
 
 def blocking_replicas(
     frames: Frames, windows: Mapping[int, Window]
 ) -> Iterator[tuple[int, list[BlockingReplica]]]:
-    """The replicas of each step, with the meetings of their ranks.
+    """Yield each step with its replicas and their blocking transfers.
 
-    Raises RrfpError when the trace does not record which rank ran a task.
+    Raises RrfpError if the trace does not record which rank ran a task.
     """
     layout = RecordedLayout(recording_of(frames.of_steps(list(windows))))
     for records in layout.steps(dict(windows)):
         shape = layout.shape_of(records)
         found = []
         for replica in records.replicas:
-            # An imported run does not tell when a rank was there.
+            # An imported run does not record when a rank entered the step.
             entries_ns = [
                 records.window[0]
                 if is_imported(frames)
@@ -86,12 +84,13 @@ _TIMES: Schema = {"queued_ns": pl.Int64, "starved_ns": pl.Int64}
 def misalignment(
     frames: Frames, stage: int | None = None, *, by_rank: bool = False
 ) -> pl.DataFrame:
-    """A row a directed link between pipeline ranks: how many messages it carried, and the median
-    and 95th percentile of the seconds that they were queued and that they starved their stage.
-    `stage` takes only the links that lead to the rank that holds it. With `by_rank` each link
-    between two ranks has a row, with `from_rank` and `to_rank`.
+    """Return a row for each directed link between pipeline ranks.
 
-    Raises RrfpError for a run that recorded no messages.
+    Columns: the number of messages, and median and 95th percentile of the seconds that messages
+    were queued and that they starved their stage. `stage` keeps only links to the rank that holds
+    it. With `by_rank` each pair of ranks has a row, with `from_rank` and `to_rank`.
+
+    Raises RrfpError for a run without recorded messages.
     """
     messages = timed_messages(frames)
     if stage is not None:
@@ -126,7 +125,7 @@ def misalignment(
 def link_table(
     report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
 ) -> Table:
-    """The queueing of messages and the starving of stages, link by link."""
+    """Make the table of queued messages and starved stages, a row for each link."""
     ends = [
         f"{numbers_of(stages[sender])} → {numbers_of(stages[receiver])}"
         for sender, receiver in report.select("from", "to").iter_rows()
@@ -173,7 +172,7 @@ _FIGURES = {
 
 
 def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Iterator[str]:
-    """The links where stages starve and messages queue longest."""
+    """Name the links where stages are starved and messages queued longest."""
     is_aligned = True
     for name, sentence in (
         ("starved_s_p95", "A stage idles longest for messages on {}, {} (p95)."),
@@ -188,10 +187,10 @@ def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Itera
 
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
-    """Every message with its link, and how long in ns it was queued and starved its stage."""
+    """Return each message with its link, `queued_ns` and `starved_ns`."""
     messages = None
     if transfers_block(frames):
-        # Without whole groups it is not known which ranks met.
+        # If ranks are missing, the blocking transfers cannot be matched.
         with suppress(RrfpError):
             messages = _blocking_messages(frames)
     if messages is None:
@@ -205,8 +204,11 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
 
 
 def _blocking_messages(frames: Frames) -> pl.DataFrame:
-    """The messages of a run with blocking transfers. One is queued while its sender waits for its
-    receiver, and starves that from when it is there until the message has passed."""
+    """Return the messages of a run with blocking transfers.
+
+    A message is queued while its sender waits for the receiver, and starves the receiver from its
+    arrival at the transfer until the end of the transfer.
+    """
     windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
     met = blocking_replicas(frames, windows) if windows else ()
     rows = [
@@ -232,9 +234,9 @@ def _blocking_messages(frames: Frames) -> pl.DataFrame:
 
 
 def _sent(frames: Frames) -> pl.DataFrame:
-    """The messages of a run whose transfers pass beside the work."""
-    # Since when a rank was idle: the end of its last task, or its entry into the step. A message
-    # that comes before the entry finds neither, and starves nobody.
+    """Return the messages of a run whose transfers overlap with compute."""
+    # A rank is idle since the end of its last task, or since its entry into the step. A message
+    # that arrives before the entry matches neither and starves no stage.
     entries = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(
         pl.col("rank").alias("to_rank"),
         "step",
@@ -256,7 +258,7 @@ def _sent(frames: Frames) -> pl.DataFrame:
             left_on="came_ns",
             right_on="since_ns",
             by=_OF_A_STEP,
-            # The task that began with this very message says nothing about the time before it.
+            # The task that this message started says nothing about the time before it.
             allow_exact_matches=False,
             check_sortedness=False,
         )

@@ -1,4 +1,4 @@
-"""The critical paths of steps as slices that a viewer shows on a track of their own."""
+"""A track with the critical paths of steps for the Perfetto UI, and the initial view of a trace."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ import polars as pl
 
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frame_files import CachedTrace
-from rrfp.analyze.frames import Frames, choose, evaluations_of
+from rrfp.analyze.frames import Frames, choose_steps, evaluation_steps
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.errors import RrfpError
 from rrfp.schedule.tasks import Kind
@@ -20,12 +20,14 @@ from rrfp.trace.records import spread_evenly
 
 TRACK = "critical path"
 _MOST_TASKS = 60_000
-"""The tasks of all steps whose path is shown, so that finding it takes about a second."""
+"""The number of tasks of steps with a shown path; computing the paths takes about a second."""
 
 
 def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[int]]:
-    """The critical paths of finished steps as a track that is appended to the trace, and the steps
-    that it covers: all of them or, of a long run, some, the one `shown` among them."""
+    """Encode the critical paths of finished steps as a track to append to the trace.
+
+    Also returns the covered steps: all of them, or in a long run some of them including `shown`.
+    """
     windows = {step: start_ns for step, start_ns, _ in frames.windows.iter_rows()}
     if not windows:
         return b"", []
@@ -40,9 +42,11 @@ def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[in
 
 
 def path_slices(frames: Frames, steps: Iterable[int]) -> Iterator[Slice]:
-    """The critical path of each of these steps, in order of time. A task is named as in `2F0`, so
-    that it has the color of its kind; a wait has the name of its cause, and a link those of its
-    ends. Steps whose path cannot be found are left out."""
+    """Yield the critical paths of these steps as slices in order of time.
+
+    A task's name is like `2F0`, which gives it the color of its kind. A wait is named by its cause
+    and a link by its ends. Steps whose path cannot be computed are skipped.
+    """
     for step in steps:
         with suppress(RrfpError):
             of_step = frames.of_steps([step])
@@ -51,12 +55,13 @@ def path_slices(frames: Frames, steps: Iterable[int]) -> Iterator[Slice]:
 
 
 def replica_of(frames: Frames, step: int, segments: Sequence[Segment]) -> int | None:
-    """The replica that most tasks of a path belong to; None where none is found."""
+    """Return the replica with most tasks of a path; None if no task is found."""
     found = Counter(task["dp_rank"] for task in _tasks_of(frames, step, segments).values())
     return min(found, key=lambda replica: (-found[replica], replica)) if found else None
 
 
 def _slices(frames: Frames, step: int, segments: Sequence[Segment]) -> Iterator[Slice]:
+    """Convert the segments of a path into slices with notes."""
     tasks = _tasks_of(frames, step, segments)
     for segment in segments:
         if segment.start_ns >= segment.end_ns:
@@ -74,16 +79,11 @@ def _slices(frames: Frames, step: int, segments: Sequence[Segment]) -> Iterator[
 def _tasks_of(
     frames: Frames, step: int, segments: Sequence[Segment]
 ) -> dict[Segment, dict[str, int]]:
-    """The task that each segment of work is: one of its kind and place that ends as it does."""
+    """Return the task of each work segment: one of its kind and rank with the same end time."""
     work = [segment for segment in segments if segment.kind in list(Kind)]
     asked = pl.DataFrame(
         [(number, each.pp_rank, each.kind, each.end_ns) for number, each in enumerate(work)],
-        schema={
-            "number": pl.Int64,
-            "pp_rank": pl.Int64,
-            "kind": pl.String,
-            "end_ns": pl.Int64,
-        },
+        schema={"number": pl.Int64, "pp_rank": pl.Int64, "kind": pl.String, "end_ns": pl.Int64},
         orient="row",
     )
     found = asked.join(
@@ -93,12 +93,11 @@ def _tasks_of(
     return {work[row["number"]]: row for row in found.select(names).iter_rows(named=True)}
 
 
-# Which part of a trace a viewer shows first.
+# The initial view of a trace.
 
 
 _MAX_BYTES = 64_000_000
-"""A larger trace is not searched for a typical step: the search would take longer than the viewer
-takes to load it."""
+"""Larger traces are not searched for a typical step, which would take longer than loading them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +106,24 @@ class StepView:
 
     view: InitialView
     step: int | None
-    """None when all of the trace is in view: no step was searched for, or none was finished."""
+    """None if the view shows the whole trace: it is too large, or no step was finished."""
 
 
 def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool = False) -> StepView:
-    """A typical step of a trace, or with a preset the longest that every rank finished.
+    """Choose a typical step of a trace, or with a preset the longest finished step.
 
-    The first step is taken only if it is alone. The step is one that trains, unless the run only
-    evaluates or `evaluations` asks for one of its evaluations.
+    The first step is chosen only if there is no other. It is a training step, unless `evaluations`
+    is set or the run has only evaluations.
 
-    Raises RrfpError for a file that is not a whole trace, and UsageError for `evaluations` of a run
-    without any.
+    Raises RrfpError for a file that is not a complete trace, and UsageError for `evaluations` of a
+    run without evaluations.
     """
     if preset is None and not evaluations and trace.stat().st_size > _MAX_BYTES:
         return StepView(InitialView(), None)
     whole = CachedTrace(trace).frames()
-    only_evaluates = len(evaluations_of(whole)) == len(whole.steps) > 0
-    # Which first step is passed over, the view itself decides: it shows one, and averages none.
-    frames = choose(whole, evaluations=evaluations or only_evaluates, with_warm_up=True)
+    only_evaluates = len(evaluation_steps(whole)) == len(whole.steps) > 0
+    # `typical_step` itself skips the first step.
+    frames = choose_steps(whole, evaluations=evaluations or only_evaluates, with_warm_up=True)
     found = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
     step = typical_step(found) if preset is None else worst_step(found)
     if step is None:
@@ -132,13 +131,13 @@ def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool =
     selected_ns = None
     if preset is Preset.FLOW:
         selected_ns = _costliest_message(frames.of_steps([step]))
-    # The trace ends with a phase, which closes each step.
+    # A phase closes each step, so the trace ends with one.
     end_ns = whole.phases.select(pl.col("end_ns").max()).item()
     window = widened(found[step], end_ns, selected_ns)
     return StepView(InitialView(window, preset, selected_ns), step)
 
 
 def _costliest_message(frames: Frames) -> int | None:
-    """The send time of the message for which a stage idled longest; None without messages."""
+    """Return when the message was sent for which a stage idled longest; None without messages."""
     messages = timed_messages(frames).sort("starved_ns", "left_ns")
     return None if messages.is_empty() else messages["left_ns"][-1]

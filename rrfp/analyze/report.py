@@ -1,7 +1,7 @@
-"""The page of a report: the findings first, then each analysis with its chart and its table.
+"""The HTML page of a run: findings, each analysis with chart and table, settings, trace check.
 
-The settings follow, and how sound the trace is. Where a run lacks the data for a part, the page
-says why in its place; the other parts stand.
+If a run lacks the data of a part, the page states the reason in its place. Also the page of two
+compared runs.
 """
 
 import json
@@ -29,7 +29,7 @@ from rrfp.analyze.findings import (
     headline,
     replays,
 )
-from rrfp.analyze.frames import Frames, choose, frames_of, run_settings, step_time_ns
+from rrfp.analyze.frames import Frames, choose_steps, frames_of, run_settings, step_time_ns
 from rrfp.analyze.html import (
     Markup,
     advice,
@@ -55,24 +55,21 @@ from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import EVALUATION, NS_PER_S, count_of, counted, step_names
 from rrfp.trace.run_dir import RunDir
 
-# The settings of a run.
-
-
 _MOST_SETTINGS = 200
 _MOST_LETTERS = 300
 
 
 def settings_element(frames: Frames) -> Markup:
-    """The settings of the run, and how many of them the table leaves out."""
+    """Make the table of settings, with the number of settings that it leaves out."""
     flat = list(_flattened(frames.settings))
     if not flat:
-        return paragraph("The trace does not tell the settings of its run.")
+        return paragraph("The trace has no settings of its run.")
     more = len(flat) - _MOST_SETTINGS
     names = [key.removeprefix("settings.") for key, _ in flat[:_MOST_SETTINGS]]
     values = [shortened(value) for _, value in flat[:_MOST_SETTINGS]]
     return table_element(
         Table(
-            "What the run was set to",
+            "Settings of the run",
             [Column("setting", names, TEXT), Column("value", values, TEXT)],
             [f"{more} more are not shown."] if more > 0 else [],
         )
@@ -80,12 +77,12 @@ def settings_element(frames: Frames) -> Markup:
 
 
 def shortened(words: str) -> str:
-    """At most 300 letters of a text."""
+    """Shorten a text to 300 characters."""
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
 
 
 def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """The leaves of nested settings, under dotted names; a list is one leaf."""
+    """Yield the leaves of nested settings under dotted names; a list is one leaf."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _flattened(part, f"{key}.{name}" if key else str(name))
@@ -96,23 +93,25 @@ def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 def report(
     name: str, contents: TraceContents, steps: range | None = None, *, evaluations: bool = False
 ) -> str:
-    """The page, as HTML, of a run under that name: of the steps that train, or with `evaluations`
-    of the run's evaluations. `steps` chooses among these by number; None takes all but the warm-up.
+    """Return the HTML page of a run, titled `name`, for the steps of `frames.choose_steps`.
 
-    Raises UsageError when the run has none of those asked for.
+    Raises UsageError if the run has none of the selected steps.
     """
-    frames = choose(frames_of(contents.recording), steps, evaluations=evaluations)
+    frames = choose_steps(frames_of(contents.recording), steps, evaluations=evaluations)
     return report_on(name, contents, frames)
 
 
 def report_on(name: str, contents: TraceContents, frames: Frames) -> str:
-    """The page of the steps that are in these tables, of a run under that name."""
+    """Return the HTML page of a run, titled `name`, for the steps in `frames`."""
     return _Page(name, contents, frames).html()
 
 
 def report_of(trace: Path) -> str:
-    """Return what a report calls a trace: its run's directory, with the number of a later session,
-    or the file's own name."""
+    """Return the name of a trace in reports.
+
+    It is the name of the run's directory, with the number of a later session, or the name of the
+    file.
+    """
     whole = trace.resolve()
     run = RunDir(whole.parent)
     if whole in (run.trace, run.joined_trace):
@@ -124,11 +123,11 @@ def report_of(trace: Path) -> str:
 
 
 Parts = Iterator[Callable[[], Markup]]
-"""The parts of a section, each made in its place on the page; it may raise RrfpError."""
+"""The parts of a section as functions, which may raise RrfpError."""
 
 
 class _Page:
-    """The sections of one page."""
+    """Builds the page of a run, section by section."""
 
     def __init__(self, name: str, contents: TraceContents, frames: Frames) -> None:
         self._name = name
@@ -162,7 +161,7 @@ class _Page:
         return page(f"Why {self._name} waited", joined(body), self._charts, VEGA_LITE)
 
     def _all(self, parts: Parts) -> Iterator[Markup]:
-        """Make each part, or the sentence that states why the run lacks its data."""
+        """Make each part, or a sentence with the reason why the run lacks its data."""
         for part in parts:
             try:
                 yield part()
@@ -170,6 +169,8 @@ class _Page:
                 yield element("p", text(_sentence(str(error))), class_="why")
 
     def _chart(self, name: str, draw: Callable[[], Any]) -> Callable[[], Markup]:
+        """Return a part that draws a chart and registers it under `name`."""
+
         def made() -> Markup:
             self._charts[name] = spec_of(draw())
             return figure(name, self._charts[name])
@@ -195,7 +196,7 @@ class _Page:
         if steps:
             facts.append(f"{count_of(steps)} of {format_time(step_time_ns(self._frames))} (mean)")
         if self._frames.warm_up:
-            facts.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
+            facts.append(f"{step_names(self._frames.warm_up)} skipped as warm-up")
         if self._frames.num_left_out:
             facts.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
         return element("p", text("; ".join(facts)), class_="facts")
@@ -226,12 +227,12 @@ class _Page:
             "li",
             element("span", text(f"{part:.0%}"), class_="share"),
             element("h3", text(found.title)),
-            advice(found.told),
+            advice(found.figures),
             advice(found.advice),
             paragraph(
-                f"It owns {part:.0%} of a step; what fixing it saves is not known."
+                f"It accounts for {part:.0%} of a step; the saving of a fix is not known."
                 if found.saving is None
-                else f"Replayed with it fixed, a step takes {part:.1%} less."
+                else f"In a replay with this fixed, a step takes {part:.1%} less."
             ),
         )
 
@@ -258,13 +259,13 @@ class _Page:
     def _memory(self) -> Parts:
         if peak_bytes(self._frames) is not None:
             yield self._chart("memory", lambda: memory_held(self._frames))
-        # Without bytes this states the reason, once for all parts.
+        # Without bytes this part states the reason for the whole section.
         yield lambda: table_element(memory_table(memory(self._frames)))
         if peak_bytes(self._frames) is not None and (savings := self._savings_of_bounds()):
             yield lambda: paragraph(savings)
 
     def _savings_of_bounds(self) -> str:
-        """The savings of other bounds, by replay; empty where none was replayed."""
+        """Describe the replayed savings of other bounds; empty if none was replayed."""
         run, kinds = self._replays.run, (BottleneckKind.MEMORY, BottleneckKind.BOUND)
         if run is None or run.policy.dispatch is Dispatch.FIXED:
             return ""
@@ -292,8 +293,8 @@ class _Page:
             yield lambda: element("p", text(_sentence(why_not)), class_="why")
             return
         yield lambda: paragraph(
-            f"{len(usual.run.steps)} steps, evenly over the run, replayed in virtual time. As "
-            f"it was, the replay is {usual.replay_error:.1%} off what was measured."
+            f"{len(usual.run.steps)} steps, evenly over the run, replayed in virtual time. "
+            f"Without changes, the replay is {usual.replay_error:.1%} off the measured time."
         )
         yield lambda: table_element(whatif_table(usual, step_time_ns(self._frames)))
 
@@ -320,7 +321,7 @@ class _Page:
         fraction = recording_fraction(self._contents.recording)
         if fraction is not None:
             yield lambda: paragraph(
-                f"Recording took {fraction:.2%} of the steps' time, on the rank where it took most."
+                f"Recording took at most {fraction:.2%} of a rank's time in its steps."
             )
         run = self._frames.run
         error_ns = run["clock_error_ns"].max() if run.height else 0
@@ -334,7 +335,7 @@ class _Page:
 
 
 def _schedule_facts(frames: Frames) -> list[str]:
-    """The hint, the dispatch and the bounds of a run, as far as the trace has them."""
+    """Return hint, dispatch and bounds of a run, if the trace has them."""
     settings = run_settings(frames)
     facts = [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
     if settings.get("hint") is not None:
@@ -343,11 +344,11 @@ def _schedule_facts(frames: Frames) -> list[str]:
 
 
 def _sentence(words: str) -> str:
-    """An error's sentence, as one of a page."""
+    """Turn an error message into a sentence."""
     return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
 
 
-# The page of two runs: what differs, a step of each on one axis, and the figures.
+# The page of two compared runs.
 
 
 def comparison_page(
@@ -357,8 +358,10 @@ def comparison_page(
     unlike: Differences,
     verdict: Sequence[str],
 ) -> str:
-    """The page, as HTML, of runs A and B under these names. `verdict` has sentences on `report`,
-    and `unlike` the settings that differ."""
+    """Return the HTML page that compares runs A and B: ratios, a step of each on one axis, causes.
+
+    `verdict` has sentences about `report`, and `unlike` the settings that differ.
+    """
     charts: dict[str, dict[str, Any]] = {}
     title = f"{names[1]} against {names[0]}"
     caution = warning(unlike)
@@ -388,17 +391,17 @@ def _facts(name: str, run: Frames, step_s: float) -> Markup:
     steps = run.windows["step"].to_list()
     facts.append(f"{count_of(steps)} of {format_time(step_s * NS_PER_S)} (median)")
     if run.warm_up:
-        facts.append(f"{step_names(run.warm_up)} left out, as warm-up")
+        facts.append(f"{step_names(run.warm_up)} skipped as warm-up")
     return element("p", text("; ".join(facts)), class_="facts")
 
 
 def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
-    """The step of median length of each run, both on one axis of time."""
+    """Draw the step of median length of each run on a common time axis."""
     chosen = {}
     for which, run in zip("AB", runs, strict=True):
         windows = {step: (start, end) for step, start, end in run.windows.iter_rows()}
         step = middle_step(windows)
-        assert step is not None  # Of a run without steps nothing is compared.
+        assert step is not None  # Runs without steps are not compared.
         chosen[which] = (run, step)
     try:
         charts["gantt"] = spec_of(gantts(chosen, "A step of median length of each, on one axis"))

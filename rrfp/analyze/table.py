@@ -1,4 +1,4 @@
-"""The table that an analysis returns, and its forms as Markdown, CSV, Parquet and JSON.
+"""The table that an analysis returns, its number formats, and Markdown, CSV, Parquet and JSON.
 
 A `Table` is data: columns with values and units, the rows that stand out, and sentences of
 conclusion. People and programs read the same rows. A column with a heading is for people, a column
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 from enum import Enum
 from statistics import median
 
-# Numbers as text: times with units, parts that add up, and outliers.
+# Number formats: times with units, parts that add up, and outliers.
 
 
 _FAR = 3.5
 """A modified z-score above this is an outlier (Iglewicz and Hoaglin 1993)."""
 _SCALE = 0.6745
 _LEAST_EXCESS = 0.1
-"""An outlier exceeds the median by at least this share of it, however alike the others are."""
+"""An outlier exceeds the median by at least this share of it, however small the spread is."""
 
 
 class TimeUnit(Enum):
@@ -52,7 +52,7 @@ class TimeUnit(Enum):
 
 def format_time(time_ns: float) -> str:
     """Return `1.23 s` or `45.6 ms`: three significant digits, and more only from 1000 s on."""
-    # Rounding comes first: it may reach the next unit, or one digit more before the point.
+    # Rounding comes first, because it may reach the next unit or power of ten.
     rounded_ns = float(f"{time_ns:.3g}")
     unit = TimeUnit.of(rounded_ns)
     value = rounded_ns / unit.value
@@ -62,9 +62,9 @@ def format_time(time_ns: float) -> str:
 
 
 def apportioned(parts: Sequence[float], total: int) -> list[int]:
-    """Round parts to whole numbers that sum to `total`, those with the largest remainders up.
+    """Scale parts to whole numbers that sum to `total`, by the largest-remainder method.
 
-    All are zero where the parts are.
+    Returns zeros if all parts are zero.
     """
     whole = sum(parts)
     if not whole:
@@ -83,14 +83,14 @@ def format_tenths(number: int) -> str:
 
 
 class Times:
-    """Times in the one unit that suits the longest of them, with one decimal."""
+    """Formats times with one decimal in a common unit, chosen for the longest."""
 
     def __init__(self, times_ns: Iterable[float]) -> None:
-        # Of its own unit the longest may have less than ten, which leaves too few digits.
+        # At least ten units of the longest time give it three digits.
         self.unit = TimeUnit.of(max(map(abs, times_ns), default=0) / 10)
 
     def format(self, time_ns: float) -> str:
-        """Return `0.6 ms`, or `0` or `<0.1 ms` for a time that one decimal does not show."""
+        """Return `0.6 ms`, or `0`, or `<0.1 ms` for a smaller time."""
         if not time_ns:
             return "0"
         if 0 < time_ns < self.unit.value / 20:
@@ -103,7 +103,7 @@ class Times:
 
 
 def outliers(values: Sequence[float]) -> frozenset[int]:
-    """Return the places of the values that lie far above the others."""
+    """Return the indices of values far above the others."""
     if len(values) < 3:
         return frozenset()
     middle = median(values)
@@ -119,20 +119,20 @@ def outliers(values: Sequence[float]) -> frozenset[int]:
 
 
 MARK = "▲"
-"""The sign behind a value that stands out."""
+"""The sign after an outlier."""
 _MARKDOWN = re.compile(r"[\\|*_`<\[\]~]")
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How people read the values of a column."""
+    """The text format of the values of a column."""
 
     format: Callable[[Any], str]
     is_text: bool = False
     """Text is aligned left and may wrap. Figures are aligned right and never wrap."""
     is_name: bool = False
-    """Names are text that people copy; they wrap only where nothing else helps."""
+    """Names are text that people copy; they wrap only if nothing else helps."""
 
 
 def figure(spec: str, scale: int = 1) -> Unit:
@@ -168,25 +168,25 @@ class Column:
     """A column: for people if it has a heading, for programs if it has a key."""
 
     heading: str | None
-    """A line break in a heading is one on a terminal only. None hides the column from people."""
+    """Line breaks apply to terminals only. None hides the column from people."""
     values: "Sequence[Any] | pl.Series"
     """A value for each row. People read None as an empty cell."""
     unit: Unit = NUMBER
     key: str = ""
     """The name of the column in CSV and Parquet."""
     path: str | None = None
-    """The place of the value in a row of JSON, names joined by dots. None means the key, and an
-    empty path hides the column from JSON."""
+    """The location of the value in a JSON row, names joined by dots. None means the key; an empty
+    path hides the column from JSON."""
     marked: Collection[int] = ()
-    """The rows whose values stand out."""
+    """The indices of rows whose values are outliers."""
     lead: Any = None
     """The value in the table's lead row."""
     total: Any = None
     """The value in the table's total row."""
     color: str = ""
-    """The color of the column's subject in charts; a terminal shows it above the heading."""
+    """The color of the column's subject in charts, shown above the heading on a terminal."""
     is_on_pages_only: bool = False
-    """True for detail that only a page has the width for."""
+    """True for details that only HTML pages show."""
 
     @property
     def json_path(self) -> str:
@@ -214,28 +214,28 @@ class Table:
     """A report for people and for programs."""
 
     title: str
-    """One line, or several of which the last is the table's own."""
+    """One line, or several lines, the last of which is the title of the table itself."""
     columns: Sequence[Column]
     conclusions: Sequence[str] = ()
     """Sentences below the table; empty ones are left out."""
     num_names: int = 1
-    """How many of the first columns name a row. They recur where a terminal splits a table."""
+    """The number of leading columns that name a row; repeated if a terminal splits the table."""
     has_lead: bool = False
-    """True if the first row that people read stands apart; programs do not get it."""
+    """True if people read a separate first row, which programs do not get."""
     has_total: bool = False
-    """True if the last row that people read sums the others; programs do not get it."""
+    """True if people read a last row of sums, which programs do not get."""
     dispensable: Sequence[str] = ()
-    """Headings of columns that a narrow terminal leaves out, in this order."""
+    """Headings of columns that a narrow terminal drops, in this order."""
     mark_meaning: str = "far above the others"
     caption: str = ""
-    """The title on a page, where the figure beside the table needs another one."""
+    """The title on a page, if it differs."""
     facts: Mapping[str, object] = field(default_factory=dict)
     """The members of the JSON document beside the rows."""
     rows_key: str = ""
-    """The member of the JSON document that holds the rows; without it, `facts` are all of it."""
+    """The member of the JSON document that holds the rows; if empty, the document has none."""
 
     def shown(self, *, on_page: bool = False) -> list[tuple[Column, list[str]]]:
-        """Return the columns that people read, each with its cells."""
+        """Return the columns for people, each with its cells as text."""
         return [
             (each, each.texts(has_lead=self.has_lead, has_total=self.has_total))
             for each in self.columns
@@ -280,8 +280,7 @@ class Table:
     def csv(self, *, may_have_formulas: bool = True) -> str:
         """Return the rows for programs as CSV, without a data frame.
 
-        Text that a spreadsheet would run as a formula stands behind an apostrophe, unless there
-        can be none.
+        If it `may_have_formulas`, text that a spreadsheet would run gets an apostrophe in front.
         """
         keyed = [each for each in self.columns if each.key]
         guard = without_formula if may_have_formulas else lambda cell: cell
@@ -317,12 +316,12 @@ def joined_heading(column: Column) -> str:
 
 
 def escape_markdown(words: str) -> str:
-    """Return text in which nothing is Markdown, on one line."""
+    """Escape Markdown in a text and join its lines."""
     return _MARKDOWN.sub(r"\\\g<0>", " ".join(words.split()))
 
 
 def csv_of_frame(frame: "pl.DataFrame") -> str:
-    """Return a data frame as CSV that a spreadsheet shows and does not run."""
+    """Return a data frame as CSV, with formulas of spreadsheets escaped."""
     import polars as pl
 
     texts = (column for column in frame if column.dtype == pl.String)
@@ -332,10 +331,7 @@ def csv_of_frame(frame: "pl.DataFrame") -> str:
 
 
 def without_formula(cell: object) -> object:
-    """Return a cell, behind an apostrophe if a spreadsheet would take its text for a formula.
-
-    A number stays one, whatever its sign.
-    """
+    """Put an apostrophe before text, but not numbers, that a spreadsheet would run as a formula."""
     is_formula = isinstance(cell, str) and _FORMULA.match(cell) and not _is_number(cell)
     return f"'{cell}" if is_formula else cell
 
@@ -349,7 +345,7 @@ def _is_number(text: str) -> bool:
 
 
 def _flat(values: "Sequence[Any] | pl.Series") -> "Sequence[Any] | pl.Series":
-    """Return values without lists, which CSV lacks."""
+    """Join lists into words separated by spaces, because CSV has no lists."""
     if not isinstance(values, Sequence):
         return values
     return [

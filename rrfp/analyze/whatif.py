@@ -1,4 +1,4 @@
-"""The table of a what-if report: the run as it was, and with each change."""
+"""The table of a what-if report: the run as recorded, and with each change."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from rrfp.trace.records import NS_PER_S, STEP, counted
 
 
 def whatif_table(report: WhatIf, step_ns: float) -> Table:
-    """The run as it was, and what each change would have made of its mean step.
+    """Make the table: the recorded run as the lead row, and the step time under each change.
 
-    A mean step took `step_ns`. Programs get a row for each change, with the median time.
+    `step_ns` is the measured mean step time. Programs get the median replayed time of each change.
     """
     own, rows = report.as_it_was, report.rows
     policies = [row.policy for row in rows]
@@ -39,12 +39,7 @@ def whatif_table(report: WhatIf, step_ns: float) -> Table:
             Column("time", lengths_ns, times([step_ns, *lengths_ns]), lead=step_ns),
             Column(None, [row.makespan_ns / NS_PER_S for row in rows], key="makespan_s"),
             Column("saved\n%", [row.saving for row in rows], CHANGE, "saving"),
-            Column(
-                "held",
-                [max(row.peak_held) for row in rows],
-                COMPACT,
-                lead=max(own.peak_held),
-            ),
+            Column("held", [max(row.peak_held) for row in rows], COMPACT, lead=max(own.peak_held)),
             Column(None, [row.peak_held for row in rows], key="peak_held"),
             *_peak_columns([own.peak_held_bytes, *(row.peak_held_bytes for row in rows)]),
         ],
@@ -74,7 +69,7 @@ def _texts(values: Sequence[object]) -> pl.Series:
 
 
 def _peak_columns(peaks: Sequence[tuple[int, ...] | None]) -> list[Column]:
-    """The most bytes that the ranks kept in each replay; people see none unless all are known."""
+    """The columns of peak memory in each replay; hidden from people unless all are known."""
     own, *others = (None if each is None else max(each) for each in peaks)
     is_known = all(each is not None for each in peaks)
     joined = [None if each is None else " ".join(map(str, each)) for each in peaks[1:]]

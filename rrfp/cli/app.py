@@ -1,7 +1,7 @@
-"""The subcommands of `rrfp`, as typer has them: its help, and what a shell's Tab offers.
+"""The typer app of all subcommands: help and shell completion.
 
-A verb's file is imported at every start, so it imports what is heavy (torch, polars, perfetto)
-inside its commands only.
+The file of a subcommand is imported at every start, so it imports heavy packages (torch, polars,
+perfetto) only inside functions.
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from rrfp import __version__, compiled
 from rrfp.cli import analyze, hint, trace
 from rrfp.cli.bench import bench
 from rrfp.cli.chaos import chaos
-from rrfp.cli.declared_options import listed
+from rrfp.cli.declared_options import as_typer_command
 from rrfp.cli.doctor import doctor
 from rrfp.cli.options import Command
 from rrfp.cli.run import OPTIONS, run
@@ -30,18 +30,20 @@ app = typer.Typer(
     epilog="Example: rrfp train --hint bf, then rrfp analyze bubbles and rrfp trace view; or rrfp "
     "simulate --pp 8 --microbatches 32 --sweep hint=bf,bfw.",
     no_args_is_help=True,
-    # Also of the commands in it.
+    # Subcommands inherit it.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
-# For the list of subcommands and for Tab: `rrfp.cli.main` has it parsed without typer.
-app.command(cls=Command, context_settings={"allow_interspersed_args": False})(listed(run, OPTIONS))
+# For the list of subcommands and for completion only: `rrfp.cli.main` runs it without typer.
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(
+    as_typer_command(run, OPTIONS)
+)
 app.command(cls=Command)(verify)
 app.command(cls=Command)(simulate)
 app.command(cls=Command)(tune)
 app.command(cls=Command)(bench)
 app.command(cls=Command)(doctor)
-# Flags of `rrfp train` may stand among its own, too.
+# Its own flags and flags of `rrfp train` may be mixed.
 app.command(cls=Command, context_settings={"ignore_unknown_options": True})(chaos)
 app.command(cls=Command, epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
 app.command(cls=Command, epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(

@@ -1,4 +1,4 @@
-"""`rrfp bench`: race readiness-first against the orders and systems that people use."""
+"""`rrfp bench`: compare readiness-first with the orders and systems in common use."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rrfp.cli.console import print_rows, print_tables
-from rrfp.cli.declared_options import one_of, taking
+from rrfp.cli.declared_options import one_of, with_options
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import missing_for_charts
 from rrfp.cli.progress import progress, working
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
+    """Print results: tables by case for people, rows for programs."""
     from rrfp.race.result_tables import case_tables, result_table
 
     match output_format:
@@ -44,7 +45,7 @@ def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format:
 
 
 def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
-    """Warn on stderr of work that did not fit into its modelled time."""
+    """Warn on stderr if work took longer than its modelled time."""
     over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
     if over:
         worst = max(over, key=lambda row: row.over_pace or 0.0)
@@ -58,7 +59,7 @@ def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
 
 
 def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) -> None:
-    """Draw a chart a preset, if the extra that draws charts is installed."""
+    """Draw a chart for each preset, if the extra `report` is installed."""
     if missing_for_charts():
         typer.echo(f"Charts need another package: {install_hint('report')}", err=True)
         return
@@ -78,7 +79,7 @@ def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) 
 
 
 class ScaleName(StrEnum):
-    """How large a race is."""
+    """The size of a race."""
 
     TINY = "tiny"
     LAPTOP = "laptop"
@@ -87,7 +88,7 @@ class ScaleName(StrEnum):
 
 
 class PeerChoice(StrEnum):
-    """The projects whose schedules race besides Megatron's and ours."""
+    """The projects that are compared besides Megatron and rrfp."""
 
     ALL = "all"
     TORCH = "torch"
@@ -101,22 +102,22 @@ class BenchOptions:
 
     preset: list[str] = setting(
         MISSING,
-        "rq1 to rq6; several share what they both run.",
+        "rq1 to rq6; several presets share common runs.",
         is_argument=True,
         metavar="PRESET",
         completes=one_of(*(f"rq{number}" for number in range(1, 7))),
     )
     scale: ScaleName = setting(
         ScaleName.LAPTOP,
-        "tiny (a check that all of it runs), laptop (default: 8 ranks, 32 microbatches), node "
+        "tiny (a smoke test), laptop (default: 8 ranks, 32 microbatches), node "
         "(16, 64) or cluster (32, 128).",
         metavar="SCALE",
     )
     peer: PeerChoice = setting(
         PeerChoice.ALL,
-        "Whose schedules race too: all (default), torch (PyTorch's pipelining), deepspeed (if it "
-        "is installed) or none.",
-        metavar="WHOSE",
+        "Other projects to compare: all (default), torch (PyTorch's pipelining), deepspeed (if "
+        "installed) or none.",
+        metavar="PROJECT",
     )
     system: list[str] | None = setting(
         None, "Only this system, beside megatron-1f1b; repeatable.", metavar="NAME"
@@ -128,21 +129,20 @@ class BenchOptions:
     )
     hold: list[str] | None = setting(
         None,
-        "Only this bound on what a rank holds: a number of microbatches, 40GiB, 1.5x (of 1F1B's "
-        "largest peak in bytes), or paper, its limit of 32; repeatable.",
+        "Only this memory bound of a rank: a number of microbatches, 40GiB, 1.5x (of 1F1B's "
+        "largest peak in bytes), or paper (a limit of 32); repeatable.",
         metavar="SIZE",
     )
     admit: list[Admit] | None = setting(
         None,
-        "Only this order of entry of our systems: given, pyramid, or plan (searched by "
-        "simulation, from modelled costs); repeatable.",
+        "Only this order of microbatches of rrfp's systems: given, pyramid, or plan (searched "
+        "by simulation, from modelled costs); repeatable.",
         metavar="ORDER",
     )
     steps: int | None = setting(None, "Rounds: timed steps of each system.", least=1, most=10_000)
     task_ms: float | None = setting(
         None,
-        "What F, B and W of a rank take on average, in ms; of language, multimodal and uniform "
-        "costs.",
+        "Mean time of F, B and W of a rank, in ms, for language, multimodal and uniform costs.",
         least=0.1,
         most=5_000,
         metavar="MS",
@@ -150,31 +150,29 @@ class BenchOptions:
     seed: int | None = setting(
         None, "Seed of data, costs and jitter of round 0 [1234].", least=0, most=2**32 - 1
     )
-    out: Path | None = setting(
-        None, "Where results go, and are found again [runs/bench-PRESET-SCALE]."
-    )
-    force: bool = setting(False, "Remove the results that are there already.")
-    retry: bool = setting(False, "Try again what has failed in --out.")
+    out: Path | None = setting(None, "Directory of the results [runs/bench-PRESET-SCALE].")
+    force: bool = setting(False, "Remove existing results.")
+    retry: bool = setting(False, "Run failed entries again.")
     output_format: RowFormat = setting(
         RowFormat.TABLE, "How to print the rows", flag="format", metavar="FORMAT"
     )
     nnodes: int = setting(1, "Hosts", least=1)
-    node_rank: int = setting(0, "This host's number", least=0)
+    node_rank: int = setting(0, "Number of this host", least=0)
     rdzv_endpoint: str | None = setting(
-        None, "The address of host 0, where the hosts meet.", metavar="HOST:PORT"
+        None, "Address of host 0, at which the hosts rendezvous.", metavar="HOST:PORT"
     )
 
 
-@taking(BenchOptions)
+@with_options(BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Race readiness-first against the orders and systems that people use.
+    """Compare readiness-first with the orders and systems in common use.
 
     rq1 end to end, rq2 where time goes, rq3 injected jitter, rq4 hints, rq5
-    scaling, rq6 memory and sameness. Every task and message is real and takes
-    the time of a model, so that a race means the same on any machine. Systems
-    take turns, one step each a round, under the same data, costs and jitter.
-    "x megatron" is how many times as fast as Megatron's 1F1B a system is.
-    Interrupted, the same command goes on.
+    scaling, rq6 memory and sameness. Real processes exchange real messages, and
+    tasks take modelled times, so that results do not depend on the machine. In
+    each round every system runs one step, with the same data, costs and jitter.
+    "x megatron" is the speed relative to Megatron's 1F1B. After an interruption
+    the same command continues.
 
     Example: rrfp bench rq1 --scale laptop --profile multimodal --steps 10
     """
@@ -226,7 +224,7 @@ def bench(options: BenchOptions) -> None:
             with progress("Simulating", len(lineup.entries)) as advance:
                 return model_entries(lineup.entries.values(), found.models, lambda: advance(1))
 
-        # Other hosts would not wait for it, so the estimate is left out there.
+        # Other hosts do not wait for the models, so several hosts get no estimate.
         models = model() if options.nnodes == 1 else None
         try:
             _race(lineup, found, hosts, models, retry=options.retry)
@@ -243,12 +241,12 @@ def bench(options: BenchOptions) -> None:
 
 
 def _bound(text: str) -> str:
-    """The bound as presets name it."""
+    """Return the name of a bound in presets."""
     return text if text == "paper" else f"hold {text}"
 
 
 def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> None:
-    """Run this host's ranks of every race; host 0 says how it goes."""
+    """Run this host's ranks of all races; host 0 prints the progress."""
     from rrfp.race.runner import race
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
@@ -264,6 +262,7 @@ def _race(
     *,
     retry: bool,
 ) -> None:
+    """Run the remaining turns, and print how many there are and how long they take."""
     from rrfp.race.entries import Turn
     from rrfp.race.runner import race, time_left_s, turns_left
 

@@ -1,4 +1,4 @@
-"""`rrfp chaos`: train under faults, and see that each is found, named, and borne."""
+"""`rrfp chaos`: inject faults into training and check that each is detected and survived."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ import typer
 from rrfp.analyze.table import NUMBER, TEXT, Column, Table, Unit
 from rrfp.chaos.plan import LINK_FAULTS, DisturbedTraining, FaultKind, Stage, plan_faults
 from rrfp.cli.console import print_tables
-from rrfp.cli.declared_options import one_of, taking
+from rrfp.cli.declared_options import one_of, with_options
 from rrfp.cli.options import PlainFormat
 from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
@@ -28,27 +28,24 @@ if TYPE_CHECKING:
     from rrfp.chaos.verdict import Verdict
 
 
-# What `rrfp chaos` says of each fault.
-
-
 _NAMED = {True: "right", False: "wrong", None: "-"}
 _SAME = {True: "yes", False: "no", None: "-"}
 
 
 def note_fault(verdict: "Verdict") -> None:
-    """Say what became of a fault as soon as it is seen."""
+    """Print the outcome of a fault as soon as it is known."""
     seen = verdict.observation
-    became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
+    outcome = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
     typer.echo(
-        f"fault {verdict.fault.number}: {_what(verdict)} of {seen.injected.victim} in "
-        f"{_when(verdict)}: {became} after {seen.seconds:.1f} s",
+        f"fault {verdict.fault.number}: {_fault_name(verdict)} of {seen.injected.victim} in "
+        f"{_when(verdict)}: {outcome} after {seen.seconds:.1f} s",
         err=True,
     )
 
 
 def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
-    """Print them on stdout, in the order of the plan."""
-    # Those that came too late were injected again at the end.
+    """Print the verdicts on stdout in the order of the plan."""
+    # Faults that came too late were injected again at the end.
     verdicts.sort(key=lambda verdict: verdict.fault.number)
     if output_format is PlainFormat.JSON:
         print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
@@ -57,7 +54,7 @@ def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> Non
 
 
 def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
-    """Say what was not as it must be. Raises RrfpError unless all faults passed."""
+    """Print the complaints about failed faults. Raises RrfpError unless all faults passed."""
     failed = [verdict for verdict in verdicts if not verdict.has_passed]
     for verdict in failed:
         for complaint in verdict.complaints:
@@ -65,8 +62,8 @@ def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
     if failed:
         where = "--keep-failed DIR keeps them" if keep is None else f"they are in {keep}"
         raise RrfpError(
-            f"{len(failed)} of {len(verdicts)} faults did not pass; the trainings that met them "
-            f"tell more, and {where}"
+            f"{len(failed)} of {len(verdicts)} faults did not pass; their training runs show "
+            f"more, and {where}"
         )
     typer.echo(f"All {len(verdicts)} faults passed", err=True)
 
@@ -101,7 +98,7 @@ def _table(verdicts: "Sequence[Verdict]") -> Table:
         f"{len(verdicts)} faults, and what became of the training",
         [
             Column("#", [str(verdict.fault.number) for verdict in verdicts], marked=failed),
-            column("fault", _what),
+            column("fault", _fault_name),
             column("of", lambda verdict: verdict.observation.injected.victim),
             column("when", _when),
             column("found by", lambda verdict: verdict.found_by or "survived"),
@@ -111,15 +108,15 @@ def _table(verdicts: "Sequence[Verdict]") -> Table:
             column("same", lambda verdict: _SAME[verdict.is_same]),
         ],
         [
-            "s: from the fault to the end of the last process, or until the run went on. "
-            "lost: finished steps that no checkpoint had. same: parameters at the end, and all "
-            "losses, to the last bit."
+            "s: from the fault to the end of the last process, or until the run continued. "
+            "lost: finished steps that no checkpoint had. same: final parameters and all "
+            "losses are equal, bit for bit."
         ],
         mark_meaning="did not pass",
     )
 
 
-def _what(verdict: "Verdict") -> str:
+def _fault_name(verdict: "Verdict") -> str:
     fault = verdict.fault
     if fault.signal:
         return fault.signal
@@ -133,13 +130,13 @@ def _when(verdict: "Verdict") -> str:
     return f"{stage} {verdict.observation.injected.num_finished}"
 
 
-_OWN = {
+_CAMPAIGN_SETTINGS = {
     **dict.fromkeys(("out", "force"), "each training gets a directory of its own"),
     **dict.fromkeys(("save", "keep"), "each training saves to a directory of its own"),
     "resume": "a training that a fault has ended is resumed",
     **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint"), "faults are injected on one host"),
 }
-"""The settings that are the campaign's own, and why."""
+"""The settings that the campaign sets itself, and the reason."""
 _TINY: dict[str, Any] = {
     "model": "mlp",
     "pp": 2,
@@ -149,20 +146,22 @@ _TINY: dict[str, Any] = {
     "microbatches": 4,
     "steps": 40,
 }
-"""The model and the length of a training without flags."""
+"""The default model and number of steps."""
 _SAVE_EVERY = 8
 _LAYERS_PER_CHUNK = 2
 
 
 def train_flags(words: Sequence[str]) -> dict[str, Any]:
-    """The settings that flags of `rrfp train` ask for, by flag. Raises typer's error, which names
-    this command, for what is no flag of a training under faults."""
+    """Parse flags of `rrfp train` into values by flag.
+
+    Raises typer's error for an unknown flag and for a flag that the campaign sets itself.
+    """
 
     def read(**flags: Any) -> None:
         pass
 
     trained = typer.Typer()
-    trained.command()(with_settings(read, without=_OWN))
+    trained.command()(with_settings(read, without=_CAMPAIGN_SETTINGS))
     command = typer.main.get_command(trained)
     params = command.make_context("rrfp chaos", [*words]).params
     return {name: value for name, value in params.items() if value is not None}
@@ -170,39 +169,38 @@ def train_flags(words: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosOptions:
-    """The options of `rrfp chaos` itself."""
+    """The options of `rrfp chaos` besides training flags."""
 
     faults: int = setting(20, "Number of faults", least=1)
     fault: list[FaultKind] | None = setting(
         None,
-        "Only this kind; may be given again. All of them by default.",
+        "Only this kind; repeatable. Default: all.",
         metavar="KIND",
         completes=one_of(*FaultKind),
     )
     keep_failed: Path | None = setting(
-        None, "Where to keep a training whose fault did not pass [nowhere].", metavar="DIR"
+        None, "Keep training runs whose fault did not pass here [nowhere].", metavar="DIR"
     )
     output_format: PlainFormat = setting(
         PlainFormat.TABLE, "How to print the verdicts", flag="format", metavar="FORMAT"
     )
     train: list[str] | None = setting(
         None,
-        "Any flags of rrfp train, behind --, but for those that the campaign sets itself.",
+        "Flags of rrfp train after --, except those that the campaign sets itself.",
         is_argument=True,
         metavar="-- TRAIN FLAGS",
     )
 
 
-@taking(ChaosOptions)
+@with_options(ChaosOptions)
 def chaos(options: ChaosOptions) -> None:
-    """Train under faults, and see that each is found, named and borne.
+    """Inject faults into training and check that each is detected and survived.
 
-    A small model is trained once undisturbed, then again and again while
-    processes are killed or stopped, links dropped, delayed or garbled, and the
-    disk filled. A run that a fault ends is resumed, and each must come out as
-    the undisturbed one, to the last bit. --seed draws the faults, too. Takes
-    some ten seconds a fault, and exits with 1 unless all pass. Only processes
-    that it has started are touched.
+    A small model is trained once undisturbed, then again while processes are
+    killed or stopped, links dropped, delayed or corrupted, and the disk filled.
+    A run that a fault ends is resumed, and each must equal the undisturbed one
+    bit for bit. --seed also draws the faults. Takes about ten seconds per fault;
+    exits with 1 unless all pass. Only processes that it started are affected.
 
     Example: rrfp chaos --faults 20 -- --pp 4 --seed 7
     """
@@ -223,8 +221,8 @@ def chaos(options: ChaosOptions) -> None:
     verdicts: list[Verdict] = []
     try:
         with stopping_on_sigterm():
-            for borne in _borne(settings, kinds, options.faults, options.keep_failed):
-                verdicts += borne
+            for of_training in _inject(settings, kinds, options.faults, options.keep_failed):
+                verdicts += of_training
     except StopRequestedError:
         raise StoppedError("the faults were stopped by SIGTERM") from None
     finally:
@@ -233,10 +231,11 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
+    """Make the training settings. Raises UsageError if the file sets one of the campaign's."""
     if config is not None:
         settings = TrainSettings.from_toml(config, **given)
         default = TrainSettings().by_flag()
-        for flag, why in _OWN.items():
+        for flag, why in _CAMPAIGN_SETTINGS.items():
             if settings.by_flag()[flag] != default[flag]:
                 raise UsageError(f"{config} sets {flag.replace('_', '-')}, but {why}; leave it out")
     else:
@@ -244,15 +243,15 @@ def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
         if "layers" not in given:
             layout = settings.layout
             settings = settings.changed(layers=_LAYERS_PER_CHUNK * layout.pp * layout.chunks)
-    # Where to, the campaign says.
+    # The campaign replaces the directory of checkpoints.
     return settings.changed(save=Path(), save_every=settings.run.save_every or _SAVE_EVERY)
 
 
 def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKind, ...]:
-    """The kinds of faults that can be injected into this training, of those asked for."""
+    """Return the requested kinds of faults that this training supports, and print the others."""
     kinds = tuple(dict.fromkeys(asked)) or tuple(FaultKind)
     if settings.policy.dispatch is Dispatch.MEGATRON:
-        why = "Megatron's own schedule has none of our links"
+        why = "Megatron's own schedule has no links of rrfp"
     elif settings.layout.pp == 1:
         why = "a pipeline of one rank has no links"
     else:
@@ -266,10 +265,10 @@ def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKi
     return left
 
 
-def _borne(
+def _inject(
     settings: TrainSettings, kinds: tuple[FaultKind, ...], num_faults: int, keep: Path | None
 ) -> "Iterator[list[Verdict]]":
-    """Inject the faults, and give what became of those of each training."""
+    """Inject the faults, and yield the verdicts of each training run."""
     from rrfp.chaos.campaign import Campaign
     from rrfp.chaos.disk import LimitedFiles, disk_at
 
@@ -279,11 +278,11 @@ def _borne(
         num_steps=settings.num_steps,
         save_every=settings.run.save_every,
         kinds=kinds,
-        # Shorter than what is taken for a stop for good.
+        # Shorter than the silence after which a process counts as lost.
         most_hold_s=min(3.0, settings.run.silence / 3),
     )
     plan = plan_faults(settings.run.seed, num_faults, training)
-    # Sockets are made below it, whose names must be short.
+    # It will contain sockets, whose paths must be short.
     directory = Path(tempfile.mkdtemp(prefix="rrfp-chaos-"))
     disk_path = directory / "disk"
     disk_path.mkdir()

@@ -1,11 +1,11 @@
-"""Printing on stdout: tables in each format, and a terminal that no text can steer."""
+"""Prints tables on stdout in each format, on consoles that escape control characters."""
 
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rrfp.analyze.table import Column, Table, csv_of_frame
 from rrfp.cli.options import Format, RowFormat
-from rrfp.cli.terminal import shown
+from rrfp.cli.terminal import escape_controls
 from rrfp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that shows text as it is.
-
-    What looks like rich's own markup stays text, and no text steers the terminal.
-    """
+    """Return a rich console that prints text unchanged: no markup, control characters escaped."""
     return _GuardedConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 class _GuardedConsole(Console):
     @property
     def file(self) -> IO[str]:
-        """The stream behind the guarded one, also while rich redraws through a proxy of its own."""
+        """The stream behind the guarded one, also behind rich's own proxy during a redraw."""
         file = super().file
         return getattr(file, "rich_proxied_file", file)
 
@@ -45,18 +42,20 @@ class _GuardedConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+            yield (
+                segment
+                if segment.control
+                else Segment(escape_controls(segment.text), segment.style)
+            )
 
 
 def print_report(
-    tables: Sequence[Table],
-    output_format: Format,
-    more: Mapping[str, object] | None = None,
+    tables: Sequence[Table], output_format: Format, more: Mapping[str, object] | None = None
 ) -> None:
-    """Print tables on stdout: for people one by one, for programs as one document or table.
+    """Print tables on stdout: one by one for people, as one table or document for programs.
 
-    The JSON document is that of the first table, and of `more`. Raises UsageError for Parquet on a
-    terminal.
+    The JSON document is the first table's, with the members of `more`. Raises UsageError for
+    Parquet on a terminal.
     """
     match output_format:
         case Format.TABLE | Format.MD:
@@ -64,27 +63,27 @@ def print_report(
         case Format.JSON:
             print(json.dumps({**tables[0].document(), **(more or {})}))
         case Format.CSV:
-            sys.stdout.write(csv_of_frame(_joined(tables)))
+            sys.stdout.write(csv_of_frame(_concatenated(tables)))
         case Format.PARQUET:
             if sys.stdout.isatty():
                 raise UsageError(
                     "--format parquet is no text for a terminal; send it to a file with "
                     "> report.parquet"
                 )
-            # polars would name the error of a closed pipe in its own way.
-            octets = BytesIO()
-            _joined(tables).write_parquet(octets)
-            sys.stdout.buffer.write(octets.getvalue())
+            # Writing through a buffer avoids polars' own error for a closed pipe.
+            buffer = BytesIO()
+            _concatenated(tables).write_parquet(buffer)
+            sys.stdout.buffer.write(buffer.getvalue())
 
 
-def _joined(tables: Sequence[Table]) -> "pl.DataFrame":
+def _concatenated(tables: Sequence[Table]) -> "pl.DataFrame":
     import polars as pl
 
     return pl.concat([table.frame() for table in tables])
 
 
 def print_rows(table: Table, output_format: RowFormat, *, may_have_formulas: bool = True) -> None:
-    """Print one table on stdout, without a data frame."""
+    """Print one table on stdout without building a data frame."""
     match output_format:
         case RowFormat.TABLE | RowFormat.MD:
             print_tables([table], markdown=output_format is RowFormat.MD)
@@ -105,25 +104,25 @@ def print_tables(tables: Sequence[Table], *, markdown: bool) -> None:
 
 
 def print_table(table: Table, terminal: Console) -> None:
-    """Print a table; one that is wider than 80 columns continues below itself."""
+    """Print a table; columns beyond 80 or the terminal's width follow in another table below."""
     if table.title:
         terminal.print(Text(table.title, style="bold"))
     width = terminal.width - 1
     in_color = terminal.color_system is not None
-    for columns in _parts(table, width):
-        terminal.print(_drawn(table, columns, width, in_color=in_color))
+    for columns in _split_columns(table, width):
+        terminal.print(_rich_table(table, columns, width, in_color=in_color))
     for note in table.notes():
         terminal.print(Text(note))
 
 
 _WIDTH = 79
-"""The width of a terminal, less the space before the first column."""
+"""The width of a terminal in characters, less the space before the first column."""
 _GAP = 2
-"""The letters between two columns."""
+"""Characters between two columns."""
 _MOST_LETTERS = 16
-"""A column of text that is longer wraps."""
+"""Wider columns of text wrap."""
 _LEAST_LETTERS = 8
-"""A column of text that is narrower is hard to read."""
+"""Columns of text do not become narrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +142,23 @@ class _Cells:
 
     @property
     def width(self) -> int:
-        """The width that the column takes if there is space enough, in letters."""
+        """The preferred width of the column in characters."""
         width = max(map(len, (*self.heading.splitlines(), *self.texts)), default=0)
         return min(width, _MOST_LETTERS) if self.may_wrap else width
 
     @property
     def least_width(self) -> int:
-        """The width below which the terminal leaves out other columns."""
+        """The smallest acceptable width in characters; dispensable columns are dropped first."""
         if not self.may_wrap:
             return self.width
         words = (word for text in (self.heading, *self.texts) for word in text.split())
         return min(self.width, max(_LEAST_LETTERS, max(map(len, words), default=0)))
 
 
-def _parts(table: Table, width: int) -> list[list[_Cells]]:
-    """Split the columns so that each part fits beside the names, and none has a single figure.
+def _split_columns(table: Table, width: int) -> list[list[_Cells]]:
+    """Split the columns into parts that fit the terminal; each part repeats the name columns.
 
-    Dispensable columns for which the terminal is too narrow are left out.
+    Drops dispensable columns on narrow terminals, and avoids a last part with a single figure.
     """
     columns = [_Cells(column, texts) for column, texts in table.shown()]
     for heading in table.dispensable:
@@ -168,7 +167,7 @@ def _parts(table: Table, width: int) -> list[list[_Cells]]:
     names = columns[: table.num_names]
     parts = [[*names]]
     for column in columns[table.num_names :]:
-        if _width([*parts[-1], column]) > _WIDTH and len(parts[-1]) > len(names):
+        if _width([*parts[-1], column]) > min(width, _WIDTH) and len(parts[-1]) > len(names):
             parts.append([*names])
         parts[-1].append(column)
     if len(parts) > 1 and len(parts[-1]) == len(names) + 1 < len(parts[-2]) - 1:
@@ -184,10 +183,17 @@ def _least_width(columns: Sequence[_Cells]) -> int:
     return sum(each.least_width + _GAP for each in columns)
 
 
-def _drawn(table: Table, columns: Sequence[_Cells], width: int, *, in_color: bool) -> RichTable:
+def _rich_table(
+    table: Table, columns: Sequence[_Cells], width: int, *, in_color: bool
+) -> RichTable:
+    """Make the rich table of some columns: lead and total rows apart, outliers bold."""
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     is_too_wide = _least_width(columns) > width
     with_blocks = in_color and any(each.column.color for each in columns)
+    # Multi-line headings align at the bottom, and so must their cells.
+    vertical: Literal["top", "bottom"] = (
+        "bottom" if with_blocks or any("\n" in each.heading for each in columns) else "top"
+    )
     for each in columns:
         heading = Text(each.heading)
         if with_blocks and each.column.color:
@@ -196,21 +202,21 @@ def _drawn(table: Table, columns: Sequence[_Cells], width: int, *, in_color: boo
             drawn.add_column(
                 heading,
                 overflow="fold",
-                vertical="bottom",
+                vertical=vertical,
                 no_wrap=each.column.unit.is_name and not is_too_wide,
-                # The other columns become narrower before the names do.
+                # Other columns shrink before the names.
                 max_width=each.width if is_too_wide else None,
             )
         else:
-            drawn.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+            drawn.add_column(heading, justify="right", vertical=vertical, no_wrap=True)
     num_rows = len(columns[0].texts)
     for row in range(num_rows):
         is_total = table.has_total and row == num_rows - 1
         if is_total or (row == 1 and table.has_lead):
             drawn.add_section()
-        of_values = row - table.has_lead
+        value_row = row - table.has_lead
         cells = (
-            Text(each.texts[row], style="bold" if of_values in each.column.marked else "")
+            Text(each.texts[row], style="bold" if value_row in each.column.marked else "")
             for each in columns
         )
         drawn.add_row(*cells, style="bold" if is_total else None)

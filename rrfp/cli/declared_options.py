@@ -1,4 +1,7 @@
-"""Options of the command line, made of settings as they are declared."""
+"""Command-line options made from declared settings, and shell completion.
+
+Nothing here imports typer or another slow package when the module is imported.
+"""
 
 import inspect
 import os
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 from rrfp.errors import RrfpError
 from rrfp.inputs import Declared, declared_in, is_choice
 from rrfp.schedule.admission import Admit, AdmitAcross
-from rrfp.schedule.named_hints import AUTO, HINT_DESCRIPTIONS
+from rrfp.schedule.named_hints import AUTO, HINT_DESCRIPTIONS, HINTS
 from rrfp.schedule.policy import Knob
 from rrfp.trace.run_dir import runs_in
 
@@ -20,31 +23,31 @@ if TYPE_CHECKING:
     import typer
 
 
-# What a shell offers when Tab is pressed: hints, runs, and the values of an option.
-#
-# Verbs and options are typer's to offer. Nothing here loads what is slow to import.
+# Shell completion of hints, runs and option values. typer completes subcommands and options.
 
 
 PROGRAM = "rrfp"
 VARIABLE = "_RRFP_COMPLETE"
-"""In it a shell asks for what may stand in a command line, or for the script that asks so."""
+"""The environment variable in which a shell requests completions, or its completion script."""
 
 Offer = str | tuple[str, str]
-"""A word that may stand there, perhaps with what it is."""
+"""A possible word, or the word and its description."""
 Completer = Callable[[str], list[Offer]]
-"""Offers what goes on from the beginning of a word. Nothing leaves files to the shell."""
+"""Returns the completions of the beginning of a word. An empty list lets the shell offer files."""
 
 _MOST_COUNTED = 9
 
 
-def is_asked() -> bool:
-    """Whether this process was started by a shell's Tab."""
+def is_requested() -> bool:
+    """Return True if a shell started this process for completions."""
     return VARIABLE in os.environ
 
 
-def answer(app: "typer.Typer") -> int:
-    """Print what the shell may offer, and return the exit code. Nothing else is printed: it would
-    stand in the middle of a command line."""
+def print_completions(app: "typer.Typer") -> int:
+    """Print the completions that a shell requested and return the exit code.
+
+    Errors are not printed, because they would appear in the user's command line.
+    """
     import typer
     from typer.completion import shell_complete
 
@@ -56,18 +59,18 @@ def answer(app: "typer.Typer") -> int:
 
 
 def hint_names(incomplete: str) -> list[Offer]:
-    """The hints."""
+    """Complete the name of a hint."""
     return [each for each in HINT_DESCRIPTIONS.items() if each[0].startswith(incomplete)]
 
 
 def hint_names_or_auto(incomplete: str) -> list[Offer]:
-    """The hints, and the wish for a choice while a run goes on."""
-    auto: list[Offer] = [(AUTO.name, "chosen while the run goes on")]
+    """Complete the name of a hint, or `auto`."""
+    auto: list[Offer] = [(AUTO.name, "chosen during the run")]
     return [each for each in auto if each[0].startswith(incomplete)] + hint_names(incomplete)
 
 
 def run_names(incomplete: str) -> list[Offer]:
-    """The runs in `runs`, the newest first, by name, or counted if an `@` was written."""
+    """Complete the name of a run in `runs/`, or after `@` its number, the newest first."""
     with suppress(OSError, RrfpError):
         names = [path.name for path in runs_in()]
         if incomplete.startswith("@"):
@@ -80,7 +83,7 @@ def run_names(incomplete: str) -> list[Offer]:
 
 
 def cost_names(incomplete: str) -> list[Offer]:
-    """Costs by name, and the runs that may be costs."""
+    """Complete the name of costs: a preset or a run."""
     from rrfp.simulate.costs.toml_files import PRESETS
 
     presets: list[Offer] = [name for name in PRESETS if name.startswith(incomplete)]
@@ -88,7 +91,7 @@ def cost_names(incomplete: str) -> list[Offer]:
 
 
 def one_of(*words: str) -> Completer:
-    """Offers these words."""
+    """Return a completer of these words."""
 
     def offer(incomplete: str) -> list[Offer]:
         return [word for word in words if word.startswith(incomplete)]
@@ -97,11 +100,11 @@ def one_of(*words: str) -> Completer:
 
 
 _NAMES_OR_FILES = {"admit": Admit, "admit_across": AdmitAcross}
-"""By flag: the names, where a file may stand as well."""
+"""The names that a flag takes besides file names."""
 
 
 def completer_of(declared: Declared) -> Completer | None:
-    """The completer of a setting; None leaves files to the shell."""
+    """Return the completer of a setting; None lets the shell offer files."""
     if declared.completes is not None:
         return declared.completes
     if isinstance(declared.kind, Knob):
@@ -127,7 +130,9 @@ _PANELS = {
     "data": DATA,
     "run": TRAINING,
 }
-"""The panel of each group of settings, for those that name none themselves."""
+"""The help panel of each group of settings, unless a setting names its own."""
+COMMON_PANEL = "Common options"
+"""The only panel of settings in a short help screen."""
 
 _LONGEST_CHOICES = 9
 
@@ -135,12 +140,12 @@ METAVARS = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 
 
 def panel_of(declared: Declared) -> str | None:
-    """The panel of a setting in the help."""
+    """Return the help panel of a setting."""
     return declared.panel or _PANELS.get(declared.group)
 
 
-def word_for(kind: Any) -> str:
-    """The word by which the help shows the type of a value; the choices where they are short."""
+def type_word(kind: Any) -> str:
+    """Return the word for a type in the help: `INT`, or short choices such as `cpu|cuda`."""
     if is_choice(kind):
         names = "|".join(kind)
         return names if len(names) <= _LONGEST_CHOICES else "NAME"
@@ -148,16 +153,18 @@ def word_for(kind: Any) -> str:
 
 
 def metavar_of(declared: Declared) -> str:
-    """The type of a setting as the help shows it."""
-    return declared.metavar or word_for(declared.kind)
+    """Return the word for the type of a setting in the help."""
+    return declared.metavar or type_word(declared.kind)
 
 
 def option_of(
     declared: Declared, *, has_default: bool = False, is_text: bool = False
 ) -> inspect.Parameter:
-    """The option of a setting, in its panel of the help. Without `has_default` a missing option is
-    None, so that the settings' own default holds, or a TOML file's. With `is_text` its value stays
-    a text."""
+    """Return the typer parameter of a setting.
+
+    Without `has_default` a missing option has no value, and the settings or a TOML file decide.
+    With `is_text` the value is not converted.
+    """
     import typer
 
     kind = declared.value_type
@@ -166,11 +173,9 @@ def option_of(
     elif is_choice(kind) and not has_default:
         # The settings report a wrong choice.
         kind = str
-    text = declared.help_text
-    if isinstance(declared.kind, Knob) and declared.kind.name == "hint":
-        text = hint_help(text)
     shown: dict[str, Any] = {
-        "help": escaped(text),
+        # typer would read [bf] as a style.
+        "help": help_of(declared).replace("[", r"\["),
         "show_default": False,
         "metavar": metavar_of(declared),
         "rich_help_panel": panel_of(declared),
@@ -179,7 +184,7 @@ def option_of(
     if declared.is_argument:
         option = typer.Argument(**shown)
     else:
-        # Our readers report why a file cannot be read.
+        # The readers of files report why a file cannot be read.
         shown |= {"min": declared.least, "max": declared.most, "readable": False}
         option = typer.Option(f"--{declared.spelled}", **shown)
     default = declared.default if has_default else None
@@ -196,7 +201,7 @@ def option_of(
 def with_parameters(
     command: Callable[..., Any], parameters: Sequence[inspect.Parameter]
 ) -> Callable[..., Any]:
-    """Give a command the signature that typer reads."""
+    """Set the signature of a command, which typer reads."""
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -205,11 +210,14 @@ def with_parameters(
 _Options = TypeVar("_Options")
 
 
-def taking(
+def with_options(
     options: type[_Options], others: Iterable[Declared] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function. It takes an object of the class, whose declared settings are
-    the command's options, and with `others` the texts of those that were given, by flag."""
+    """Decorator that turns a function of an options object into a typer command.
+
+    The declared settings of the class `options` become options of the command. With `others` the
+    function also takes a dict of these settings' texts by flag, without those not given.
+    """
     own = [option_of(each, has_default=True) for each in declared_in("", options)]
     texts = [option_of(each, is_text=True) for each in others]
 
@@ -228,16 +236,14 @@ def taking(
     return decorate
 
 
-def listed(run: Callable[..., Any], options: Iterable[Declared]) -> Callable[..., Any]:
-    """`rrfp run` as typer lists and completes it, with these options."""
+def as_typer_command(run: Callable[..., Any], options: Iterable[Declared]) -> Callable[..., Any]:
+    """Give `rrfp run` the signature with which typer lists and completes it."""
     import typer
 
     own: dict[str, tuple[Any, Any]] = {
         "module": (Annotated[bool, typer.Option("-m", "--module")], None),
-        "script": (
-            Annotated[str, typer.Argument(metavar="SCRIPT")],
-            inspect.Parameter.empty,
-        ),
+        "help_all": (Annotated[bool, typer.Option("--help-all")], None),
+        "script": (Annotated[str, typer.Argument(metavar="SCRIPT")], inspect.Parameter.empty),
         "arguments": (Annotated[list[str] | None, typer.Argument(metavar="ARGS")], None),
     }
     parameters = [option_of(declared) for declared in options]
@@ -251,16 +257,20 @@ def listed(run: Callable[..., Any], options: Iterable[Declared]) -> Callable[...
 
 
 HINT_TABLE = "\n\n\b\n"
-"""Begins the table of hints in a help text. Behind \\b typer keeps the lines as they are."""
+"""The start of the table of hints in a help text; after \\b typer does not wrap lines."""
 
 
-def hint_help(about: str) -> str:
-    """The help of an option that takes a hint: what it is for, and what each hint is."""
+def help_of(declared: Declared) -> str:
+    """Return the help of a setting; that of a policy's hint ends in a table of all hints."""
+    text = declared.help_text
+    if not (isinstance(declared.kind, Knob) and declared.kind.name == "hint"):
+        return text
     width = max(map(len, HINT_DESCRIPTIONS))
     lines = (f"{name:{width}} {words}" for name, words in HINT_DESCRIPTIONS.items())
-    return about + HINT_TABLE + "\n".join(lines)
+    return text + HINT_TABLE + "\n".join(lines)
 
 
-def escaped(text: str) -> str:
-    """A help text in which [bf] is shown; to typer it would be a style."""
-    return text.replace("[", r"\[")
+def short_help(text: str) -> str:
+    """Replace the table of hints in a help text by the names of the hints."""
+    about, has_table, _ = text.partition(HINT_TABLE)
+    return f"{about} Hints: {', '.join(HINTS)}." if has_table else about

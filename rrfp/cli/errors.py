@@ -1,7 +1,8 @@
-"""From an exception to one sentence on stderr and an exit code.
+"""Exceptions as one sentence on stderr and an exit code.
 
-0 done; 1 failed; 2 wrong usage; 3 above a gate (`--fail-above`); 130 interrupted. Typer's own
-handling is passed by: it would print a panel, and take every broken pipe for a closed stdout.
+Exit codes: 0 success; 1 failure; 2 wrong usage; 3 above a gate (`--fail-above`); 130 interrupted.
+typer's own error handling is not used: it prints a panel, and takes any broken pipe for a closed
+stdout.
 """
 
 import os
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
     import typer
 
 
-# Ctrl-C: the first one ends the command, and those that follow do not disturb its end.
+# Ctrl-C: the first one ends the command, and later ones do not disturb its cleanup.
 
 
-def take_interrupts() -> None:
-    """Let SIGINT raise KeyboardInterrupt once, and have no effect from then on."""
+def interrupt_once() -> None:
+    """Make the first SIGINT raise KeyboardInterrupt, and ignore later ones."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-        sys.unraisablehook = _tell_unraisable
+        sys.unraisablehook = _handle_unraisable
 
 
-def give_interrupts_back() -> None:
-    """Let SIGINT do what Python has it do, for code that is not ours."""
+def restore_default_interrupts() -> None:
+    """Restore Python's handling of SIGINT, for a user's script."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.unraisablehook = sys.__unraisablehook__
@@ -39,7 +40,7 @@ def give_interrupts_back() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt once more, for work that may take long after the first."""
+    """Within the block, let SIGINT raise KeyboardInterrupt again, for long work after the first."""
     before = signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
@@ -48,13 +49,14 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(*_: object) -> NoReturn:
+    """Signal handler: ignore later signals and raise KeyboardInterrupt."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def _tell_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+def _handle_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        # It came amid a destructor and is lost, so the next one counts.
+        # A destructor swallowed this interrupt, so the next one counts.
         signal.signal(signal.SIGINT, _interrupt)
     else:
         sys.__unraisablehook__(unraisable)
@@ -73,37 +75,40 @@ _WANTED = (
     ("less than or equal to", "it takes at most {}"),
     ("less than", "it takes less than {}"),
 )
-"""Phrases of pydantic's messages about a wrong value, and how ours say what an option takes."""
+"""Phrases of pydantic's messages about a wrong value, and our words for them."""
 
 DEBUG_VARIABLE = "RRFP_DEBUG"
-"""Set to anything, it shows the traceback of whatever ends a command."""
+"""If this variable is set, the traceback of the error that ends a command is printed."""
 
 
-def run(app: "typer.Typer", arguments: Sequence[str]) -> int | Callable[[], int]:
-    """Run a command line of typer's, and give what `handled` gives."""
-    return handled(lambda: _invoke(app, arguments))
+def run_app(app: "typer.Typer", arguments: Sequence[str]) -> int | Callable[[], int]:
+    """Run a command line of a typer app; returns what `call_command` returns."""
+    return call_command(lambda: _invoke(app, arguments))
 
 
-def handled(command: Callable[[], object]) -> int | Callable[[], int]:
-    """Call a command and give its exit code, whatever happens in it. A command may return a
-    function instead, whose errors are not ours to handle: then give that, to be called for the exit
-    code."""
+def call_command(command: Callable[[], object]) -> int | Callable[[], int]:
+    """Call a command, print its error if any, and return the exit code.
+
+    If the command returns a function, that is returned instead: the caller calls it for the exit
+    code, and its errors are not handled here.
+    """
     with tolerate_closed_streams():
         try:
-            return _handled(command)
-        except KeyboardInterrupt:  # perhaps while another error was being told
-            # As Python ends it gives up a handler of ours, and one more Ctrl-C would kill it.
+            return _call_handled(command)
+        except KeyboardInterrupt:  # possibly while another error is being printed
+            # Python drops Python-level handlers at exit, and another Ctrl-C would kill it.
             if signal.getsignal(signal.SIGINT) is _interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             _say("interrupted")
             return INTERRUPTED
 
 
-def _handled(command: Callable[[], object]) -> int | Callable[[], int]:
+def _call_handled(command: Callable[[], object]) -> int | Callable[[], int]:
+    """Call a command; print an error as a sentence and return its exit code."""
     try:
-        left: Any = command()
+        result: Any = command()
     except RrfpError as error:
-        return tell(error)
+        return print_error(error)
     except BrokenPipeError as error:
         _say(f"a pipe broke: {error}")
         return FAILED
@@ -111,62 +116,63 @@ def _handled(command: Callable[[], object]) -> int | Callable[[], int]:
         _say(f"the system refused: {error}")
         return FAILED
     except Exception as error:
-        _say(bug(error))
+        _say(describe_bug(error))
         return FAILED
-    return left if callable(left) or isinstance(left, int) else 0
+    return result if callable(result) or isinstance(result, int) else 0
 
 
-def bug(error: Exception) -> str:
-    """The sentence for an error that nobody foresaw."""
+def describe_bug(error: Exception) -> str:
+    """Describe an unexpected error, which is a bug of rrfp."""
     return (
         f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the "
         f"traceback that {DEBUG_VARIABLE}=1 shows"
     )
 
 
-def tell(error: RrfpError) -> int:
-    """Say an error that is being handled, and give its exit code."""
+def print_error(error: RrfpError) -> int:
+    """Print an error on stderr and return its exit code; called while it is handled."""
     _say(str(error))
     return error.exit_code
 
 
 def _invoke(app: "typer.Typer", arguments: Sequence[str]) -> Any:
+    """Parse and run a command line with typer; print usage errors as a sentence."""
     import typer
 
     command = typer.main.get_command(app)
     try:
         with command.make_context("rrfp", list(arguments)) as context:
-            left = command.invoke(context)
-            return left if callable(left) else 0
+            result = command.invoke(context)
+            return result if callable(result) else 0
     except typer.Exit as exit_:
         return exit_.exit_code
     except typer.Abort:
         raise KeyboardInterrupt from None
     except typer.TyperException as error:
-        # A group without a command has already shown its help, and brings no message.
+        # A group without a command has already printed its help; its error has no message.
         if error.format_message():
             _say(_usage_sentence(error, arguments))
         return error.exit_code
     finally:
-        # Here, where a disk that is full can still be told of.
+        # A full disk can still be reported here.
         sys.stdout.flush()
 
 
 def _say(sentence: str) -> None:
-    """Called while an exception is handled."""
+    """Print a sentence on stderr, after the traceback of the current exception if requested."""
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exc()
     print(f"rrfp: {sentence}", file=sys.stderr)
 
 
 def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> str:
-    """Typer's message on one line, with what was probably meant and the help that explains it."""
-    # Typer would list whatever is a little near, in alphabetical order.
+    """Format typer's message on one line, with a suggestion and the command that shows the help."""
+    # typer would list all remotely similar names in alphabetical order.
     near = getattr(error, "possibilities", None)
-    told = error.message if near else error.format_message()
-    sentence = " ".join(told.split()).rstrip(".").replace(". Did you mean", "; did you mean")
+    message = error.message if near else error.format_message()
+    sentence = " ".join(message.split()).rstrip(".").replace(". Did you mean", "; did you mean")
     sentence = sentence.replace(": Value error, ", ": ", 1)
-    sentence = _named_value(error, arguments) or sentence
+    sentence = _describe_bad_value(error, arguments) or sentence
     chosen = _NO_CHOICE.search(sentence)
     if near:
         sentence += did_you_mean(getattr(error, "option_name", ""), near)
@@ -179,9 +185,11 @@ def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> 
     return f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}"
 
 
-def _named_value(error: "typer.TyperException", arguments: Sequence[str]) -> str | None:
-    """A sentence with the value of an option that is no number, or not in its range: Typer's has
-    pydantic's message in the place of the value. None for any other error."""
+def _describe_bad_value(error: "typer.TyperException", arguments: Sequence[str]) -> str | None:
+    """Describe an option's value that is no number or out of range; None for other errors.
+
+    typer's own message has pydantic's message in place of the value.
+    """
     names = getattr(getattr(error, "param", None), "opts", ())
     wanted = next((each for phrase, each in _WANTED if phrase in error.message), None)
     if wanted is None or not error.message.startswith(("Input should be", "Unable to parse")):

@@ -1,4 +1,4 @@
-"""`rrfp hint`: what a hint's order looks like, and whether an order file can bind."""
+"""`rrfp hint`: print the order of a hint, and check an order file."""
 
 import shutil
 import sys
@@ -23,23 +23,21 @@ from rrfp.schedule.rehearsal import (
 )
 from rrfp.schedule.shape import Placement, Shape
 
-# What `rrfp hint` looks at: an order of a pipeline, rehearsed, and its grid over time.
-
-
 _MAX_FORWARDS = 2**16
-"""More than anybody can look at; a rehearsal of these takes some seconds."""
+"""The largest number of forwards, whose rehearsal takes some seconds."""
 
 Pp = Annotated[int, typer.Option(min=1, help="Pipeline ranks.")]
-Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches a step.")]
-Chunks = Annotated[int, typer.Option(min=1, help="Model chunks a rank.")]
+Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches per step.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Model chunks per rank.")]
 PlacementOption = Annotated[
-    Placement, typer.Option("--placement", help="Where chunks lie: Megatron's loop, or a V.")
+    Placement, typer.Option("--placement", help="How chunks are placed: Megatron's loop, or a V.")
 ]
 
 
 def rehearsal_of(
     hint: str, pp: int, microbatches: int, chunks: int, placement: Placement
 ) -> Rehearsal:
+    """Rehearse the order of a hint. Raises UsageError for more forwards than `_MAX_FORWARDS`."""
     if pp * chunks * microbatches > _MAX_FORWARDS:
         raise UsageError(
             f"--pp {pp}, --chunks {chunks} and --microbatches {microbatches} make "
@@ -51,13 +49,10 @@ def rehearsal_of(
 
 
 def grid_of(rehearsal: Rehearsal) -> str:
-    """The grid as wide as the terminal, and under it where each rank stands in a deadlock."""
+    """Format the grid to the terminal's width, and below it the blocked tasks of a deadlock."""
     places = (format_blocked(rehearsal.order.shape, blocked) for blocked in rehearsal.blocked)
     grid = format_grid(rehearsal, shutil.get_terminal_size().columns)
     return "\n\n".join(filter(None, [grid, "\n".join(places)]))
-
-
-# `rrfp hint show`: the order of a hint.
 
 
 def show(
@@ -74,8 +69,8 @@ def show(
 ) -> None:
     """Print a hint's order: an order file on stdout, and on stderr a grid over time.
 
-    In the grid every task takes one unit of time and every message none.
-    The order of a hint that ranks in rounds is the one that it gives then.
+    In the grid every task takes one unit of time and messages take none. For bf
+    and fb, which alternate, it is the order that they produce in this case.
     """
     rehearsal = rehearsal_of(hint, pp, microbatches, chunks, placement)
     sys.stdout.write(format_order(rehearsal.order))
@@ -87,9 +82,6 @@ def show(
         f"{grid_of(rehearsal)}",
         err=True,
     )
-
-
-# `rrfp hint check`: whether an order can bind.
 
 
 def check(
@@ -106,8 +98,8 @@ def check(
 ) -> None:
     """Check that an order has every task once, and that it can run as a fixed order.
 
-    Tells the memory that it takes, and where it deadlocks if it does.
-    Exits with 1 then, and with 2 if it is no order for this pipeline.
+    Prints the memory that it needs, and the blocked tasks if it deadlocks. Exit
+    codes: 1 deadlock, 2 not an order for this pipeline.
     """
     rehearsal = rehearsal_of(file, pp, microbatches, chunks, placement)
     order, blocked = rehearsal.order, rehearsal.blocked
@@ -120,6 +112,7 @@ def check(
 
 
 def _print_peaks(order: Order) -> None:
+    """Print the peak of D and of held activations of each rank."""
     shape = order.shape
     ranks = range(shape.num_ranks)
     print("The most at once, in activations of one chunk and microbatch:")

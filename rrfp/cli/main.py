@@ -1,8 +1,8 @@
-"""The entry of `rrfp`, and the one place where its arguments are taken from.
+"""The entry point of `rrfp`, and the only reader of `sys.argv`.
 
-`rrfp run` starts in every process of somebody's job, whose environment has torch and Megatron-Core
-and perhaps no package of ours, or an older one. So it is parsed by the standard library
-(`rrfp.cli.run`); every other subcommand by typer (`rrfp.cli.app`).
+`rrfp run` starts in every process of a user's job, whose environment has torch and Megatron-Core
+but perhaps not the other packages that rrfp needs. The standard library therefore parses it
+(`rrfp.cli.run`). typer parses all other subcommands (`rrfp.cli.app`).
 """
 
 import gc
@@ -13,36 +13,36 @@ from functools import partial
 from rrfp import requirements
 from rrfp.cli import declared_options as completion
 from rrfp.cli import errors
-from rrfp.cli.errors import give_interrupts_back, take_interrupts
+from rrfp.cli.errors import interrupt_once, restore_default_interrupts
 from rrfp.errors import UsageError
 from rrfp.train.launch.store import is_call_pending
 
 
 def main() -> int:
-    """Run the command line on `sys.argv` and give its exit code."""
+    """Run the command line in `sys.argv` and return its exit code."""
     words = sys.argv[1:]
-    take_interrupts()
+    interrupt_once()
     if words[:1] == ["run"]:
-        from rrfp.cli.run import parsed
+        from rrfp.cli.run import parse_command
 
-        done = errors.handled(partial(parsed, words[1:]))
+        done = errors.call_command(partial(parse_command, words[1:]))
     elif lacking := requirements.lacking(requirements.OF_COMMANDS):
-        if completion.is_asked():
+        if completion.is_requested():
             return errors.FAILED
-        done = errors.handled(partial(_refuse, lacking))
+        done = errors.call_command(partial(_refuse, lacking))
     else:
         from rrfp.cli.app import app
 
-        if completion.is_asked():
-            return completion.answer(app)
-        done = errors.run(app, words)
+        if completion.is_requested():
+            return completion.print_completions(app)
+        done = errors.run_app(app, words)
     if isinstance(done, int):
         code = done
-        # So that the interpreter does not look through torch's objects as it ends. What a script
-        # that we have run leaves is not ours to leave unfinalized.
+        # The interpreter then does not traverse torch's objects at exit. Objects of a user's script
+        # are still finalized.
         gc.freeze()
     else:
-        give_interrupts_back()
+        restore_default_interrupts()
         code = done()
     if is_call_pending():
         sys.stdout.flush()
@@ -52,6 +52,7 @@ def main() -> int:
 
 
 def _refuse(lacking: str) -> None:
+    """Raise UsageError: this environment lacks packages that every subcommand but `run` needs."""
     raise UsageError(
         f"this environment lacks {lacking}, and only 'rrfp run' works without them; install them, "
         "or call this command in an environment that has them"

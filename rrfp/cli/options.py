@@ -1,28 +1,21 @@
-"""Arguments and options that several verbs take."""
+"""Options that several subcommands share, and the layout of help screens."""
 
+import copy
 import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from rrfp.cli.declared_options import run_names
+from rrfp.cli.declared_options import COMMON_PANEL, run_names, short_help, type_word
 from rrfp.errors import UsageError
 from rrfp.trace.records import evaluation_step, is_evaluation
 
 if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
-
-import copy
-from collections.abc import Callable
-from typing import Any
-
-from typer.core import TyperCommand
-
-from rrfp.cli.declared_options import HINT_TABLE, word_for
-from rrfp.schedule.named_hints import HINTS
 
 PATH_HELP = (
     "A run: its directory, its name in runs/, @-1 for the newest, or its trace file; none means "
@@ -31,23 +24,15 @@ PATH_HELP = (
 STEPS_HELP = "Only the steps from A up to, not including, B."
 
 TracePath = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN",
-        help=PATH_HELP,
-        autocompletion=run_names,
-    ),
+    Path | None, typer.Argument(metavar="RUN", help=PATH_HELP, autocompletion=run_names)
 ]
-Steps = Annotated[
-    str | None,
-    typer.Option(metavar="A:B", help=STEPS_HELP),
-]
+Steps = Annotated[str | None, typer.Option(metavar="A:B", help=STEPS_HELP)]
 Evaluations = Annotated[
     bool,
     typer.Option(
         "--evaluations",
-        help="Look at the run's evaluations, which are left out otherwise; steps are then counted "
-        "among these.",
+        help="Analyze the run's evaluations instead of its training steps; --steps then counts "
+        "evaluations.",
     ),
 ]
 Stage = Annotated[
@@ -56,14 +41,14 @@ Stage = Annotated[
 
 
 class PlainFormat(StrEnum):
-    """How findings about no run are printed."""
+    """Output formats of commands that analyze no run."""
 
     TABLE = "table"
     JSON = "json"
 
 
 class RowFormat(StrEnum):
-    """How rows of a comparison are printed."""
+    """Output formats of tables that need no data frame."""
 
     TABLE = "table"
     MD = "md"
@@ -72,7 +57,7 @@ class RowFormat(StrEnum):
 
 
 class Format(StrEnum):
-    """How a report is printed."""
+    """Output formats of analyses."""
 
     TABLE = "table"
     MD = "md"
@@ -82,11 +67,11 @@ class Format(StrEnum):
 
 
 PEOPLE = (Format.TABLE, Format.MD)
-"""The formats for people; the others are for programs."""
+"""Formats for people; the others are for programs."""
 
 
 class By(StrEnum):
-    """The rows of a table."""
+    """The subject of a row of a table."""
 
     STAGE = "stage"
     RANK = "rank"
@@ -95,9 +80,7 @@ class By(StrEnum):
 FrameFormat = Annotated[
     Format,
     typer.Option(
-        "--format",
-        metavar="FORMAT",
-        help="table, md (Markdown, as GitHub has it), json, csv or parquet.",
+        "--format", metavar="FORMAT", help="table, md (GitHub's Markdown), json, csv or parquet."
     ),
 ]
 ByRank = Annotated[
@@ -109,7 +92,7 @@ ByRank = Annotated[
 
 
 def parse_steps(text: str) -> range:
-    """Read `A:B`; either number may be left out. Raises UsageError for anything else."""
+    """Parse `A:B`, where either number may be missing. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", text)
     if match is None:
         raise UsageError(f"--steps takes a range such as 3:10, not '{text}'")
@@ -120,40 +103,38 @@ def parse_steps(text: str) -> range:
     return range(start, stop)
 
 
-def step_asked(frames: "Frames", number: int | None, *, evaluations: bool) -> int | None:
-    """The step of that number as a trace numbers it: one that trains, or an evaluation."""
+def step_in_trace(frames: "Frames", number: int | None, *, evaluations: bool) -> int | None:
+    """Convert a user's step number to the trace's, which numbers evaluations differently."""
     if number is None or not evaluations or not any(map(is_evaluation, frames.steps)):
         return number
     return evaluation_step(number)
 
 
-# How the help of a command reads: types as INT or PATH, and a short screen before the long one.
+# Help screens.
+
 
 _ALL = "rrfp.help_all"
-"""The key of a context's `meta` that asks for every option."""
-
-_COMMON_PANEL = "Common options"
+"""The key in a context's `meta` that requests all options."""
 
 
 class Command(TyperCommand):
-    """A command whose help shows the types of its parameters as words."""
+    """A command whose help shows the types of parameters as words, such as INT or PATH."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)
         for param in params:
-            shown = param.metavar if param.param_type_name == "option" else ""
-            if shown is None:
-                shown = _metavar(param.type_descriptor.annotation)
-            param.display_type_rich = _constantly(shown)
+            word = param.metavar if param.param_type_name == "option" else ""
+            if word is None:
+                word = _type_word(param.type_descriptor.annotation)
+            param.display_type_rich = lambda ctx, word=word: word
         return params
 
 
 class SettingsCommand(Command):
-    """A command with more options than one screen takes: `--help` shows the common ones, and
-    `--help-all` every one."""
+    """A command with many options: `--help` lists the common ones, `--help-all` all of them."""
 
     common: frozenset[str] = frozenset()
-    """The names of the common options' parameters, without those of the command itself."""
+    """The parameter names of the common settings; the command's own options are always listed."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)
@@ -171,7 +152,7 @@ class SettingsCommand(Command):
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:
-    """The callback of `--help-all`."""
+    """Callback of `--help-all`: print the help with all options and exit."""
     if wanted:
         ctx.meta[_ALL] = True
         typer.echo(ctx.get_help())
@@ -179,20 +160,15 @@ def show_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 def _shortened(param: Any) -> Any:
-    """An option as the short screen lists it: the hints by name alone."""
+    """Copy an option for the short screen, which lists hints by name only."""
     short = copy.copy(param)
-    short.rich_help_panel = _COMMON_PANEL
-    about, has_table, _ = param.help.partition(HINT_TABLE)
-    short.help = f"{about} Hints: {', '.join(HINTS)}." if has_table else about
+    short.rich_help_panel = COMMON_PANEL
+    short.help = short_help(param.help)
     return short
 
 
-def _metavar(annotation: Any) -> str:
-    """The word for the type of an option."""
+def _type_word(annotation: Any) -> str:
+    """Return the word for the type of an annotation, without Annotated, list or None."""
     while hasattr(annotation, "__args__"):
         annotation = annotation.__args__[0]
-    return word_for(annotation)
-
-
-def _constantly(text: str) -> Callable[..., str]:
-    return lambda ctx: text
+    return type_word(annotation)

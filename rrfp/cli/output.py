@@ -1,4 +1,4 @@
-"""The input of reports, and the notes on stderr beside them."""
+"""Reading the frames of a run, and the notes on stderr about steps that an analysis leaves out."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,18 +18,14 @@ if TYPE_CHECKING:
     from rrfp.analyze.table import Table
 
 
-# The extra `report`, which draws charts: whether it is installed.
-
-
 def missing_for_charts() -> list[str]:
-    """The packages that drawing charts needs and this installation lacks."""
+    """Return the packages of the extra `report` that this installation lacks."""
     return [name for name in ("altair", "vl_convert") if find_spec(name) is None]
 
 
 def check_report_extra() -> None:
     """Raise RrfpError when a package that draws charts is missing."""
-    missing = missing_for_charts()
-    if missing:
+    if missing := missing_for_charts():
         raise RrfpError(
             f"charts need {' and '.join(missing)}, which this installation lacks; "
             f"{install_hint('report')}"
@@ -39,13 +35,13 @@ def check_report_extra() -> None:
 _PAGES = (".html", ".htm")
 NOT_WHOLE = "they are not whole training steps"
 WITHOUT_SIZES = "the bytes of their microbatches were not known yet"
-"""Why a step is not replayed."""
+"""Reasons why a step is not replayed."""
 
 
 def read_frames(
     path: Path | None, steps: str | None, evaluations: bool, *, with_warm_up: bool = False
 ) -> "Frames":
-    """Read the frames of a run's steps, or of its evaluations, and note what the trace lacks."""
+    """Read the frames of a run's steps, or of its evaluations, and print what the trace lacks."""
     asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.frame_files import load_frames
@@ -60,28 +56,27 @@ def read_frames(
 
 
 def print_analysis(frames: "Frames", table: "Table", output_format: Format) -> None:
-    """Print a table of these frames, and note the steps of the run that they leave out."""
+    """Print a table of these frames, and note the steps that the frames leave out."""
     note_warm_up(frames)
     if output_format in PEOPLE:
         note_evaluations(frames)
-    print_report([table], output_format, left_out_of(frames))
+    print_report([table], output_format, left_out_json(frames))
 
 
-def left_out_of(frames: "Frames") -> dict[str, object]:
-    """The steps that a report leaves out, for its JSON: the number of evaluations and, if there
-    was any, the steps of the warm-up."""
+def left_out_json(frames: "Frames") -> dict[str, object]:
+    """Return JSON members for steps left out: the number of evaluations, and the warm-up if any."""
     warm_up = {"warm_up_left_out": list(frames.warm_up)} if frames.warm_up else {}
     return {"evaluations_left_out": frames.num_left_out, **warm_up}
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:
-    """Raise GateError for a figure above --fail-above."""
+    """Raise GateError if a figure is above --fail-above."""
     if most is not None and found > most:
         raise GateError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")
 
 
 def check_page(path: Path) -> None:
-    """Raise UsageError for a name that does not end as a page's; writing refuses a directory."""
+    """Raise UsageError for a file name that is not of an HTML page; writing refuses directories."""
     if path.suffix.lower() not in _PAGES and not path.is_dir():
         raise UsageError(
             f"'{path}' is no file for a page; give it a name that ends in {' or '.join(_PAGES)}"
@@ -89,7 +84,7 @@ def check_page(path: Path) -> None:
 
 
 def note_missing_records(frames: "Frames", whose: str = "") -> None:
-    """Name on stderr what is missing from a trace; `whose` distinguishes several traces."""
+    """Print on stderr what is missing from a trace; `whose` distinguishes several traces."""
     from rrfp.analyze.frames import missing_records
 
     for sentence in missing_records(frames):
@@ -97,22 +92,22 @@ def note_missing_records(frames: "Frames", whose: str = "") -> None:
 
 
 def note_left_out(steps: tuple[int, ...], why: str) -> None:
-    """Name on stderr the steps that a report does not count."""
+    """Print on stderr the steps that a report does not count, and the reason."""
     if steps:
         typer.echo(f"left out, as {why}: {step_names(steps)}", err=True)
 
 
 def note_warm_up(frames: "Frames", whose: str = "") -> None:
-    """Name on stderr the first steps that a report leaves out because they were slow."""
+    """Print on stderr the slow first steps that a report leaves out."""
     if frames.warm_up:
-        names = step_names(frames.warm_up)
-        typer.echo(f"{whose}left out, as warm-up: {names}; --steps 0: takes all", err=True)
+        names, them = step_names(frames.warm_up), "it" if len(frames.warm_up) == 1 else "them"
+        typer.echo(f"{whose}skipped as warm-up: {names} (--steps 0: includes {them})", err=True)
 
 
 def note_evaluations(
     frames: "Frames", more: str = "--evaluations looks at them", whose: str = ""
 ) -> None:
-    """Name on stderr the evaluations that a report leaves out; `whose` distinguishes runs."""
+    """Print on stderr how many evaluations a report leaves out; `whose` distinguishes runs."""
     if frames.num_left_out:
         number = counted(frames.num_left_out, EVALUATION)
         typer.echo(f"{whose}left out: {number}; {more}", err=True)

@@ -1,4 +1,4 @@
-"""Bars on a terminal: how much of a command's work is done, or that it is under way."""
+"""Progress bars on a terminal, and the display of a training run."""
 
 import json
 import os
@@ -22,17 +22,17 @@ from rrfp.train.settings import TrainSettings
 
 _POLL_S = 1.0
 _HIDDEN_S = 1.0
-"""Work that takes less is not told of."""
+"""Shorter work shows no bar."""
 
 
 @contextmanager
 def progress(
     what: str, total: int, num_done: Callable[[], int] | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how much of `total` is done and how long the rest will take.
+    """Show a progress bar on a terminal for `total` items, and remove it at the end.
 
-    Yields what to call when more is done. If nobody can call it, `num_done` is asked now and then.
-    The bar leaves nothing behind.
+    Yields a function that is called with the number of items just completed. If `num_done` is
+    given, it is polled every second for the number completed so far instead.
     """
     if total == 1 or not sys.stderr.isatty():
         yield lambda _: None
@@ -44,8 +44,6 @@ def progress(
         TextColumn,
         TimeRemainingColumn,
     )
-
-    from rrfp.cli.console import console
 
     columns = (
         TextColumn("{task.description}"),
@@ -74,14 +72,14 @@ def progress(
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on a terminal that work whose end is not known is under way, and for how long, once it
-    has taken a second. Nothing may be printed meanwhile. The bar leaves nothing behind."""
+    """Show a bar with the elapsed time, once the block has run for a second; removed at the end.
+
+    Nothing else may be printed meanwhile.
+    """
     if not sys.stderr.isatty():
         yield
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from rrfp.cli.console import console
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console(stderr=True), transient=True)
@@ -98,24 +96,22 @@ def working(what: str) -> Iterator[None]:
             bar.stop()
 
 
-# What a person sees while a run trains: step, loss, speed and how busy each stage is.
-#
-# It follows the run's `metrics.jsonl`, as any other program may. On a terminal it redraws itself;
-# elsewhere it says a line a step. It writes to stderr, for stdout is for data.
-
-
-_POLL_S = 0.2
+_METRICS_POLL_S = 0.2
 _BAR_WIDTH = 40
 
 
 class TrainDisplay:
-    """Shows a run's metrics from a thread of its own, until the `with` block ends."""
+    """Prints step, loss, speed and busy fractions on stderr while a run trains.
+
+    A thread follows the run's `metrics.jsonl` until the `with` block ends. A terminal is redrawn;
+    other streams get a line for each step.
+    """
 
     def __init__(self, metrics: Path, settings: TrainSettings, first_step: int = 0) -> None:
-        """`first_step` is the first one to be trained."""
+        """`first_step` is the first step that this session trains."""
         self._path = metrics
         self._settings = settings
-        # A run that is resumed gets a new file first, with the steps that its checkpoint has.
+        # A resumed run replaces the file, which then begins with the steps of the checkpoint.
         self._stale = metrics.stat().st_ino if metrics.exists() else None
         self._next_step = first_step
         self._offset = 0
@@ -153,18 +149,18 @@ class TrainDisplay:
             self._live.stop()
 
     def warn(self, sentence: str) -> None:
-        """Show a warning, above what is redrawn."""
+        """Print a warning above the redrawn lines."""
         self._console.print(
             f"Warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
         )
 
     def _follow(self) -> None:
-        while not self._ended.wait(_POLL_S):
+        while not self._ended.wait(_METRICS_POLL_S):
             self._read()
         self._read()
 
     def _read(self) -> None:
-        """Take in the lines that were finished since the last look."""
+        """Read the complete lines that were added since the last call."""
         try:
             file = self._path.open("rb")
         except OSError:
@@ -214,7 +210,7 @@ class TrainDisplay:
 
 
 def _layout(settings: TrainSettings) -> str:
-    """The sizes of the run; those that few runs have are named where they matter."""
+    """Describe the parallelism of a run; expert and interleaved sizes only where they matter."""
     layout = settings.layout
     named = [f"pp {layout.pp}", f"tp {layout.tp}", f"dp {layout.num_replicas}"]
     if layout.ep > 1:

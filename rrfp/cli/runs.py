@@ -1,4 +1,4 @@
-"""`rrfp runs`: the runs of a directory, what each was and how it ended."""
+"""`rrfp runs`: list the runs of a directory with their settings and outcomes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from rrfp.trace.safe_files import open_regular
 from rrfp.trace.sessions import read_description
 
 _LAST_LINE = 2**16
-"""More octets than a line of `metrics.jsonl` has."""
+"""More bytes than a line of `metrics.jsonl` has."""
 
 _MOST_OF_ANYTHING = 10**12
-"""A larger number in a description is a wrong one."""
+"""A larger number in run.json is invalid."""
 _LAYOUT = ("pp", "tp", "cp", "dp", "ep", "chunks")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NS_PER_S = 1e9
@@ -32,15 +32,14 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run, as far as its small files tell; no trace is read."""
+    """A run as described by its small files; no trace is read. The fields are JSON keys."""
 
     run: str
-    """The short name of the run."""
     path: str
     began: str
-    """The time at which it began or last resumed, in ISO 8601 with this machine's UTC offset."""
+    """The time of the start or last resume, in ISO 8601 with this machine's UTC offset."""
     kind: str
-    """`train`, `job` (`rrfp run` and the like), `simulate`, `import`, or empty if unknown."""
+    """`train`, `job` (rrfp in a user's script), `simulate`, `import`, or empty if unknown."""
     hint: str | None
     dispatch: str | None
     pp: int | None
@@ -51,27 +50,27 @@ class _Run:
     chunks: int | None
     microbatches: int | None
     steps: int | None
-    """Finished so far."""
+    """The number of finished steps."""
     steps_asked: int | None
     size_bytes: int
     outcome: str
     error: str | None
     has_trace: bool
-    """Whether it has a trace, or records that make one."""
+    """True if there is a trace, or records from which one is made."""
 
 
 def runs(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to look.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="The directory of the runs.", show_default=False)
     ] = RUNS,
     output_format: Annotated[
         RowFormat, typer.Option("--format", help="How to print the runs.")
     ] = RowFormat.TABLE,
 ) -> None:
-    """List the runs in runs/, or in another directory, the newest first.
+    """List the runs in runs/ or another directory, the newest first.
 
-    Wherever a run is taken, @-1 is the newest of runs/ and @-2 the one before,
-    and a run there can be given by its name alone.
+    All commands accept the name of a run in runs/, @-1 for the newest, @-2 for
+    the one before, and so on.
     """
     if not directory.is_dir() and directory != RUNS:
         raise UsageError(f"{directory} is not a directory; give one that holds runs")
@@ -83,6 +82,7 @@ def runs(
 
 
 def _read(path: Path) -> _Run:
+    """Read the small files of a run into a `_Run`."""
     run = RunDir(path)
     described, problem = _described(run)
     settings = described.get("settings")
@@ -108,7 +108,7 @@ def _read(path: Path) -> _Run:
 
 
 def _iso_time(time_ns: int) -> str:
-    # A file may have any time, also one that no calendar has.
+    # A file's time may be outside of the calendar.
     with suppress(ValueError, OverflowError, OSError):
         moment = datetime.fromtimestamp(time_ns / _NS_PER_S).astimezone()
         return moment.isoformat(timespec="seconds")
@@ -116,7 +116,7 @@ def _iso_time(time_ns: int) -> str:
 
 
 def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
-    """Read run.json. Returns its content, and why it is empty if it cannot be read."""
+    """Read run.json. Returns its content, and an error message if it cannot be read."""
     try:
         return read_description(run.run_json), None
     except Exception as error:
@@ -124,6 +124,7 @@ def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
 
 
 def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the kind of a run from its run.json."""
     if described.get("simulated"):
         return "simulate"
     if "imported" in described:
@@ -134,6 +135,7 @@ def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | None:
+    """Return the number of finished steps; None if unknown."""
     if kind == "simulate":
         return _whole(settings.get("seeds"))
     if kind != "train":
@@ -141,7 +143,7 @@ def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | Non
     try:
         with open_regular(run.metrics) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE))
-            whole, *_ = file.read(_LAST_LINE).rpartition(b"\n")  # the last line may be under way
+            whole, *_ = file.read(_LAST_LINE).rpartition(b"\n")  # the last line may be incomplete
         return int(parsed(whole.splitlines()[-1])["step"]) + 1 if whole else 0
     except FileNotFoundError:
         return 0
@@ -152,7 +154,7 @@ def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | Non
 def _outcome(
     run: RunDir, kind: str, steps: int | None, settings: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """How a run ended, and by which error."""
+    """Return the outcome of a run, and its error if there was one."""
     with suppress(OSError):
         if is_going(run):
             return Outcome.RUNNING, None
@@ -168,6 +170,7 @@ def _outcome(
 
 
 def _recorded(run: RunDir) -> list[RunDir]:
+    """Return the sessions of a run that have a trace or records."""
     try:
         return run.sessions()
     except OSError:
@@ -175,7 +178,7 @@ def _recorded(run: RunDir) -> list[RunDir]:
 
 
 def _size_of(path: Path) -> int:
-    """The octets of all files below a directory; what cannot be read counts nothing."""
+    """Return the size of all readable files below a directory, in bytes."""
     total, folders = 0, [os.fspath(path)]
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -217,7 +220,7 @@ def _time(began: str) -> str:
 
 
 def _what(run: _Run) -> str:
-    """`bf pp 4 tp 2`: what is as it is by default is left out, and that an import is fixed."""
+    """`bf pp 4 tp 2`: kind, dispatch, hint and sizes, without defaults."""
     kind = None if run.kind == "train" else run.kind
     dispatch = None if run.dispatch == "ready" or kind == "import" else run.dispatch
     sizes = (
@@ -235,17 +238,18 @@ def _steps(run: _Run) -> str:
     return f"{run.steps}" if is_whole else f"{run.steps}/{run.steps_asked}"
 
 
-def _size(num_octets: float) -> str:
+def _size(num_bytes: float) -> str:
     """`13 kB`, `1.2 MB`."""
     power = 0
-    while num_octets >= 999.5 and power < len(_UNITS) - 1:
-        num_octets /= 1000
+    while num_bytes >= 999.5 and power < len(_UNITS) - 1:
+        num_bytes /= 1000
         power += 1
-    digits = 1 if power and num_octets < 9.95 else 0
-    return f"{num_octets:.{digits}f} {_UNITS[power]}"
+    digits = 1 if power and num_bytes < 9.95 else 0
+    return f"{num_bytes:.{digits}f} {_UNITS[power]}"
 
 
 def _outcome_in_words(run: _Run) -> str:
+    """Return the outcome, or `no trace` for a finished run without one."""
     has_nothing = run.outcome == Outcome.FINISHED and not run.has_trace
     return "no trace" if has_nothing else run.outcome
 

@@ -1,8 +1,13 @@
-"""Streams that outlive their reader, and that no text steers.
+"""stdout and stderr that survive a closed reader and escape control characters.
 
-A command goes on when its reader has gone (`rrfp ... | head -1`, a closed terminal). Its exit code
-still states how its work ended: a training under a closed pipe is trained, and a gate that fails
-still fails.
+A command continues when its reader has gone (`rrfp ... | head -1`, a closed terminal), and its exit
+code still states how its work ended: training finishes under a closed pipe, and a failed gate
+fails.
+
+Names, errors and settings come from files that others may have written. A control character in them
+could move the cursor, change the title or hide the following text, and a bidirectional one could
+reorder it. While a command runs, stdout and stderr therefore escape such characters. rich bypasses
+these streams, because its colors are control characters; `rrfp.cli.console` escapes its text.
 """
 
 import codecs
@@ -16,42 +21,32 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-# The one place through which text reaches a terminal: what would steer it is shown as an escape.
-#
-# Names, errors and settings come from files that others may have made. A control character among
-# them could move the cursor, change the title or hide what follows, and a bidirectional one could
-# show it in another order. While a command runs, stdout and stderr are therefore `guarded`
-# (`rrfp.cli.terminal`). rich passes by them, for its colors are such characters; what it draws is
-# guarded by `rrfp.cli.console`.
-
-
-_STEERING = re.compile(
+_CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
     "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters but the tabulator and the line feed; marks of direction and of lines that no
-terminal agrees on; and halves of characters, which no encoding takes."""
+"""Control characters except tab and line feed, marks of direction and lines, and surrogates."""
 
 
-def shown(text: str) -> str:
-    """The text with an escape in Python's notation, such as `\\x1b`, for what would steer."""
-    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
+def escape_controls(text: str) -> str:
+    """Replace control characters by escapes in Python's notation, such as `\\x1b`."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def guarded(stream: TextIO) -> TextIO:
-    """The same stream, to which only what is shown is written."""
-    return cast(TextIO, _Guarded(stream))
+def guard(stream: TextIO) -> TextIO:
+    """Wrap a stream so that control characters in written text are escaped."""
+    return cast(TextIO, _GuardedStream(stream))
 
 
-class _Guarded:
-    """A stream of text between those who write and the terminal."""
+class _GuardedStream:
+    """A text stream that escapes control characters before it writes to another stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """The stream to which rich writes instead."""
+        """The wrapped stream; rich writes to it directly."""
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(shown(text))
+        self.rich_proxied_file.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -69,13 +64,13 @@ _IN_ASCII = {
     "\N{BLACK UP-POINTING TRIANGLE}": "^",
     "\N{BLACK SQUARE}": "#",
 }
-"""Replacements of the signs that commands print, for locales whose encoding lacks them."""
+"""ASCII replacements of the signs that commands print, for encodings that lack them."""
 
 _ENCODABLE = "rrfp.encodable"
 
 
 def _encodable(error: UnicodeError) -> tuple[str, int]:
-    """Write what a stream's encoding lacks in ASCII: our own signs as above, others as escapes."""
+    """Codec error handler: replace characters by ASCII, `_IN_ASCII` first, others as escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -87,28 +82,28 @@ codecs.register_error(_ENCODABLE, _encodable)
 
 @contextmanager
 def tolerate_closed_streams() -> Iterator[None]:
-    """Within the block, stdout and stderr swallow what is written after their reader has gone."""
+    """Within the block, discard output to stdout and stderr after their reader has gone."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (guarded(_forgiving(stream)) for stream in before)
+    sys.stdout, sys.stderr = (guard(_tolerant(stream)) for stream in before)
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            # The command has reported a full disk when it flushed.
+            # The command already reported a full disk at its own flush.
             with suppress(OSError, ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
 
 
 def has_reader() -> bool:
-    """True while stdout has a reader; a command that runs until it is stopped ends without one."""
+    """Return False once the reader of stdout has gone; endless commands then stop."""
     buffer = getattr(sys.stdout, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
-    return not (isinstance(raw, _ForgivingFile) and raw.has_lost_reader)
+    return not (isinstance(raw, _TolerantFile) and raw.has_lost_reader)
 
 
-class _ForgivingFile(io.FileIO):
-    """A stream of this process that leads nowhere once its reader has gone."""
+class _TolerantFile(io.FileIO):
+    """A file descriptor that is redirected to the null device once its reader has gone."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -118,33 +113,33 @@ class _ForgivingFile(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if not self._leads_nowhere(error):
+            if not self._means_no_reader(error):
                 raise
             self.has_lost_reader = True
-            # Later writes succeed, those of the interpreter at its exit among them.
+            # Later writes then succeed, including the interpreter's at exit.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return memoryview(data).nbytes
 
-    def _leads_nowhere(self, error: OSError) -> bool:
-        """Whether the reader has gone: that of a pipe, or the terminal. A disk may fail, too."""
+    def _means_no_reader(self, error: OSError) -> bool:
+        """Return True if a pipe's reader or the terminal has gone; a disk error is no such case."""
         is_terminal = stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
         return error.errno == errno.EPIPE or (error.errno == errno.EIO and is_terminal)
 
 
-def _forgiving(stream: TextIO | None) -> TextIO:
-    """The same stream, forgiving; itself if it is no file of the system (as in tests)."""
-    if stream is None:  # closed before the process began
+def _tolerant(stream: TextIO | None) -> TextIO:
+    """Reopen a stream over a `_TolerantFile`; returns a stream without a descriptor as it is."""
+    if stream is None:  # closed before the process started
         return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
         stream.flush()
-        raw = _ForgivingFile(stream.fileno())
+        raw = _TolerantFile(stream.fileno())
     except (OSError, ValueError):
         return stream
-    # Python leaves out the buffer where PYTHONUNBUFFERED asks for none.
+    # With PYTHONUNBUFFERED Python uses no buffer.
     is_unbuffered = isinstance(stream.buffer, io.RawIOBase)
     return io.TextIOWrapper(
         raw if is_unbuffered else io.BufferedWriter(raw),

@@ -1,4 +1,4 @@
-"""`rrfp trace`: look at a run's trace, and check that it is whole."""
+"""`rrfp trace`: view, check, export and import traces."""
 
 import json
 import os
@@ -28,14 +28,11 @@ if TYPE_CHECKING:
     from rrfp.analyze.perfetto_overlay import StepView
 
 
-# `rrfp trace check`: whether a trace holds all of its run.
-
-
 def check(path: TracePath = None) -> None:
-    """Report what is lost, open, unmatched, missing or impossible in a trace.
+    """Report lost, open, unmatched, missing or impossible records of a trace.
 
-    Exits with 1 if it finds anything. For a whole trace it also states what
-    recording cost.
+    Exits with 1 if it finds any. For a whole trace it also prints the overhead
+    of recording.
     """
     from rrfp.trace.check import check_contents, recording_fraction
     from rrfp.trace.completeness import Promise
@@ -57,11 +54,8 @@ def check(path: TracePath = None) -> None:
         print(f"Recording it took at most {fraction:.2%} of a rank's time in its steps")
 
 
-# `rrfp trace export`: a run's trace in other people's forms.
-
-
 class ExportFormat(StrEnum):
-    """In what form a trace is written."""
+    """Formats of exported traces."""
 
     CHROME = "chrome"
     PARQUET = "parquet"
@@ -74,8 +68,7 @@ def export_run(
     ],
     path: TracePath = None,
     output_format: Annotated[
-        ExportFormat | None,
-        typer.Option("--format", help="Without it, as the name of the output says."),
+        ExportFormat | None, typer.Option("--format", help="Default: from the name of the output.")
     ] = None,
 ) -> None:
     """Write a trace as Chrome's trace events (one JSON file) or as Parquet tables."""
@@ -89,7 +82,7 @@ def export_run(
         raise UsageError(f"Chrome's trace events go to a .json or .json.gz file, not to {out}")
     if output_format is None and not is_json and out.suffix and not out.is_dir():
         raise UsageError(
-            f"the name of {out} tells no format; end it in .json or .json.gz, or say --format "
+            f"the name of {out} implies no format; end it in .json or .json.gz, or give --format "
             "parquet for a directory of that name"
         )
     trace = resolve_trace(path)
@@ -108,7 +101,7 @@ def export_run(
             print(f"{file} has {counted(num_rows, 'row')}")
 
 
-# How a hang is told: who waits for whom, in at most a screen.
+# The description of a hang: which ranks wait for which, in at most a screen.
 
 
 _MOST_LINES = 5
@@ -117,20 +110,20 @@ _WIDTH = 79
 _MOST_TEXT = 400
 
 
-def hang_text(hang: Hang) -> str:
-    """The headline, what to look at, and a line for each group of ranks that wait for the same."""
+def describe_hang(hang: Hang) -> str:
+    """Describe a hang: a headline, advice, and a line for each group of ranks that wait alike."""
     lines = [*_wrapped(headline(hang)), *_advice(hang)]
     rows: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in hang.waits:
-        rows[_what(wait.operation, wait.group), _for_whom(wait)].append(wait)
+        rows[_name_operation(wait.operation, wait.group), _missing_ranks(wait)].append(wait)
     if rows:
         lines.append("")
-    for (what, whom), waits in list(rows.items())[:_MOST_LINES]:
+    for (operation, missing), waits in list(rows.items())[:_MOST_LINES]:
         since = min(wait.operation.created_ns for wait in waits)
         place = next((wait.operation.place for wait in waits if wait.operation.place), "")
         lines += _wrapped(
-            f"{_ranks([wait.rank for wait in waits], first='Rank')} in {what}, {whom}; since "
-            f"{_time(since)}{', at ' + _short(place) if place else ''}"
+            f"{_ranks([wait.rank for wait in waits], first='Rank')} in {operation}, {missing}; "
+            f"since {_time(since)}{', at ' + _path_end(place) if place else ''}"
         )
     if len(rows) > _MOST_LINES:
         lines.append(f"... and {len(rows) - _MOST_LINES} more; --format json has them all")
@@ -138,7 +131,7 @@ def hang_text(hang: Hang) -> str:
 
 
 def hang_json(hang: Hang) -> str:
-    """Everything, as one JSON object."""
+    """Return all data of a hang as one JSON object."""
     return json.dumps(
         {
             "headline": headline(hang),
@@ -154,13 +147,13 @@ def hang_json(hang: Hang) -> str:
                     "group": wait.group.name,
                     "group_description": wait.group.description,
                     "group_ranks": wait.group.ranks,
-                    **_told(wait.operation),
-                    "parts": [_told(part) for part in wait.parts],
+                    **_operation_json(wait.operation),
+                    "parts": [_operation_json(part) for part in wait.parts],
                 }
                 for wait in hang.waits
             ],
             "last": {
-                str(rank): {"group": operation.group, **_told(operation)}
+                str(rank): {"group": operation.group, **_operation_json(operation)}
                 for rank, operation in hang.last.items()
             },
         },
@@ -169,7 +162,7 @@ def hang_json(hang: Hang) -> str:
 
 
 def headline(hang: Hang) -> str:
-    """Whose fault it is, as far as the dumps tell, in a sentence."""
+    """Name the most likely cause of a hang in one sentence."""
     if hang.mismatches:
         mismatch = hang.mismatches[0]
         began = "; ".join(
@@ -180,33 +173,33 @@ def headline(hang: Hang) -> str:
             f"{mismatch.group.title}: {began}."
         )
     if hang.never_came:
-        # Of a rank without a dump nobody knows how far it came.
+        # The progress of a rank without a dump is unknown.
         known = [rank for rank in hang.never_came if rank not in hang.without_dump]
         late = known or hang.never_came
         waiting = [wait for wait in hang.waits if set(wait.waits_for) & set(late)]
         directly = _ranks([wait.rank for wait in waiting])
-        operation = _what(waiting[0].operation, waiting[0].group)
+        operation = _name_operation(waiting[0].operation, waiting[0].group)
         verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
         them = "it" if len(late) == 1 else "them"
-        told = "never came:" if known else "left no dump, and"
-        return f"{_ranks(late, first='Rank')} {told} {directly} {verb} for {them} in {operation}."
+        did = "never came:" if known else "left no dump, and"
+        return f"{_ranks(late, first='Rank')} {did} {directly} {verb} for {them} in {operation}."
     if hang.circles:
         circle = hang.circles[0]
         chain = " -> ".join(map(str, (*circle[:_MOST_RANKS], circle[0])))
         return f"Ranks wait for each other in a circle: {chain}."
     if hang.waits:
-        return _endless(hang)
+        return _stuck_operation(hang)
     return "No rank waits: every operation in the dumps has ended."
 
 
-def _endless(hang: Hang) -> str:
-    """What does not end although all have come, and who waits for the ranks in it."""
+def _stuck_operation(hang: Hang) -> str:
+    """Name the operation that all its ranks entered but that does not end, and further waiters."""
     first = next(wait for wait in hang.waits if not wait.waits_for)
-    what = _what(first.operation, first.group)
+    stuck = _name_operation(first.operation, first.group)
     within = [
         wait.rank
         for wait in hang.waits
-        if not wait.waits_for and _what(wait.operation, wait.group) == what
+        if not wait.waits_for and _name_operation(wait.operation, wait.group) == stuck
     ]
     reached = set(within)
     while (
@@ -214,29 +207,30 @@ def _endless(hang: Hang) -> str:
     ):
         reached |= more
     where = "at the network"
-    if not _tells_ranks(first):
+    if not _knows_ranks(first):
         where = "for a rank without a dump, then at the network"
-    told = (
-        f"{_ranks(within, first='Rank')} {'is' if len(within) == 1 else 'are'} in {what}, "
-        f"{_for_whom(first)}, and it does not end: look {where}."
+    sentence = (
+        f"{_ranks(within, first='Rank')} {'is' if len(within) == 1 else 'are'} in {stuck}, "
+        f"{_missing_ranks(first)}, and it does not end: look {where}."
     )
     if behind := sorted(reached.difference(within)):
         verb = "waits" if len(behind) == 1 else "wait"
         them = "it" if len(within) == 1 else "them"
-        told += f" {_ranks(behind, first='Rank')} {verb} for {them}."
-    return told
+        sentence += f" {_ranks(behind, first='Rank')} {verb} for {them}."
+    return sentence
 
 
 def _advice(hang: Hang) -> Iterator[str]:
+    """Yield lines that say where to look at each rank that never came or left no dump."""
     for rank in hang.never_came[:_MOST_RANKS]:
         if rank in hang.without_dump:
             yield f"Rank {rank} left no dump: look at its log, it may have died."
         elif operation := hang.last.get(rank):
             yield from _wrapped(
                 f"Look at rank {rank}: the last that it began was "
-                f"{_what(operation, hang.groups[operation.group])}, at "
+                f"{_name_operation(operation, hang.groups[operation.group])}, at "
                 f"{_time(operation.created_ns)}"
-                f"{', ' + _short(operation.place) if operation.place else ''}."
+                f"{', ' + _path_end(operation.place) if operation.place else ''}."
             )
         else:
             yield f"Look at rank {rank}: it began no operation at all."
@@ -245,21 +239,21 @@ def _advice(hang: Hang) -> Iterator[str]:
         yield f"{_ranks(others, first='Rank')} left no dump."
 
 
-def _told(operation: Operation) -> dict[str, object]:
-    told = asdict(operation)
+def _operation_json(operation: Operation) -> dict[str, object]:
     return {
-        "operation": told["name"],
-        "sequence": told["sequence"],
-        "peer": told["peer"],
-        "state": told["state"],
-        "sizes": told["sizes"],
+        "operation": operation.name,
+        "sequence": operation.sequence,
+        "peer": operation.peer,
+        "state": operation.state,
+        "sizes": operation.sizes,
         "since": _time(operation.created_ns),
-        "created_ns": told["created_ns"],
-        "place": told["place"],
+        "created_ns": operation.created_ns,
+        "place": operation.place,
     }
 
 
-def _what(operation: Operation, group: Group) -> str:
+def _name_operation(operation: Operation, group: Group) -> str:
+    """`all_reduce #12 of group tp`."""
     match operation.name:
         case "coalesced":
             return f"batch #{operation.sequence} of {group.title}"
@@ -270,11 +264,12 @@ def _what(operation: Operation, group: Group) -> str:
     return f"{operation.name} #{operation.sequence} of {group.title}"
 
 
-def _for_whom(wait: Wait) -> str:
+def _missing_ranks(wait: Wait) -> str:
+    """A relative clause that names the ranks for which an operation waits."""
     if wait.operation.name == "coalesced" and not wait.parts:
         return "whose parts no dump has any more"
     if not wait.waits_for:
-        return f"to which all {'' if _tells_ranks(wait) else 'that left a dump '}have come"
+        return f"to which all {'' if _knows_ranks(wait) else 'that left a dump '}have come"
     has = "has" if len(wait.waits_for) == 1 else "have"
     match wait.operation.name:
         case "recv":
@@ -284,20 +279,21 @@ def _for_whom(wait: Wait) -> str:
     return f"{_ranks(wait.waits_for)} {has} not come"
 
 
-def _tells_ranks(wait: Wait) -> bool:
-    """Whether the dumps tell who takes part."""
+def _knows_ranks(wait: Wait) -> bool:
+    """Return True if the dumps name the ranks of the operation."""
     return wait.group.tells_ranks or wait.operation.is_p2p
 
 
 def _ranks(ranks: Sequence[int], first: str = "rank") -> str:
     """`ranks 0, 1, 2, ... (8 in all)`."""
     found = list(dict.fromkeys(ranks))
-    told = ", ".join(map(str, found[:_MOST_RANKS]))
+    numbers = ", ".join(map(str, found[:_MOST_RANKS]))
     more = f", ... ({len(found)} in all)" if len(found) > _MOST_RANKS else ""
-    return f"{first}{'s' if len(found) > 1 else ''} {told}{more}"
+    return f"{first}{'s' if len(found) > 1 else ''} {numbers}{more}"
 
 
 def _time(time_ns: int) -> str:
+    """Format a time in UTC."""
     if time_ns <= 0:
         return "an unknown time"
     try:
@@ -306,8 +302,8 @@ def _time(time_ns: int) -> str:
         return "an unknown time"
 
 
-def _short(place: str) -> str:
-    """Of a path its end, which tells most."""
+def _path_end(place: str) -> str:
+    """Shorten a path to its last 60 characters."""
     return place if len(place) <= 60 else "..." + place[-57:]
 
 
@@ -315,11 +311,11 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text[:_MOST_TEXT], _WIDTH, subsequent_indent="  ")
 
 
-# `rrfp trace import`: a run made of other people's traces, or a hang told by its dumps.
+# Import of other programs' traces, and of dumps of a hang.
 
 
 class HangFormat(StrEnum):
-    """How a hang is printed."""
+    """Output formats of `rrfp trace import --flight-recorder`."""
 
     TEXT = "text"
     JSON = "json"
@@ -331,22 +327,20 @@ def import_run(
         typer.Argument(
             metavar="PATHS",
             help="Profiles (.json, .json.gz), exports of Nsight Systems (.sqlite) or execution "
-            "traces (.et, .json), one a rank; OpenTelemetry spans (.json, .jsonl); a directory of "
-            "them; or one table of StragglerAnalysis (.csv, .parquet).",
+            "traces (.et, .json), one per rank; OpenTelemetry spans (.json, .jsonl); a directory "
+            "of them; or one table of StragglerAnalysis (.csv, .parquet).",
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The directory of the run to make.")
+        Path | None, typer.Option("--out", "-o", help="The directory of the new run.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the run that is in the directory.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     flight_recorder: Annotated[
         bool,
         typer.Option(
             "--flight-recorder",
-            help="PATHS are dumps of torch's flight recorder (nccl_trace_rank_0, ...): say who "
-            "waits for whom, and make no run.",
+            help="PATHS are dumps of torch's flight recorder (nccl_trace_rank_0, ...): print which "
+            "ranks wait for which, and make no run.",
         ),
     ] = False,
     format_: Annotated[
@@ -358,9 +352,10 @@ def import_run(
         ),
     ] = None,
 ) -> None:
-    """Make a run of what other programs recorded, or say who waits for whom in a job that hangs.
+    """Import other programs' traces as a run, or print which ranks wait for which in a hang.
 
-    A profile needs no ranges of ours. What it cannot tell is said.
+    Works on any profile, without rrfp annotations; missing information is
+    reported.
     """
     if flight_recorder:
         if out is not None:
@@ -376,11 +371,12 @@ def import_run(
             "--flight-recorder"
         )
     if out is None:
-        raise UsageError("the run needs a directory to go to; add -o runs/NAME")
+        raise UsageError("the run needs a directory; add -o runs/NAME")
     _import(paths, out, force=force)
 
 
 def _import(paths: list[Path], out: Path, *, force: bool) -> None:
+    """Import traces as a run and print its size."""
     from rrfp.interchange.assemble import check_run_dir, write_run
     from rrfp.interchange.formats import import_run as read_run
 
@@ -397,13 +393,11 @@ def _import(paths: list[Path], out: Path, *, force: bool) -> None:
 
 
 def _hang(paths: list[Path], format_: HangFormat) -> str:
+    """Read dumps of a hang and format their analysis."""
     from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
 
     hang = hang_of(read_dumps(paths, lambda note: typer.echo(note, err=True)))
-    return hang_json(hang) if format_ is HangFormat.JSON else hang_text(hang)
-
-
-# `rrfp trace view`: a run's trace in the Perfetto UI.
+    return hang_json(hang) if format_ is HangFormat.JSON else describe_hang(hang)
 
 
 def view(
@@ -411,12 +405,12 @@ def view(
     preset: Annotated[
         Preset | None,
         typer.Option(
-            help="Show these tracks alone, at the longest step: work and waits, work beside the "
-            "hint, or messages; without it all tracks, at a typical step."
+            help="Show only these tracks, at the longest step: work and waits, work and hint "
+            "order, or messages. Default: all tracks, at a typical step."
         ),
     ] = None,
     evaluations: Annotated[
-        bool, typer.Option("--evaluations", help="Show an evaluation first, not a training step.")
+        bool, typer.Option("--evaluations", help="Show an evaluation, not a training step.")
     ] = False,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="Only print the address.")
@@ -425,22 +419,22 @@ def view(
         int | None, typer.Option(min=1, max=65535, help="The port to serve on; 9001 if free.")
     ] = None,
 ) -> None:
-    """Open the Perfetto UI on a run's trace, served from this machine until Ctrl-C."""
+    """Open a run's trace in the Perfetto UI, served from this machine until Ctrl-C."""
     from rrfp.analyze.perfetto_overlay import find_initial_view
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto_server import PUBLIC_UI_PORT, TraceServer, find_local_ui
 
     trace = resolve_trace(path)
     found = find_initial_view(trace, preset, evaluations=evaluations)
-    track, told = _critical_path(trace, found, evaluations=evaluations)
+    track, sentence = _critical_path(trace, found, evaluations=evaluations)
     with TraceServer(
         trace, ui=find_local_ui(), port=port, initial_view=found.view, appended=track
     ) as server:
         print(f"{trace} is at {server.address}")
-        if told:
-            print(told)
+        if sentence:
+            print(sentence)
         if preset is not None:
-            print(_what_is_shown(preset, found))
+            print(_describe_view(preset, found))
         print(
             f"From another machine, first: ssh -N -L {server.port}:127.0.0.1:{server.port} "
             f"{socket.gethostname()}",
@@ -459,7 +453,10 @@ def view(
 
 
 def _critical_path(trace: "Path", found: "StepView", *, evaluations: bool) -> tuple[bytes, str]:
-    """The track of the critical path, and what to say of it. The trace's file has no such track."""
+    """Return the track of the critical path, and a sentence if it lacks some steps.
+
+    The track is not in the trace's file; the server appends it.
+    """
     if found.step is None:
         return b"", ""
     from rrfp.analyze.frame_files import load_frames
@@ -474,7 +471,7 @@ def _critical_path(trace: "Path", found: "StepView", *, evaluations: bool) -> tu
     return track, f"The track '{TRACK}' has {len(steps)} of {every} steps, evenly over the run."
 
 
-def _what_is_shown(preset: Preset, found: "StepView") -> str:
+def _describe_view(preset: Preset, found: "StepView") -> str:
     if found.step is None:
         return "No step was finished by every rank; all of the trace is shown."
     shown = f"It shows {step_name(found.step)}, the longest"
@@ -486,11 +483,11 @@ def _what_is_shown(preset: Preset, found: "StepView") -> str:
 
 
 def _open_browser(address: str) -> None:
-    """Open a graphical browser, or say that there can be none: one in text would take the terminal.
+    """Open a graphical browser in a thread, because some browsers block until they end.
 
-    It is started beside the server, for some browsers are waited for until they end.
+    Without a display it prints a note, because a text browser would occupy the terminal.
     """
-    # BROWSER is the user's own choice, such as the helper of an editor that works remotely.
+    # BROWSER is the user's own choice, such as the helper of a remote editor.
     chosen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
     if sys.platform == "linux" and not chosen:
         typer.echo("No display for a browser here; open the address in one yourself.", err=True)
@@ -498,9 +495,7 @@ def _open_browser(address: str) -> None:
     threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
 
-app = typer.Typer(
-    help="Look at a run's trace, check that it is whole, or change its form.", no_args_is_help=True
-)
+app = typer.Typer(help="View a run's trace, check it, or convert it.", no_args_is_help=True)
 
 app.command(cls=Command, epilog="Example: rrfp trace view runs/latest --preset bubbles")(view)
 app.command(cls=Command, epilog="Example: rrfp trace check runs/latest")(check)

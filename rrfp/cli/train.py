@@ -1,4 +1,4 @@
-"""`rrfp train`: train a Megatron GPT over a pipeline and record every dispatch and wait."""
+"""`rrfp train`: train a Megatron GPT over a pipeline and record all dispatches and waits."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ import typer
 
 from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import option_of, with_parameters
-from rrfp.cli.errors import bug, interruptible
+from rrfp.cli.errors import describe_bug, interruptible
 from rrfp.cli.options import SettingsCommand, show_all
 from rrfp.cli.output import note_missing_records
 from rrfp.cli.progress import working
@@ -58,7 +58,7 @@ _HELP_ALL = inspect.Parameter(
 
 
 class TrainCommand(SettingsCommand):
-    """`rrfp train`, whose short help lists the common settings."""
+    """The command `rrfp train`, whose short help lists the common settings."""
 
     common = frozenset(each.flag for each in (*DECLARED.values(), _CONFIG) if each.is_common)
 
@@ -66,8 +66,7 @@ class TrainCommand(SettingsCommand):
 def with_settings(
     command: Callable[..., None], without: Collection[str] = ()
 ) -> Callable[..., None]:
-    """Give a command an option for every setting of a training run, as each is declared, but for
-    those in `without`."""
+    """Give a command an option for every declared setting of a run, except those in `without`."""
     options = [option_of(each) for flag, each in DECLARED.items() if flag not in without]
     return with_parameters(command, [*options, option_of(_CONFIG), _HELP_ALL])
 
@@ -76,9 +75,9 @@ def with_settings(
 def train(config: Path | None = None, help_all: bool | None = None, **flags: Any) -> None:
     """Train a Megatron GPT readiness-first and trace it.
 
-    Without flags: 4 pipeline stages on this machine's CPU, on the source text
-    of Python's standard library, for about a minute.
-    The run's directory holds run.json, metrics.jsonl and trace.pftrace.
+    Without flags: 4 pipeline stages on this machine's CPU, trained for about a
+    minute on the source code of Python's standard library. The run's directory
+    holds run.json, metrics.jsonl and trace.pftrace.
 
     Example: rrfp train --hint bf --pp 4 --steps 20
     """
@@ -92,7 +91,7 @@ def train(config: Path | None = None, help_all: bool | None = None, **flags: Any
 
 
 def _train_until_stopped(settings: TrainSettings) -> None:
-    """Train to the end, or to the step in which SIGTERM comes if this run saves checkpoints."""
+    """Train to the end. If the run saves checkpoints, SIGTERM ends it after the current step."""
     if settings.run.save is None:
         _check_and_run(settings)
         return
@@ -102,7 +101,7 @@ def _train_until_stopped(settings: TrainSettings) -> None:
         with stopping_on_sigterm():
             _check_and_run(settings)
     except StopRequestedError:
-        _tell_stopped_early(settings.run.save, resume=settings.run.resume)
+        _print_stopped_early(settings.run.save, resume=settings.run.resume)
 
 
 def _check_and_run(settings: TrainSettings) -> None:
@@ -113,9 +112,8 @@ def _check_and_run(settings: TrainSettings) -> None:
     _run(settings)
 
 
-def _tell_stopped_early(save: Path, *, resume: bool) -> None:
-    """Say what SIGTERM left where no step had begun: what was saved before, if this run goes on
-    from it."""
+def _print_stopped_early(save: Path, *, resume: bool) -> None:
+    """Print that SIGTERM came before the first step, and the checkpoint to resume from, if any."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
     found = CheckpointDir(save).newest(with_content=False) if resume else None
@@ -124,23 +122,25 @@ def _tell_stopped_early(save: Path, *, resume: bool) -> None:
         if found is None
         else f"before training went on; --resume goes on after step {found.step}"
     )
-    _tell(f"Stopped by SIGTERM {left}")
+    _note(f"Stopped by SIGTERM {left}")
 
 
 def _check_settings(settings: TrainSettings) -> None:
     from rrfp.train.data.sources import check_data
 
     check_settings(settings)
-    check_data(settings, report=_tell)
+    check_data(settings, report=_note)
 
 
 def _check_policy(settings: TrainSettings) -> None:
+    """Raise UsageError or RrfpError if the policy does not fit the pipeline."""
     from rrfp.schedule.rehearsal import fitted
 
     fitted(settings.effective_policy, settings.shape, counts_places=False)
 
 
 def _check_admission(settings: TrainSettings) -> None:
+    """Raise UsageError if the order of microbatches does not fit the run."""
     from rrfp.inputs import resolve_admission
     from rrfp.planning.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
@@ -151,6 +151,7 @@ def _check_admission(settings: TrainSettings) -> None:
 
 
 def _check_pace(settings: TrainSettings) -> None:
+    """Raise UsageError if --pace does not fit, or if --force would remove its run."""
     from rrfp.replay.cost_sources import costs_file
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.pacing import check_pace
@@ -166,6 +167,7 @@ def _check_pace(settings: TrainSettings) -> None:
 
 
 def _run(settings: TrainSettings) -> None:
+    """Train on this host: host 0 shows and records the run, other hosts join it."""
     from rrfp.replay.cost_sources import settled
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.checkpoints.run_start import has_trained_all, start_or_resume
@@ -173,37 +175,38 @@ def _run(settings: TrainSettings) -> None:
     from rrfp.train.launch.processes import remove_abandoned
 
     if settings.run.save is not None:
-        # It stands in the run's files, which may be read from another working directory.
+        # The run's files name it and may be read from another working directory.
         settings = settings.changed(save=settings.run.save.absolute())
     if settings.run.node_rank > 0:
         assert settings.run.out is not None
         if has_trained_all(settings):
             remove_abandoned()
-            _tell(f"All {settings.num_steps} steps are trained, and --steps asks for more")
+            _note(f"All {settings.num_steps} steps are trained, and --steps asks for more")
             return
         if launcher_place(settings) is None:
-            _tell(
+            _note(
                 f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "
                 f"{settings.run.rdzv_endpoint}, which shows how the run goes"
             )
-        launch(settings, RunDir(settings.run.out), warn=lambda each: _tell(f"Warning: {each}"))
+        launch(settings, RunDir(settings.run.out), warn=lambda each: _note(f"Warning: {each}"))
         return
     if settings.run.nnodes == 1 and settings.run.pace is not None:
-        # It may name the newest run, which this one is about to become.
+        # --pace may name the newest run, which is soon this one.
         settings = settings.changed(pace=settled(settings.run.pace))
-    beginning = start_or_resume(settings, report=_tell)
+    beginning = start_or_resume(settings, report=_note)
     if beginning.first_step < settings.num_steps:
         _train(beginning, settings)
         return
-    # The launcher before may have been killed as it closed, and no other one starts here.
+    # An earlier launcher may have been killed during cleanup, and no other one starts here.
     remove_abandoned()
-    _tell(
+    _note(
         f"All {settings.num_steps} steps are trained; the metrics are in {beginning.metrics}, and "
         "--steps asks for more"
     )
 
 
 def _train(beginning: "RunStart", settings: TrainSettings) -> None:
+    """Train with a display, then print the summary. If it fails, merge the records so far."""
     from rrfp.cli.progress import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
     from rrfp.train.checkpoints.directory import CheckpointDir
@@ -226,45 +229,49 @@ def _train(beginning: "RunStart", settings: TrainSettings) -> None:
             if _num_finished(run, settings) < settings.num_steps:
                 note.outcome = Outcome.STOPPED
     except RrfpError:
-        _encode_what_is_there(run)
-        _tell_again(warnings)
+        _merge_partial_records(run)
+        _repeat_warnings(warnings)
         raise
     except KeyboardInterrupt:
-        # Records stay where they are until they are in a trace.
+        # Another Ctrl-C ends the merge; records are kept until a trace holds them.
         with interruptible():
-            _encode_what_is_there(run)
-        _tell_again(warnings)
+            _merge_partial_records(run)
+        _repeat_warnings(warnings)
         raise
     except StopRequestedError:
-        _tell_again(warnings)
+        _repeat_warnings(warnings)
         raise
     finally:
         if settings.run.save is not None:
-            # Ranks that were ended while they saved remove nothing.
+            # Ranks that were killed while saving leave partial checkpoints.
             CheckpointDir(settings.run.save).remove_abandoned()
-    _report(run, settings, beginning.first_step, warnings)
+    _print_summary(run, settings, beginning.first_step, warnings)
 
 
-def _report(run: "RunDir", settings: TrainSettings, first_step: int, warnings: list[str]) -> None:
-    """What a run that came to its end has to show, and where to look next. Raises RrfpError if its
-    directory is gone."""
+def _print_summary(
+    run: "RunDir", settings: TrainSettings, first_step: int, warnings: list[str]
+) -> None:
+    """Print the results of a finished run and the next commands.
+
+    Raises RrfpError if the run's directory is gone.
+    """
     num_finished = _num_finished(run, settings)
-    _tell_again(warnings)
+    _repeat_warnings(warnings)
     if not run.path.is_dir():
         raise RrfpError(
             f"{num_finished} steps are trained and saved in {settings.run.save}, but the run's "
             f"directory {run.path} was removed or moved away meanwhile: its trace is lost, and its "
             "metrics are those of the checkpoint"
         )
-    tell_pace(run, first_step)
-    _tell_heldout(run)
+    print_pace(run, first_step)
+    _print_heldout_loss(run)
     if num_finished < settings.num_steps:
-        _tell(
+        _note(
             f"Stopped by SIGTERM after {num_finished} of {settings.num_steps} steps, which are "
             f"saved in {settings.run.save}; --resume goes on"
         )
     if settings.run.no_trace:
-        _tell(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
+        _note(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
         return
     from rrfp.analyze.bubbles import bubble_table, bubbles
     from rrfp.analyze.frame_files import load_frames
@@ -272,23 +279,25 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int, warnings: l
 
     with working("Merging the ranks' records"):
         trace = resolve_session(run.path)
-    # Of all that was trained, as the metrics; reports leave out the warm-up.
+    # With the warm-up, unlike reports, because the metrics include it.
     frames = load_frames(trace, with_warm_up=True)
     note_missing_records(frames)
     print_tables([bubble_table(bubbles(frames))], markdown=False)
-    rrfp = _program()
+    rrfp = _program_name()
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"
     if trace != run.trace:
         where = f" {quote(str(trace))}"
-        _tell(f"Another session of this run went before; {rrfp} trace view {run.path} joins them")
-    typer.echo(f"The trace is {trace}", err=True)
-    typer.echo(f"Next: {rrfp} trace view{where}", err=True)
-    typer.echo(f"      {rrfp} analyze{where}", err=True)
+        _note(f"Another session of this run went before; {rrfp} trace view {run.path} joins them")
+    _note(f"The trace is {trace}")
+    _note(f"Next: {rrfp} trace view{where}")
+    _note(f"      {rrfp} analyze{where}")
 
 
-def tell_pace(run: "RunDir", first_step: int) -> None:
-    """Say how many tasks of a paced session, which began with this step, took longer than their
-    model. An earlier session may have had another model."""
+def print_pace(run: "RunDir", first_step: int) -> None:
+    """Print how many tasks took longer than the modelled times of --pace, from `first_step` on.
+
+    Earlier steps belong to sessions that may have used another model.
+    """
     steps = [
         line["over_pace"]
         for line in _metrics(run)
@@ -309,18 +318,18 @@ def tell_pace(run: "RunDir", first_step: int) -> None:
             f"Warning: {sentence}; the times of this run are not its model's; use a smaller model "
             "or longer tasks"
         )
-    typer.echo(sentence, err=True)
+    _note(sentence)
 
 
-def _tell_heldout(run: "RunDir") -> None:
-    """Say how well the trained model does on what it has not seen."""
+def _print_heldout_loss(run: "RunDir") -> None:
+    """Print the held-out loss of the last step, if it was measured."""
     *_, last = [{"heldout_loss": None}, *_metrics(run)]
     if last["heldout_loss"] is not None:
-        typer.echo(f"Held-out loss {last['heldout_loss']:.4f}", err=True)
+        _note(f"Held-out loss {last['heldout_loss']:.4f}")
 
 
-def _encode_what_is_there(run: "RunDir") -> None:
-    """Merge what a run that failed has recorded, and say where it is."""
+def _merge_partial_records(run: "RunDir") -> None:
+    """Merge the records of a failed run into a trace and print its path; errors are printed."""
     from rrfp.trace.locate import resolve_session
 
     if not run.path.is_dir():
@@ -331,50 +340,48 @@ def _encode_what_is_there(run: "RunDir") -> None:
             return
         with working("Merging the ranks' records"):
             trace = resolve_session(run.path)
-    # Whatever fails here, why the run failed is yet to be told.
+    # No error here may hide why the run failed.
     except (RrfpError, OSError) as error:
-        typer.echo(f"No trace was made: {error}", err=True)
+        _note(f"No trace was made: {error}")
     except Exception as error:
-        typer.echo(f"No trace was made: {bug(error)}", err=True)
+        _note(f"No trace was made: {describe_bug(error)}")
     else:
-        typer.echo(f"The trace of the finished steps is {trace}", err=True)
-        typer.echo(
-            f"How it ended, rank by rank: {_program()} analyze {quote(str(trace))}", err=True
-        )
+        _note(f"The trace of the finished steps is {trace}")
+        _note(f"How it ended, rank by rank: {_program_name()} analyze {quote(str(trace))}")
 
 
 def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
-    """How many steps of a run that has come to its end are finished. Only one that saves may end
-    before its last step."""
+    """Return the number of finished steps; only a run that saves can end before its last step."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
     if settings.run.save is None:
         return settings.num_steps
-    # Lines that a full disk did not take may be missing.
+    # On a full disk, lines of the metrics may be missing.
     found = CheckpointDir(settings.run.save).newest(with_content=False)
     saved = 0 if found is None else found.step
     return max([saved, *(int(line["step"]) + 1 for line in _metrics(run))])
 
 
 def _metrics(run: "RunDir") -> list[dict[str, Any]]:
-    """The lines of a run's metrics, as far as they could be written."""
+    """Read the lines of a run's metrics; empty if the file is missing."""
     if not run.metrics.exists():
         return []
     return [*map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())]
 
 
-def _tell_again(warnings: list[str]) -> None:
-    """Repeat what was warned of while the run went on: it may have scrolled away."""
+def _repeat_warnings(warnings: list[str]) -> None:
+    """Print the warnings of the run again, because they may have scrolled away."""
     for sentence in dict.fromkeys(warnings):
-        _tell(f"Warning: {sentence}")
+        _note(f"Warning: {sentence}")
 
 
-def _tell(sentence: str) -> None:
+def _note(sentence: str) -> None:
+    """Print a sentence on stderr."""
     typer.echo(sentence, err=True)
 
 
-def _program() -> str:
-    """How the user can call this program again; its directory may not be on the PATH."""
+def _program_name() -> str:
+    """Return how the user can call rrfp again, even if it is not on the PATH."""
     called = Path(sys.argv[0])
     if called.name != "rrfp":
         return f"{sys.executable} -m rrfp"

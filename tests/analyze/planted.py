@@ -145,8 +145,7 @@ def clean(seed: int) -> Recording:
 
 
 def alarms(recording: Recording) -> list[Bottleneck]:
-    """What is found, except what lies in the nature of a pipeline, and what tasks that scatter
-    leave to stages and microbatches."""
+    """Return the findings without causes of every pipeline, and without effects of task scatter."""
     by_chance = (
         BottleneckKind.SLOW_STAGE,
         BottleneckKind.UNEVEN_LAYERS,

@@ -28,9 +28,9 @@ from rrfp.watch.slowness import WINDOW
 from tests.analyze.simulated_runs import policy_of
 
 KIND_NS = (10_000, 9_000, 6_000)
-"""What F, B and W take on average."""
+"""The mean times of F, B and W."""
 GAP_NS = 1_000
-"""Between two steps."""
+"""The time between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class Setting:
     link: tuple[int, int] = (0, 1)
     times: float = 1.0
     scatter: float = 0.0
-    """Of a task or message, lognormal."""
+    """The lognormal scatter of tasks and messages."""
     stops: float = 0.0
     """The share of tasks that take 3 to 10 times as long, as on a machine with other work."""
     lengths: float = 0.0
-    """Of a microbatch, lognormal; the same on all stages of its replica."""
+    """The lognormal scatter of microbatches, the same on all stages of a replica."""
     layers: tuple[int, ...] = ()
-    """Of each stage; empty where they are even."""
+    """The layers of each stage; empty if they are even."""
     message_ns: int = 300
     bounds: tuple[tuple[str, int], ...] = ()
     members: int = 1
-    """Of a tensor-parallel group."""
+    """The size of a tensor-parallel group."""
     scale: int = 1
     """How many times longer all of it takes."""
 
@@ -168,13 +168,13 @@ def figures_of(recording: Recording) -> list[StepFigures]:
 
 
 def alerts_in(recording: Recording) -> list[Alert]:
-    """What watching the whole run tells."""
+    """Return the alerts from watching the whole run."""
     alarms = Alarms(records.info for records in recording.ranks)
     return [alert for step in figures_of(recording) for alert in alarms.add_step(step)]
 
 
 def step_of(recording: Recording, step: int) -> list[RankRecords]:
-    """What the ranks record in one step."""
+    """Return the records of one step."""
     found = []
     for records in recording.ranks:
         of_step = RankRecords(records.info)
@@ -230,7 +230,7 @@ def clean(seed: int) -> Setting:
 
 
 def first_alert(setting: Setting) -> Alert | None:
-    """The first thing that is told within ten steps of the onset."""
+    """The first alert within ten steps of the onset."""
     return next(iter(alerts_in(record(setting, setting.onset + WINDOW))), None)
 
 

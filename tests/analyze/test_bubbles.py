@@ -52,7 +52,7 @@ def _wait(start_ns: int, end_ns: int, cause: str) -> WaitRecord:
 def _divide(
     window: tuple[int, int], tasks: list[TaskRecord], waits: list[WaitRecord]
 ) -> dict[str, int]:
-    """What is not zero."""
+    """Return the parts that are not zero."""
     return {cause: ns for cause, ns in _parts(window, tasks, waits).items() if ns}
 
 
@@ -188,7 +188,7 @@ def test_without_launches_overhead_is_not_divided() -> None:
 
 
 _steps = st.lists(st.tuples(_spans, _spans, _spans), min_size=2, max_size=2)
-"""Of a rank: work, waits and launches of each step, as starts and lengths."""
+"""The work, waits and launches of a rank in each step, as starts and lengths."""
 
 
 @given(st.lists(_steps, min_size=1, max_size=3))

@@ -285,7 +285,7 @@ def test_a_chart_of_a_run_has_no_use_for_a_step() -> None:
 
 
 @pytest.mark.parametrize("kind", OF_ANY_RUN)
-def test_a_run_without_a_finished_step_is_told_so(kind: ChartKind) -> None:
+def test_a_run_without_a_finished_step_is_refused(kind: ChartKind) -> None:
     recording = simulated("bf", Shape(2, 3), transfer=lambda *_: 1)
     for records in recording.ranks:
         records.phases.clear()
@@ -317,7 +317,7 @@ EYES: dict[str, tuple[Triple, Triple, Triple]] = {
         (-0.011820, 0.042940, 0.968881),
     ),
 }
-"""What is left of linear RGB (Machado, Oliveira and Fernandes 2009, severity 1)."""
+"""Matrices of color vision deficiency on linear RGB (Machado, Oliveira and Fernandes 2009)."""
 
 LEAST = 10.0
 """CIEDE2000; 2.3 is just noticeable."""

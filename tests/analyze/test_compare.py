@@ -1,4 +1,4 @@
-"""Two runs side by side: a difference is told, noise is not called one."""
+"""Comparison of two runs: differences are reported, and noise is not."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def moved(comparison: Comparison) -> set[str]:
     return {cause for cause, each in comparison.causes_s.items() if each.leaves_out(0)}
 
 
-def test_a_faster_run_is_told_with_what_made_it_so() -> None:
+def test_a_faster_run_is_reported_with_what_made_it_so() -> None:
     comparison = compare(run_of(STEADY), run_of(tuple(each // 2 for each in STEADY)))
     # Three tasks on each of two stages, the second one a task later.
     assert comparison.step_s == (400e-9, 200e-9)
@@ -108,12 +108,12 @@ def test_the_same_runs_have_the_same_intervals() -> None:
     assert compare(a, b) == compare(a, b)
 
 
-def test_one_step_tells_no_difference() -> None:
+def test_one_step_is_too_few_for_a_difference() -> None:
     with pytest.raises(RrfpError, match="have 8 and 1 whole steps, and it takes 2 of each"):
         compare(run_of(STEADY), run_of((100,)))
 
 
-def test_a_step_that_takes_no_time_is_told() -> None:
+def test_a_step_that_takes_no_time_is_reported() -> None:
     broken = run_of(STEADY)
     for records in broken.ranks:
         records.phases[3] = records.phases[3]._replace(start_ns=0, end_ns=0)
@@ -162,9 +162,8 @@ def test_the_command(
     write_trace(Path("busy.pftrace"), run_of(tuple(each * 14 // 10 for each in STEADY)))
     told = " ".join(rrfp("a.pftrace", "busy.pftrace")[1].split())
     assert (
-        "For the same work no difference that stands out from the noise of these steps. The tasks "
-        "of B themselves take 40.0% longer. A step takes 400 ns in A and 560 ns in B (median): B "
-        "is slower, by 40.0%." in told
+        "For the same work there is no significant difference. The tasks of B take 40.0% longer. A "
+        "step takes 400 ns in A and 560 ns in B (median): B is slower, by 40.0%." in told
     )
     assert rrfp("a.pftrace", "a.pftrace", "--fail-above", "1")[0] == 0
     code, _, told = rrfp("a.pftrace", "b.pftrace", "--fail-above", "1.1")
@@ -239,8 +238,8 @@ def test_the_warning_is_a_sentence() -> None:
         "data": {"data": (None, "x" * 99)},
     }
     assert warning(found) == (
-        "Not the schedule alone differs between A and B, but their model (layers 8 and 16, dtype "
-        f"fp32 and bf16) and data (data null and {'x' * 40}...) too."
+        "A and B also differ in model (layers 8 and 16, dtype fp32 and bf16) and in data (data "
+        f"null and {'x' * 40}...), so the schedule is not the only cause."
     )
     assert warning({}) == ""
 
@@ -267,7 +266,9 @@ def compared(
 def test_the_command_warns_of_it(compared: Any) -> None:
     out, _ = compared()
     told = " ".join(out.split())
-    assert told.endswith("but their model (layers 8 and 16) too.")
+    assert told.endswith(
+        "differ in model (layers 8 and 16), so the schedule is not the only cause."
+    )
     assert told.index("for the same work") < told.index(" step time ", told.index("work"))
     out, _ = compared("--format", "json")
     assert json.loads(out)["differences"] == {"model": {"layers": [8, 16]}}
@@ -292,7 +293,7 @@ def test_the_page_has_both_steps_on_one_axis(compared: Any) -> None:
     assert err == "The page is c.html\n"
     source = Path("c.html").read_text()
     assert source.index("For the same work") < source.index("B over A")
-    assert re.search(r'class="warning"[^>]*>Not the schedule alone differs', source)
+    assert re.search(r'class="warning"[^>]*>A and B also differ in', source)
     assert ">layers</td>" in source
     charts = json.loads(re.findall(r'id="charts">(.*?)</script>', source)[0])
     (chart,) = charts.values()

@@ -99,7 +99,7 @@ def test_so_they_are_in_recorded_runs(flags: str, tmp_path: Path) -> None:
 @examples(quick=8, thorough=500)
 @given(SEEDS)
 def test_where_transfers_take_no_time_the_path_is_work(hint: str, whole: Shape, seed: int) -> None:
-    """Whoever waits, waits for somebody's task: the rank that came last to a meeting."""
+    """A waiting rank waits for a task: the path follows the rank that came last to a transfer."""
     policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
     world = StepConditions(random_times(random.Random(seed), shape), blocking=True)
     recording = simulated_run(policy, shape, [world], links="blocking")
@@ -146,12 +146,12 @@ def test_where_transfers_block_work_is_queued_at_its_sender() -> None:
     assert forwards["starved_ns"].to_list() == [10, 0, 0]
 
 
-def test_links_to_a_stage_of_megatrons_run_are_told() -> None:
+def test_links_to_a_stage_of_megatrons_run_are_reported() -> None:
     found = misalignment(frames_of(read_trace(MEGATRONS)), stage=1)
     assert found["to"].unique().to_list() == [1]
 
 
-def test_of_a_stage_its_share_is_told_and_the_whole_idles_as_before() -> None:
+def test_a_stage_reports_its_share_and_the_whole_idles_as_before() -> None:
     frames = frames_of(read_trace(MEGATRONS))
     path = critical_path(frames)
     of_stages = [path.of_rank(rank) for rank in range(4)]
@@ -160,7 +160,7 @@ def test_of_a_stage_its_share_is_told_and_the_whole_idles_as_before() -> None:
     shares = []
     for rank, each in enumerate(of_stages):
         (told,) = path_table(each, stages).conclusions
-        found = re.search(rf"Stage {rank} owns ([\d.]+)% of it, most as \w+\.$", told)
+        found = re.search(rf"Stage {rank} takes ([\d.]+)% of it, most as \w+\.$", told)
         assert found is not None
         shares.append(float(found[1]))
     assert sum(shares) == pytest.approx(100, abs=0.21)

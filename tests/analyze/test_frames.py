@@ -157,7 +157,7 @@ def test_damaged_tables_are_made_anew(trace: Path, damage: Callable[[Path], None
     assert list(trace.with_name("trace.pftrace.frames").iterdir()) == [folder]
 
 
-def test_tables_of_another_trace_are_not_taken(trace: Path) -> None:
+def test_tables_of_another_trace_are_not_used(trace: Path) -> None:
     whole = load_frames(trace)
     (folder,) = trace.with_name("trace.pftrace.frames").iterdir()
     other = trace.with_name("other.pftrace")

@@ -72,7 +72,7 @@ class Size:
 
 @st.composite
 def sizes(draw: st.DrawFn, last: int = 0) -> Size:
-    """Of 3 to 6 ranks; the odd one is none of the `last` ones."""
+    """Draw 3 to 6 ranks; the odd one is not among the `last` ones."""
     num_ranks = draw(st.integers(3, 6))
     return Size(num_ranks, draw(st.integers(3, 9)), draw(st.integers(0, num_ranks - 1 - last)))
 
@@ -108,7 +108,7 @@ def owners(recording: Recording) -> Owned:
 
 
 def summed(*parts: tuple[int, str, int]) -> Owned:
-    """What each owner has in all."""
+    """Sum the time of each owner."""
     owned: defaultdict[tuple[int, str], int] = defaultdict(int)
     for pp_rank, kind, time_ns in parts:
         owned[pp_rank, kind] += time_ns
@@ -129,7 +129,7 @@ def worst(links: Mapping[tuple[int, int], Mapping[str, float]], name: str) -> tu
 
 
 def replayed_ns(recording: Recording, change: Change) -> int:
-    """What the step would have taken with a change; the replay as it was misses nothing."""
+    """Return the replayed step time with a change; without it the replay is exact."""
     report = what_if(recording, lambda run: [change])
     assert report.replay_error == 0
     return report.rows[0].makespan_ns
@@ -235,7 +235,7 @@ def test_without_the_slow_stage_the_step_is_that_of_an_even_pipeline(
     even_ns = (size.num_microbatches + size.num_ranks - 1) * (F_NS + B_NS)
     change = Change(median_stage=size.odd_one)
     assert replayed_ns(slow_stage(size, slower), change) == even_ns
-    # Its fault is told unasked, too.
+    # The usual changes include it.
     told = [row.what for row in what_if(slow_stage(size, slower)).rows]
     assert f"stage {size.odd_one} as fast as the median" in told
 
@@ -264,7 +264,7 @@ def compared(first: Recording, second: Recording) -> Comparison:
 
 
 def moved_ns(comparison: Comparison, num_ranks: int) -> dict[str, float]:
-    """What a step of the second run has more of each, over all ranks."""
+    """Return the time of each cause in the second run beyond the first, over all ranks."""
     return {
         cause: round(each.median * NS_PER_S * num_ranks, 3)
         for cause, each in comparison.causes_s.items()
@@ -557,7 +557,7 @@ def test_a_slow_stage_is_named_also_where_a_limit_withholds_what_would_only_wait
 
 @pytest.mark.parametrize(("sender", "receiver", "every_ns"), [(1, 2, 10), (2, 1, 30), (3, 2, 30)])
 def test_a_slow_link(sender: int, receiver: int, every_ns: int) -> None:
-    """Its sender has a message ready every so often."""
+    """The sender has a message ready at a fixed interval."""
 
     def transfer(a: int, b: int, task: Task) -> int:
         return 90 if (a, b) == (sender, receiver) else 0
@@ -688,7 +688,7 @@ def test_the_advice_on_a_limit_says_the_next_one_to_try() -> None:
     assert "Try --limit 2," in shares(frames, blame(frames))[0].advice
 
 
-def test_a_run_of_one_rank_or_of_forwards_alone_has_nothing_to_tell() -> None:
+def test_a_run_of_one_rank_or_of_forwards_alone_has_no_links() -> None:
     one = frames_of(simulated("bf", Shape(1, 4)))
     assert shares(one, blame(one)) == []
     forwards = replace(Shape(2, 4), kinds=FORWARD_ONLY)

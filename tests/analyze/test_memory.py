@@ -22,7 +22,7 @@ from rrfp.analyze.charts.export import VEGA_LITE, draw, spec_of
 from rrfp.analyze.compare import compare
 from rrfp.analyze.findings import blame, findings, replays
 from rrfp.analyze.frames import frames_of, recording_of
-from rrfp.analyze.memory import kept_changes, memory, memory_table, peak_bytes
+from rrfp.analyze.memory import activation_changes, memory, memory_table, peak_bytes
 from rrfp.analyze.report import report
 from rrfp.analyze.whatif import whatif_table
 from rrfp.cli import main as cli
@@ -51,7 +51,7 @@ from tests.analyze.simulated_runs import OURS, equal_times, policy_of, random_ti
 from tests.properties.cases import SEEDS, examples
 
 # What a run kept in memory, from its trace: sizes come back to the byte, replays keep to a hold in
-# bytes, and damaged sums are told.
+# bytes, and damaged sums are reported.
 
 
 SHAPE = Shape(4, 8)
@@ -185,7 +185,7 @@ def test_a_trace_of_before_has_no_bytes() -> None:
     assert measure(run)[0].replicas[0].sizes is None
 
 
-# What does not add up is told.
+# Inconsistent bytes are reported.
 
 
 def held_run(hold: Hold | None = None, hint: str = "bfw") -> Recording:
@@ -202,7 +202,7 @@ def with_tasks(recording: Recording, tasks: list[TaskRecord]) -> Recording:
 
 @pytest.mark.parametrize("kind", "FBW")
 @pytest.mark.parametrize("error", [-1, 1])
-def test_a_sum_that_is_a_byte_off_is_told_by_check_and_refused_by_replays(
+def test_a_sum_that_is_a_byte_off_is_reported_by_check_and_refused_by_replays(
     kind: str, error: int
 ) -> None:
     recording = held_run()
@@ -220,7 +220,7 @@ def test_a_sum_that_is_a_byte_off_is_told_by_check_and_refused_by_replays(
         measure(read_run(damaged))
 
 
-def test_what_passes_the_bound_is_told() -> None:
+def test_bytes_above_the_bound_are_reported() -> None:
     recording = held_run(Bytes(10_000))
     first, *others = recording.ranks
     phases = [phase._replace(budget_bytes=1) for phase in first.phases]
@@ -284,7 +284,7 @@ def test_measured_bytes_may_grow_in_a_backward() -> None:
     assert sizes.pending_w[0] == [15] * 8
 
 
-def test_steps_whose_sizes_were_not_known_yet_tell_no_peak() -> None:
+def test_steps_whose_sizes_were_not_known_yet_have_no_peak() -> None:
     policy, shape = policy_of("bfw", SHAPE)
     real = random_sizes(Random(2), shape, splits=True)
     budget = 2 * least_budget(real, shape)
@@ -454,7 +454,7 @@ def test_a_rank_without_tasks_has_no_counters(tmp_path: Path) -> None:
 # A recorded run as costs.
 
 
-def test_a_recorded_run_as_costs_keeps_what_it_kept() -> None:
+def test_a_recorded_run_as_costs_holds_the_same_bytes() -> None:
     recording, worlds, _, shape = random_run(11)
 
     costs = costs_of(recording)
@@ -544,7 +544,7 @@ def test_peaks_sizes_and_room_are_those_of_the_tasks(seed: int) -> None:
         else:
             assert each.budget_bytes is None
         ceiling = each.budget_bytes or max(peaks.values())
-        assert each.room_bytes == ceiling - each.peak_held_bytes
+        assert each.headroom_bytes == ceiling - each.peak_held_bytes
 
 
 def naive_for_w(tasks: list[TaskRecord], sizes: ActivationSizes) -> list[int]:
@@ -565,7 +565,7 @@ def test_what_waits_for_w_is_what_the_sizes_owe() -> None:
     seeds = (seed for seed in range(100) if random_run(seed)[3].splits_backward)
     for _, seed in zip(range(8), seeds, strict=False):
         recording, worlds, *_ = random_run(seed)
-        tasks = kept_changes(frames_of(recording))
+        tasks = activation_changes(frames_of(recording))
         for records in recording.ranks:
             sizes = worlds[records.info.dp_rank].sizes
             assert sizes is not None
@@ -583,7 +583,7 @@ def test_an_unfinished_step_does_not_count() -> None:
         memory(frames_of(recording))
 
 
-def test_the_sentence_names_the_worst_and_the_roomiest_rank() -> None:
+def test_the_sentence_names_the_worst_and_the_freest_rank() -> None:
     said = memory_table(memory(frames_of(a_run(hold=4)))).conclusions[0]
     assert said == (
         "Rank 0 held most, 40 GiB in step 0; rank 3 could have held 35 GiB more before it held "
@@ -617,7 +617,7 @@ def test_a_bound_that_counts_microbatches_is_held_against_the_same_memory_in_byt
     frames = frames_of(multimodal(4))
     most = memory(frames).worst.peak_held_bytes
     assert found.saving > 0.02
-    assert "could have held" in found.told
+    assert "could have held" in found.figures
     assert f"at that bound a step takes {found.saving:.0%} less" in found.advice
     assert found.flags.startswith("--hold ")
     assert found.flags.endswith("MiB")
@@ -643,7 +643,7 @@ def test_where_the_device_sets_the_bound_more_is_no_advice() -> None:
     automatic = simulated_run(replace(policy, hold=Auto.AUTO), shape, [world])
     bound = found_in(automatic)[BottleneckKind.BOUND]
     assert "hold auto" in bound.title
-    assert "recompute activations, or make microbatches smaller" in bound.advice
+    assert "recompute activations, or use smaller microbatches" in bound.advice
 
 
 # Charts and pages.
@@ -729,7 +729,7 @@ def test_a_comparison_has_the_memory_of_both() -> None:
         ("shm", [0] * 4),
     ],
 )
-def test_outboxes_are_those_that_the_run_tells(transport: object, expected: list[int]) -> None:
+def test_outboxes_are_those_that_the_run_states(transport: object, expected: list[int]) -> None:
     recording = a_run(hold=4)
     told = frames_of(replace(recording, settings={**recording.settings, "transport": transport}))
     assert [each.outbox_bytes for each in memory(told).ranks] == expected
@@ -758,7 +758,7 @@ def rrfp(
     return call
 
 
-def test_the_command_tells_each_rank_and_one_sentence(
+def test_the_command_states_each_rank_and_one_sentence(
     rrfp: Callable[..., tuple[int, str, str]],
 ) -> None:
     code, out, _ = rrfp("memory", "run.pftrace")
@@ -787,7 +787,7 @@ def test_a_trace_without_sizes_says_so_and_what_to_do(
         code, out, told = rrfp(*command[:2], *command[2:], str(OURS))
         assert (code, out) == (1, "")
         assert told.count("\n") == 1
-        assert "does not tell how many bytes its microbatches kept; record the run anew" in told
+        assert "has no activation bytes; record the run again" in told
 
 
 @pytest.mark.parametrize(

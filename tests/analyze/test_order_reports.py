@@ -96,7 +96,7 @@ def test_every_record_of_a_real_run_is_a_row(trace: Path) -> None:
 
 
 def test_what_ran_out_of_turn_is_counted_by_what_stood_before_it() -> None:
-    # Microbatch 0 is on its way until 1 and 2 are there: stage 1 runs 1, 2 and then 0.
+    # Microbatch 0 is in flight until 1 and 2 have arrived: stage 1 runs 1, 2 and then 0.
     late = {Task(1, Kind.F, 0): 100}
     order = parse_order("0F1,0F2,0F0,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n", Shape(2, 3), "mine")
     recording = simulated(order, Shape(2, 3), transfer=lambda _s, _r, task: late.get(task, 0))
@@ -336,7 +336,7 @@ def test_tables_keep_to_80_columns_and_csv_has_a_heading(run: Run, command: str)
     [
         ("misalignment", ("--fail-above", "0"), 3, "above the 0 of --fail-above"),
         ("deviations", ("--fail-above", "1"), 0, ""),
-        ("critical-path", ("--fail-above", "0.1"), 3, "what links and waits own"),
+        ("critical-path", ("--fail-above", "0.1"), 3, "the share of links and waits in the step"),
         ("deviations", ("--stage", "7"), 2, "no tasks of stage 7; its stages are 0, 1"),
         ("misalignment", ("--steps", "5:"), 2, "none of the steps asked for; it has those from 0"),
         ("critical-path", ("--step", "9"), 2, "step 9 was not finished by every rank"),
@@ -349,7 +349,7 @@ def test_thresholds_and_bad_choices(
     assert (found, words in told, told.count("\n") <= 1) == (code, True, True)
 
 
-def test_notes_are_told_once_and_steps_left_out_are_named(
+def test_notes_are_reported_once_and_steps_left_out_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording = simulated("bf", Shape(3, 3), num_steps=3)
@@ -381,6 +381,6 @@ def test_what_a_trace_says_is_no_markup(
     assert "[red]hot" in table
 
 
-def test_a_run_without_messages_is_told_so() -> None:
+def test_a_run_without_messages_is_refused() -> None:
     with pytest.raises(RrfpError, match="no messages between stages"):
         misalignment.misalignment(frames_of(simulated("bf", Shape(1, 3))))

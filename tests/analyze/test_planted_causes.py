@@ -28,7 +28,7 @@ from tests.analyze.planted import B_NS, F_NS, W_NS, alarms, clean, first, plante
 from tests.analyze.simulated_runs import policy_of, simulated_run
 from tests.train.trained import Run, run
 
-# Runs with one planted cause: the first finding names it and its place, by what mending saves.
+# Runs with one planted cause: the first finding names it and its place, by the saving of a fix.
 
 
 pytestmark = pytest.mark.timeout(1800)
@@ -83,7 +83,7 @@ def test_a_slow_rank_among_those_that_run_its_tasks(slow: int) -> None:
     found, _ = first(recording)
     assert (found.kind, found.pp_rank) == (BottleneckKind.SLOW_RANK, 1)
     assert found.change.usual_rank == by_place[slow].info.rank
-    assert "the ranks that run the same tasks with it" in findings_in(recording)[0].told
+    assert "the ranks that run the same tasks with it" in findings_in(recording)[0].figures
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -104,7 +104,7 @@ def test_heavy_microbatches() -> None:
 
 
 def test_uneven_layers_come_with_the_split_that_evens_them_out() -> None:
-    """Each layer takes as long as a task of ours; the first stage has the embedding besides."""
+    """Each layer takes one unit of time; the first stage also has the embedding."""
     work = (3, 2, 2, 4)
     slow = run_of(Shape(4, 16), lambda _, stage, __: work[stage])
     settings = slow.settings["settings"]
@@ -152,7 +152,7 @@ def test_a_slow_link(link: tuple[int, int]) -> None:
 
 
 def test_a_link_that_costs_nothing_is_never_named() -> None:
-    """Its messages take three times as long and are hidden behind work."""
+    """The messages of the link take three times as long and are hidden behind work."""
     slow = run_of(Shape(4, 16), slow_link=((1, 2), 3.0), message_ns=100)
     run = read_run(slow)
     assert BottleneckKind.SLOW_LINK not in {
@@ -234,12 +234,12 @@ def test_a_finding_saves_what_its_command_replays() -> None:
     assert finding.command("runs/one") == "rrfp analyze whatif runs/one --median-stage 2"
 
 
-def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
+def test_a_rank_that_becomes_slow_is_reported_since_when() -> None:
     """The first of four steps is that of an even run."""
     even = run_of(Shape(2, 8), replicas=3)
     slow = run_of(Shape(2, 8), lambda r, s, _: 2 if (r, s) == (1, 0) else 1, replicas=3)
     later = [each for each in findings_in(slow) if each.kind == BottleneckKind.SLOW_RANK]
-    assert "in all steps" in later[0].told
+    assert "in all steps" in later[0].figures
     gap_ns = 10**9
     for mixed, before in zip(slow.ranks, even.ranks, strict=True):
         for name, records in mixed.by_name().items():
@@ -256,7 +256,7 @@ def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
                     for each in records
                 ),
             ]
-    words = [each.told for each in findings_in(slow) if each.kind == BottleneckKind.SLOW_RANK]
+    words = [each.figures for each in findings_in(slow) if each.kind == BottleneckKind.SLOW_RANK]
     assert "since step 1" in words[0]
 
 
@@ -281,7 +281,7 @@ def test_the_screen_fits_a_terminal(rrfp: Run) -> None:
 
 
 def test_what_was_found_is_noted(rrfp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for other steps; and a note that is torn is made anew."""
+    """Notes exist for other steps too, and a damaged note is replaced."""
     first = rrfp("analyze", "slow.pftrace")
     later = rrfp("analyze", "slow.pftrace", "--steps", "1:")
     with monkeypatch.context() as patch:

@@ -44,7 +44,7 @@ HOSTILE = "</script><script>parent.hacked=1</script><!--<img src=x onerror=hacke
 
 
 class Reader(HTMLParser):
-    """What a page is made of: its elements, its text, and the data of its charts."""
+    """The elements and text of a page, and the data of its charts."""
 
     VOID = ("meta", "link", "br", "img", "input", "hr")
 
@@ -140,16 +140,16 @@ def test_a_report_has_every_part() -> None:
     assert len(page.charts) == 7
     # Every chart says in words what it shows.
     assert all(attrs["role"] == "img" and len(attrs["aria-label"] or "") > 20 for attrs in plots)
-    assert "The bound on what a rank holds withholds forwards (bf ready, limit 1)" in page.text
+    assert "The memory bound withholds forwards (bf ready, limit 1)" in page.text
     assert "Try --limit 2, if memory allows." in page.text
-    saved = re.search(r"Replayed with it fixed, a step takes ([\d.]+)% less", page.text)
+    saved = re.search(r"In a replay with this fixed, a step takes ([\d.]+)% less", page.text)
     assert saved is not None
     assert float(saved[1]) > 5
     assert (
         "hint bf, ready dispatch; limit 1; 3 pipeline ranks; 6 microbatches; 3 steps" in page.text
     )
-    assert "the replay is 0.0% off what was measured" in page.text
-    assert page.text.count("The trace does not tell how many bytes its microbatches kept") == 1
+    assert "the replay is 0.0% off the measured time" in page.text
+    assert page.text.count("The trace has no activation bytes") == 1
 
 
 def test_what_cannot_be_replayed_is_said_and_saves_nothing() -> None:
@@ -359,14 +359,14 @@ def test_a_hundred_steps_of_eight_stages_stay_below_three_megabytes() -> None:
     assert len(report("run", whole(recording)).encode()) < 3_000_000
 
 
-def test_recording_cost_and_clocks_are_told() -> None:
+def test_recording_cost_and_clocks_are_reported() -> None:
     recording = replayable()
     first, last = recording.ranks[0], recording.ranks[-1]
     total_ns = sum(phase.end_ns - phase.start_ns for phase in first.phases)
     first.costs.append(CostRecord(first.phases[-1].end_ns, 2, 9, total_ns // 2))
     last.info = replace(last.info, host="other", clock_error_ns=7_000)
     told = read(recording).text
-    assert re.search(r"Recording took (49\.\d\d|50\.00)% of the steps' time", told)
+    assert re.search(r"Recording took at most (49\.\d\d|50\.00)% of a rank's time", told)
     assert "The clocks of 2 hosts were compared; times may be off by 7.00 µs" in told
 
 
@@ -408,7 +408,7 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
         (("chart", "gantt", "trace.pftrace", "--step", "8"), 2, "step 8 was not finished"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_are_reported_in_a_sentence(
     run: Run, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     found, _, told = run(*arguments)

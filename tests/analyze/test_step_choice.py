@@ -17,12 +17,12 @@ from rrfp.analyze.frame_files import CachedTrace, load_frames
 from rrfp.analyze.frames import (
     SCHEMAS,
     Frames,
-    choose,
-    evaluations_of,
+    choose_steps,
+    evaluation_steps,
     frames_of,
     recording_of,
     step_time_ns,
-    warm_up_of,
+    warm_up_steps,
 )
 from rrfp.analyze.perfetto_overlay import find_initial_view
 from rrfp.analyze.report import report
@@ -90,7 +90,7 @@ def rrfp(
     return run
 
 
-def told(rrfp: Rrfp, *arguments: object) -> dict[str, Any]:
+def report_of(rrfp: Rrfp, *arguments: object) -> dict[str, Any]:
     code, out, err = rrfp("analyze", *arguments, "--format", "json")
     assert (code, err) == (0, "")
     found: dict[str, Any] = json.loads(out)
@@ -141,7 +141,7 @@ def test_a_report_is_of_the_steps_that_train(
         # The numbers of a trace stay, so that they are those that 'rrfp trace view' shows.
         choice = ["2" if each == "1" else each.replace("1:", "2:") for each in choice]
         choice = ["--stage", "1", "--steps", "2:"] if "--stage" in choice else choice
-    found, expected = (told(rrfp, name, each, *choice) for each in (loop, trained))
+    found, expected = (report_of(rrfp, name, each, *choice) for each in (loop, trained))
     assert found.pop("evaluations_left_out") == NUM_EVALUATIONS
     assert expected.pop("evaluations_left_out") == 0
     assert found == expected
@@ -158,8 +158,8 @@ def test_a_report_is_of_the_steps_that_train(
 def test_a_comparison_is_of_the_steps_that_train(rrfp: Rrfp) -> None:
     loop = simulated_loop(LOOP, SHAPE)
     trained = without(loop, is_evaluation)
-    assert told(rrfp, "compare", loop, trained) == {
-        **told(rrfp, "compare", trained, trained),
+    assert report_of(rrfp, "compare", loop, trained) == {
+        **report_of(rrfp, "compare", trained, trained),
         "evaluations_left_out": [NUM_EVALUATIONS, 0],
     }
     code, out, err = rrfp("analyze", "compare", loop, trained)
@@ -177,7 +177,7 @@ def test_evaluations_are_looked_at_where_they_are_asked_for(
     tested = renumbered(without(loop, lambda step: not is_evaluation(step)), lambda step: -1 - step)
     name, *choice = verb
     found, expected = (
-        told(rrfp, name, each, *choice, *flag)
+        report_of(rrfp, name, each, *choice, *flag)
         for each, flag in ((loop, ["--evaluations"]), (tested, []))
     )
     if name == "critical-path":
@@ -190,10 +190,11 @@ def test_evaluations_are_looked_at_where_they_are_asked_for(
 
 def test_evaluations_of_an_earlier_version_are_looked_at_too(rrfp: Rrfp) -> None:
     loop = simulated_loop(LOOP, SHAPE, told=False)
-    assert told(rrfp, "critical-path", loop, "--evaluations")["step"] == 4
-    assert told(rrfp, "critical-path", loop, "--evaluations", "--step", "1")["step"] == 1
+    assert report_of(rrfp, "critical-path", loop, "--evaluations")["step"] == 4
+    assert report_of(rrfp, "critical-path", loop, "--evaluations", "--step", "1")["step"] == 1
     whole, last = (
-        told(rrfp, "bubbles", loop, "--evaluations", *steps) for steps in ((), ("--steps", "4:"))
+        report_of(rrfp, "bubbles", loop, "--evaluations", *steps)
+        for steps in ((), ("--steps", "4:"))
     )
     assert whole["window_s"] > last["window_s"] > 0
 
@@ -251,9 +252,9 @@ def test_a_step_that_some_rank_did_not_finish_is_no_evaluation() -> None:
     loop = simulated_loop("TTT", SHAPE)
     for rank in loop.ranks:
         rank.tasks[:] = [task for task in rank.tasks if task.step != 1 or task.kind == "F"]
-    assert evaluations_of(frames_of(loop)) == [1]
+    assert evaluation_steps(frames_of(loop)) == [1]
     del loop.ranks[1].phases[1]
-    assert evaluations_of(frames_of(loop)) == []
+    assert evaluation_steps(frames_of(loop)) == []
 
 
 def test_nothing_is_lost_on_the_way(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_nothing_is_lost_on_the_way(tmp_path: Path) -> None:
         assert everything.steps == [0, 1, 2, -1, -2, -3]
         for evaluations in (False, True):
             found = load_frames(trace, evaluations=evaluations)
-            expected = choose(frames_of(loop), evaluations=evaluations)
+            expected = choose_steps(frames_of(loop), evaluations=evaluations)
             for name in SCHEMAS:
                 assert_frame_equal(found.table(name), expected.table(name))
             assert_frame_equal(found.messages, expected.messages)
@@ -335,8 +336,8 @@ def test_a_run_that_died_in_an_evaluation(rrfp: Rrfp) -> None:
     code, out, _ = rrfp("trace", "check", loop)
     assert code == 1
     assert out == "incomplete: the run ended in evaluation 1, which 1 rank (1) did not finish\n"
-    assert told(rrfp, "bubbles", loop) == {
-        **told(rrfp, "bubbles", without(loop, is_evaluation)),
+    assert report_of(rrfp, "bubbles", loop) == {
+        **report_of(rrfp, "bubbles", without(loop, is_evaluation)),
         "evaluations_left_out": 2,
     }
     code, out, err = rrfp("analyze", "bubbles", loop, "--evaluations")
@@ -449,28 +450,28 @@ def test_what_is_far_longer_than_the_later_steps_is_warm_up(
     lengths_ns: Sequence[int], slow: tuple[int, ...]
 ) -> None:
     frames = run_of(lengths_ns)
-    assert warm_up_of(frames) == slow
-    chosen = choose(frames)
+    assert warm_up_steps(frames) == slow
+    chosen = choose_steps(frames)
     assert chosen.warm_up == slow
     assert chosen.steps == [step for step in frames.steps if step not in slow]
-    assert choose(frames, with_warm_up=True).steps == frames.steps
-    asked = choose(frames, range(99))
+    assert choose_steps(frames, with_warm_up=True).steps == frames.steps
+    asked = choose_steps(frames, range(99))
     assert (asked.steps, asked.warm_up) == (frames.steps, ())
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40))
 def test_most_of_a_run_stays(lengths_ns: list[int]) -> None:
-    slow = warm_up_of(run_of(lengths_ns))
+    slow = warm_up_steps(run_of(lengths_ns))
     assert len(slow) <= min(3, len(lengths_ns) / 4)
     assert slow == tuple(range(len(slow)))
 
 
 def test_simulated_ranks_have_nothing_to_warm_up() -> None:
-    assert warm_up_of(run_of((900, 100, 100, 100), host="simulated")) == ()
+    assert warm_up_steps(run_of((900, 100, 100, 100), host="simulated")) == ()
 
 
 def test_a_step_takes_the_mean_of_those_chosen() -> None:
-    frames = choose(run_of((900, 100, 200, 120)))
+    frames = choose_steps(run_of((900, 100, 200, 120)))
     assert step_time_ns(frames) == 140
     assert step_time_ns(frames, [1, 3]) == 110
     with pytest.raises(RrfpError, match="no step that every rank finished"):
@@ -486,7 +487,7 @@ def _rrfp(
     return captured.out, captured.err
 
 
-SAID = "left out, as warm-up: step 0; --steps 0: takes all\n"
+SAID = "skipped as warm-up: step 0 (--steps 0: includes it)\n"
 
 
 @pytest.mark.parametrize(
@@ -524,8 +525,8 @@ def test_the_report_says_it_too(
     page = tmp_path / "report.html"
     _, err = _rrfp(capsys, monkeypatch, "report", str(OURS), "-o", str(page))
     assert err == SAID
-    assert "step 0 left out, as warm-up" in page.read_text()
+    assert "step 0 skipped as warm-up" in page.read_text()
 
 
 def test_a_run_without_steps_has_none() -> None:
-    assert warm_up_of(frames_of(Recording({}, []))) == ()
+    assert warm_up_steps(frames_of(Recording({}, []))) == ()

@@ -49,7 +49,7 @@ def test_a_run_without_records_shows_its_metrics(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text('{"outcome": "finished", "error": null}\n')
     shown = rrfp_here(tmp_path, "watch", str(tmp_path), "--once")
     assert "loss 2.5000  500 ms a step  200 tokens/s" in shown.stdout
-    assert "There are no records" in shown.stdout
+    assert "No records: neither" in shown.stdout
     lines = rrfp_here(tmp_path, "watch", str(tmp_path))
     assert lines.stdout.splitlines()[0].startswith("step 4  loss 2.5")
 
@@ -72,7 +72,7 @@ def test_the_page_names_what_is_slow_in_24_lines(
     assert "longer than before, since step 12" in told
 
 
-def test_lines_and_json_tell_each_step_and_alert_once(tmp_path: Path) -> None:
+def test_lines_and_json_state_each_step_and_alert_once(tmp_path: Path) -> None:
     _write_run(tmp_path / "run", record(SLOW, 30))
     lines = rrfp_here(tmp_path, "watch", "run").stdout.splitlines()
     assert [line for line in lines if line.startswith("step 7  ")]

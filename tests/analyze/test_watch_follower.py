@@ -162,7 +162,7 @@ def test_a_line_is_read_when_it_is_whole(tmp_path: Path, follow: Follow) -> None
     assert len(follower.poll().steps) == 1
 
 
-def test_a_damaged_file_is_told(tmp_path: Path, follow: Follow) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path, follow: Follow) -> None:
     live = Live(tmp_path / "run", record(replace(SETTING, shape=Shape(2, 2)), 1))
     with live.run.rank_records(0).open("a") as file:
         file.write("nonsense\n")
@@ -399,11 +399,10 @@ EVEN = Setting(Shape(4, 8), replicas=1, hint="bf", seed=1, onset=12, scatter=0.0
 Grid = tuple[int, int, int]
 
 
-def taken(
+def changes_of(
     detector: Detector, shape: Grid, shifts: dict[int, float], where: Grid, num_steps: int
 ) -> list[Changes]:
-    """What a detector says of samples that scatter by 1%, where one place is shifted from some
-    steps on."""
+    """Return a detector's changes for samples with 1% scatter and one place shifted later."""
     rng = np.random.default_rng(3)
     found, shift = [], 0.0
     for step in range(num_steps):
@@ -414,8 +413,8 @@ def taken(
     return found
 
 
-def test_a_slow_place_is_told_once_with_its_rise_and_its_first_step() -> None:
-    changes = taken(Detector(1, 4, 1), (1, 4, 1), {20: 0.5}, (0, 2, 0), 60)
+def test_a_slow_place_is_reported_once_with_its_rise_and_its_first_step() -> None:
+    changes = changes_of(Detector(1, 4, 1), (1, 4, 1), {20: 0.5}, (0, 2, 0), 60)
     told = [(step, slow) for step, each in enumerate(changes) for slow in each.slow]
     assert len(told) == 1
     step, slow = told[0]
@@ -424,9 +423,9 @@ def test_a_slow_place_is_told_once_with_its_rise_and_its_first_step() -> None:
     assert slow.rise == pytest.approx(0.5, abs=0.03)
 
 
-def test_what_recovers_is_told_and_may_become_slow_again() -> None:
+def test_a_recovery_is_reported_and_the_place_may_become_slow_again() -> None:
     detector = Detector(1, 4, 1)
-    changes = taken(detector, (1, 4, 1), {20: 0.5, 40: 0.0, 60: 0.4}, (0, 1, 0), 75)
+    changes = changes_of(detector, (1, 4, 1), {20: 0.5, 40: 0.0, 60: 0.4}, (0, 1, 0), 75)
     events = [
         (step, "slow" if each.slow else "recovered")
         for step, each in enumerate(changes)
@@ -439,27 +438,27 @@ def test_what_recovers_is_told_and_may_become_slow_again() -> None:
 
 
 def test_it_stays_slow_for_as_long_as_it_is() -> None:
-    """What is usual does not come to be what is slow."""
+    """A long slowness does not become the norm."""
     detector = Detector(1, 4, 1)
-    changes = taken(detector, (1, 4, 1), {20: 0.3}, (0, 1, 0), 300)
+    changes = changes_of(detector, (1, 4, 1), {20: 0.3}, (0, 1, 0), 300)
     assert sum(len(each.slow) + len(each.recovered) for each in changes) == 1
     assert detector.active
 
 
 @pytest.mark.parametrize("num_slow", [1, 5])
 def test_a_few_long_steps_are_no_slowness(num_slow: int) -> None:
-    changes = taken(Detector(3, 4, 2), (3, 4, 2), {20: 2.0, 20 + num_slow: 0.0}, (1, 2, 0), 60)
+    changes = changes_of(Detector(3, 4, 2), (3, 4, 2), {20: 2.0, 20 + num_slow: 0.0}, (1, 2, 0), 60)
     assert not any(each.slow for each in changes)
 
 
-def test_a_member_is_told_from_its_tensor_parallel_peers() -> None:
-    changes = taken(Detector(2, 2, 4), (2, 2, 4), {0: 0.2}, (1, 0, 3), 12)
+def test_a_member_is_distinguished_from_its_tensor_parallel_peers() -> None:
+    changes = changes_of(Detector(2, 2, 4), (2, 2, 4), {0: 0.2}, (1, 0, 3), 12)
     (slow,) = [slow for each in changes for slow in each.slow]
     assert (slow.where, slow.against) == (GridPart(1, 0, 3), Baseline.MEMBERS)
 
 
-def test_peers_tell_what_was_slow_from_the_first_step() -> None:
-    changes = taken(Detector(3, 4, 1), (3, 4, 1), {0: 0.3}, (2, 1, 0), 12)
+def test_peers_reveal_what_was_slow_from_the_first_step() -> None:
+    changes = changes_of(Detector(3, 4, 1), (3, 4, 1), {0: 0.3}, (2, 1, 0), 12)
     (slow,) = [slow for each in changes for slow in each.slow]
     assert (slow.where, slow.against, slow.since) == (GridPart(2, 1), Baseline.PEERS, 0)
 
@@ -475,7 +474,7 @@ def test_longer_data_are_no_place_s_fault() -> None:
         assert not changes.slow
 
 
-def test_what_costs_nothing_is_not_told() -> None:
+def test_a_slow_place_without_cost_is_not_reported() -> None:
     detector = Detector(1, 4, 1)
     for step in range(40):
         sample = np.zeros((1, 4, 1))
@@ -520,7 +519,7 @@ def test_a_cause_is_named_within_ten_steps(setting: Setting) -> None:
 
 
 def test_a_tensor_parallel_group_is_named_as_one() -> None:
-    """Its ranks run each other's tasks, so nobody can tell which of them is slow."""
+    """The ranks run the same tasks, so the slow one cannot be identified."""
     setting = replace(EVEN, cause=Kind.RANK, stage=1, times=1.5, replicas=2, members=2)
     alert = first_alert(setting)
     assert alert is not None
@@ -537,7 +536,7 @@ def test_several_chunks_a_rank_are_no_stages() -> None:
     assert alert.alarm.place == "rank 1 (pipeline rank 1, replica 0, on simulated)"
 
 
-def test_uneven_layers_are_told_as_work_and_never_as_slow() -> None:
+def test_uneven_layers_are_reported_as_work_and_never_as_slow() -> None:
     recording = record(replace(EVEN, layers=(2, 2, 3, 2)), 30)
     assert alerts_in(recording) == []
     extra = extra_work(figures_of(recording)[-WINDOW:])

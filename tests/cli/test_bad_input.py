@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything starts: one sentence, its exit code, nothing left."""
+"""Invalid input is refused before anything starts: one sentence, an exit code, no files."""
 
 import errno
 import os
@@ -165,7 +165,7 @@ def test_several_hosts_share_a_directory(rrfp: Rrfp) -> None:
 
 
 def index(num_sequences: int, token_type: int = 4, *, length: int = 10) -> bytes:
-    """A Megatron index of one sequence that claims to have so many."""
+    """A Megatron index of one sequence that claims to have `num_sequences`."""
     head = struct.pack("<9sQBQQ", INDEX_MAGIC, 1, token_type, num_sequences, 2)
     return head + struct.pack("<iqqq", length, 0, 0, 1)
 

@@ -77,7 +77,9 @@ def test_tables_fit_80_columns(name: str, run: Run) -> None:
 
 @pytest.mark.usefixtures("no_chart")
 @pytest.mark.parametrize("form", ["table", "json", "csv"])
-def test_work_that_did_not_fit_is_told_in_all_formats(form: str, run: Run, made_up: MadeUp) -> None:
+def test_work_that_did_not_fit_is_reported_in_all_formats(
+    form: str, run: Run, made_up: MadeUp
+) -> None:
     _, _, err = run("rq4", *NARROW, f"--format={form}")
     assert "more than 2% of the tasks took longer than its model, 3.0% in language" in err
 

@@ -19,6 +19,7 @@ from rrfp.cli import errors, main, progress
 from rrfp.cli import main as cli
 from rrfp.cli import terminal as streams
 from rrfp.cli.declared_options import VARIABLE
+from rrfp.cli.run import OPTIONS
 from rrfp.compiled import core
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.hints import parse_order
@@ -126,26 +127,26 @@ def test_no_command_shows_the_help() -> None:
 def test_errors_become_exit_codes(
     error: BaseException, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert errors.run(app_that_raises(error), []) == code
+    assert errors.run_app(app_that_raises(error), []) == code
     assert capsys.readouterr() == ("", sentence)
 
 
-def test_a_bug_is_told_as_one(
+def test_a_bug_is_reported_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = app_that_raises(ZeroDivisionError("by nothing"))
-    assert errors.run(app, []) == 1
+    assert errors.run_app(app, []) == 1
     told = capsys.readouterr().err
     assert told.startswith("rrfp: unexpected ZeroDivisionError: by nothing; this is a bug")
     assert "Traceback" not in told
     monkeypatch.setenv(errors.DEBUG_VARIABLE, "1")
-    assert errors.run(app, []) == 1
+    assert errors.run_app(app, []) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("raised", ["KeyboardInterrupt", "CannotBeToldError"])
 def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
-    """They also come while an error is told, and when Python has given up its handlers."""
+    """They also arrive while an error is printed, and after Python has dropped its handlers."""
     program = (
         "import os, sys\n"
         "from rrfp.cli import errors\n"
@@ -159,8 +160,8 @@ def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
         "sys.last = Last()\n"
         "def interrupted():\n"
         f"    raise {raised}\n"
-        "errors.take_interrupts()\n"
-        "sys.exit(errors.handled(interrupted))\n"
+        "errors.interrupt_once()\n"
+        "sys.exit(errors.call_command(interrupted))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
@@ -180,7 +181,7 @@ def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
 def test_a_closed_pipe_changes_no_exit_code(
     arguments: list[str], code: int, unbuffered: str
 ) -> None:
-    """Whether something failed is told by its exit code alone, then: nobody hears the rest."""
+    """Without a reader only the exit code reports a failure."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as closed:
@@ -194,7 +195,7 @@ def test_a_closed_pipe_changes_no_exit_code(
     assert done.returncode == code
 
 
-def test_a_full_disk_is_told() -> None:
+def test_a_full_disk_is_reported() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "rrfp", "--version"],
@@ -259,7 +260,7 @@ def test_what_was_probably_meant_is_said(
         ({"perfetto": "0.0.1"}, ["--help"]),
     ],
 )
-def test_what_an_environment_lacks_is_told_in_a_sentence(
+def test_what_an_environment_lacks_is_reported_in_a_sentence(
     installed: dict[str, str | None],
     arguments: list[str],
     tmp_path: Path,
@@ -294,7 +295,7 @@ def test_what_an_environment_lacks_is_told_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("verb", "flag"), [("train", "--help-all"), ("run", "--help"), ("simulate", "--help")]
+    ("verb", "flag"), [("train", "--help-all"), ("run", "--help-all"), ("simulate", "--help")]
 )
 def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
     verb: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -331,6 +332,23 @@ def test_the_short_help_of_train_is_one_page(
     assert "<" not in re.sub(r"<time>-<hint>", "", shown["--help-all"])
 
 
+def test_the_short_help_of_run_is_one_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = {}
+    for flag in ("--help", "--help-all"):
+        monkeypatch.setattr(sys, "argv", ["rrfp", "run", flag])
+        assert main.main() == 0
+        shown = capsys.readouterr().out
+        listed[flag] = set(re.findall(r"^  (?:-., )?(--[a-z-]+)", shown, re.M))
+        assert flag == "--help-all" or len(shown.splitlines()) <= 60
+    own = {"--module", "--help", "--help-all"}
+    assert listed["--help-all"] == {f"--{each.spelled}" for each in OPTIONS} | own
+    common = {"--hint", "--dispatch", "--limit", "--hold", "--out", "--steps"}
+    assert listed["--help"] == common | own
+
+
 # Tab: what a shell is offered, asked as typer's own scripts for shells ask.
 
 
@@ -347,7 +365,7 @@ def _two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _bash(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
 ) -> set[str]:
-    """What bash is offered behind this line."""
+    """Return the completions that bash gets for this line."""
     monkeypatch.setenv(VARIABLE, "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
@@ -404,7 +422,7 @@ def test_behind_analyze_stands_a_report_or_a_run(
         ("fish", "zb-v\tzero bubble over a V of two chunks\n"),
     ],
 )
-def test_other_shells_are_told_what_it_is(
+def test_other_shells_get_descriptions(
     shell: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"complete_{shell}")
@@ -504,7 +522,7 @@ def test_what_show_prints_is_an_order_file_that_can_bind(run: Run, name: str) ->
     assert (code, again) == (0, Path("order.csv").read_text())
 
 
-def test_show_of_a_file_that_deadlocks_tells_so(run: Run) -> None:
+def test_show_of_a_file_that_deadlocks_says_so(run: Run) -> None:
     Path("mine.csv").write_text(DEADLOCKS)
     code, out, err = run("show", "mine.csv", *sizes(2, 2))
     assert (code, out) == (0, DEADLOCKS)
@@ -512,7 +530,7 @@ def test_show_of_a_file_that_deadlocks_tells_so(run: Run) -> None:
     assert "rank 1 stands at 1F1, lacks 0F1 of rank 0" in err
 
 
-def test_check_tells_the_memory_of_an_order_that_runs(
+def test_check_states_the_memory_of_an_order_that_runs(
     run: Run, golden: Callable[[str, str], None]
 ) -> None:
     code, out, err = run("check", "zb-v", *sizes(4, 8), *V)
@@ -520,7 +538,9 @@ def test_check_tells_the_memory_of_an_order_that_runs(
     golden("hint-check-zb-v-4x8.txt", out)
 
 
-def test_check_tells_where_an_order_deadlocks(run: Run, golden: Callable[[str, str], None]) -> None:
+def test_check_states_where_an_order_deadlocks(
+    run: Run, golden: Callable[[str, str], None]
+) -> None:
     text = run("show", "1f1b", *sizes(3, 4))[1]
     # The last rank wants a microbatch that the first starts only once its gradients come back.
     Path("mine.csv").write_text(text.replace("2F3,", "").replace("2B0", "2F3,2B0"))
@@ -531,7 +551,7 @@ def test_check_tells_where_an_order_deadlocks(run: Run, golden: Callable[[str, s
     assert err.count("\n") == 1
 
 
-def test_a_task_that_waits_for_one_of_its_own_row_is_told(run: Run) -> None:
+def test_a_task_that_waits_for_one_of_its_own_row_is_reported(run: Run) -> None:
     Path("mine.csv").write_text("0F0,0W0,0I0\n")
     code, out, _ = run("check", "mine.csv", *sizes(1, 1))
     assert code == 1
@@ -614,7 +634,7 @@ class _Terminal(io.StringIO):
     ("stderr", "hidden_s", "is_told"),
     [(_Terminal(), 0.0, True), (_Terminal(), 60.0, False), (io.StringIO(), 0.0, False)],
 )
-def test_a_terminal_is_told_of_work_that_takes_long(
+def test_a_terminal_shows_work_that_takes_long(
     stderr: io.StringIO, hidden_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)

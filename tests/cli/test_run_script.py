@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rrfp.cli import main
-from rrfp.cli.run import parsed
+from rrfp.cli.run import parse_command
 from rrfp.errors import UsageError
 from rrfp.megatron.installation import call_after_import
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
@@ -288,7 +288,7 @@ def test_a_module_that_is_no_python_ends_as_python_does(name: str, where: Path) 
     assert outcome(where, "rrfp", "run", "-m", name) == outcome(where, "-m", name)
 
 
-def test_a_module_that_is_nowhere_is_told_as_by_python(where: Path) -> None:
+def test_a_module_that_is_nowhere_is_reported_as_by_python(where: Path) -> None:
     assert outcome(where, *RUN, "--module", "nowhere") == outcome(where, "-m", "nowhere")
 
 
@@ -366,9 +366,9 @@ def test_a_job_that_is_started_again_goes_on(
     arguments = ["--out", str(tmp_path), str(tmp_path / "s.py")]
     monkeypatch.setenv(told, "0")
     with pytest.raises(UsageError, match="exists; choose another directory"):
-        parsed(arguments)
+        parse_command(arguments)
     monkeypatch.setenv(told, "1")
-    assert callable(parsed(arguments))
+    assert callable(parse_command(arguments))
 
 
 def test_paths_count_from_where_they_were_given(
@@ -513,7 +513,9 @@ def test_an_unknown_megatron_is_refused_in_a_sentence(unknown_megatron: Path) ->
     )
 
 
-def test_a_script_that_installs_by_itself_is_told_that_it_need_not(unknown_megatron: Path) -> None:
+def test_a_script_that_installs_by_itself_is_informed_that_it_need_not(
+    unknown_megatron: Path,
+) -> None:
     (unknown_megatron / "script.py").write_text(
         "import rrfp.megatron\n"
         "import megatron.core.pipeline_parallel.schedules\n"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rrfp.cli import app, main
-from rrfp.cli.errors import run
+from rrfp.cli.errors import run_app
 from rrfp.errors import RrfpError, StoppedError
 from rrfp.trace.outcome import (
     Culprit,
@@ -41,7 +41,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _run(name: str, num_steps: int = 3, **described: Any) -> RunDir:
-    """A run of three steps, so many of which were finished."""
+    """A run of three steps with `num_steps` finished."""
     run = create_run_dir(Path("runs", name), False, "")
     run.run_json.write_text(json.dumps({"settings": SETTINGS} | described))
     run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(num_steps)))
@@ -106,7 +106,7 @@ def test_the_outcome_is_noted(error: BaseException | None, ending: Ending) -> No
         ),
     ],
 )
-def test_of_a_damaged_outcome_nothing_is_taken(text: str) -> None:
+def test_a_damaged_outcome_is_ignored(text: str) -> None:
     run = _run("one")
     run.outcome.write_text(text)
     assert read_ending(run) == Ending(Outcome.KILLED)
@@ -119,7 +119,7 @@ def test_a_disk_that_takes_no_note_changes_nothing() -> None:
         pass
 
 
-def test_each_outcome_is_told(
+def test_each_outcome_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("finished", "earlier", "without"):
@@ -255,7 +255,7 @@ def test_a_report_of_an_earlier_run(
     if (name, command[1]) == ("megatron", "misalignment"):
         pytest.skip("Megatron's own schedule recorded no messages then")
     for path in (earlier / name, earlier / name / "trace.pftrace"):
-        assert run(app.app, [*command, str(path), "--format", "json"]) == 0
+        assert run_app(app.app, [*command, str(path), "--format", "json"]) == 0
         assert json.loads(capsys.readouterr().out)
 
 
@@ -264,16 +264,16 @@ def test_other_commands_take_an_earlier_run(
     earlier: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = str(earlier / name)
-    assert run(app.app, ["trace", "check", where]) == 0
+    assert run_app(app.app, ["trace", "check", where]) == 0
     assert "is whole" in capsys.readouterr().out
-    assert run(app.app, ["trace", "export", where, "-o", str(tmp_path / "run.json")]) == 0
-    assert run(app.app, ["trace", "export", where, "-o", str(tmp_path / "tables")]) == 0
-    assert run(app.app, ["analyze", "compare", where, where]) == 0
-    assert run(app.app, ["analyze", "report", where, "-o", str(tmp_path / "report.html")]) == 0
+    assert run_app(app.app, ["trace", "export", where, "-o", str(tmp_path / "run.json")]) == 0
+    assert run_app(app.app, ["trace", "export", where, "-o", str(tmp_path / "tables")]) == 0
+    assert run_app(app.app, ["analyze", "compare", where, where]) == 0
+    assert run_app(app.app, ["analyze", "report", where, "-o", str(tmp_path / "report.html")]) == 0
     chart = ["analyze", "chart", "gantt", where, "-o", str(tmp_path / "gantt.svg")]
-    assert run(app.app, chart) == 0
+    assert run_app(app.app, chart) == 0
     costs = ["simulate", "--pp", "2", "--microbatches", "4", "--costs", where]
-    assert run(app.app, costs) == 0
+    assert run_app(app.app, costs) == 0
 
 
 @pytest.mark.parametrize(
@@ -289,6 +289,6 @@ def test_the_policy_of_an_earlier_run_is_the_one_that_was_in_effect(
 ) -> None:
     # Without jitter it keeps its own policy.
     command = ["analyze", "whatif", str(earlier / name), "--without-jitter", "--format", "json"]
-    assert run(app.app, command) == 0
+    assert run_app(app.app, command) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["dispatch"], row["limit"], row["hold"]) == (dispatch, limit, None)

@@ -1,4 +1,4 @@
-"""What each command shows in a terminal of 80 columns and 24 lines, on the traces that are here.
+"""The screen of each command on a terminal of 80 columns and 24 lines, for the traces in traces/.
 
 The screens are in tests/golden/screens: notes of stderr first, trailing spaces left out. Every
 command has its help there, which may be longer than 24 lines, as that of `train` is; `train`, `run`
@@ -74,7 +74,7 @@ WRITING = {
     "import": ("trace", "import", "profiles", "-o", "runs/other"),
     "import-hang": ("trace", "import", "--flight-recorder", "dumps"),
 }
-"""What writes files, and what reads files that only tests make: in a folder of its own."""
+"""Commands that write files or read files made by tests; each runs in its own folder."""
 
 
 def _commands(command: object, *words: str) -> Iterator[tuple[str, ...]]:
@@ -237,7 +237,7 @@ def test_a_machine_that_was_tried_out(
     held("doctor", *run("doctor"), scrolls=True)
 
 
-def test_what_a_run_kept_in_memory(run: Run, held: Held, tmp_path: Path) -> None:
+def test_the_memory_of_a_run(run: Run, held: Held, tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     asked = ("--pp", "4", "--microbatches", "16", "--costs", "multimodal", "--seeds", "2")
     run("simulate", *asked, "--hint", "bfw", "--hold", "1.0x", "--out", path)
@@ -296,7 +296,7 @@ def test_in_a_real_terminal_it_fits_as_well() -> None:
         assert process.wait(60) == 0
     os.close(ours)
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r\n", "\n")
-    assert "1. Stage 3 has more work than the median stage" in screen
+    assert "1. Stage 3 is slower than the median stage" in screen
     assert num_rows(screen) < LINES
 
 

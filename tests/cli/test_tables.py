@@ -34,7 +34,7 @@ from rrfp.analyze.table import (
 from rrfp.cli import main as cli
 from rrfp.cli.console import console, print_table
 from rrfp.cli.progress import progress
-from rrfp.cli.terminal import guarded, shown
+from rrfp.cli.terminal import escape_controls, guard
 from rrfp.replay.bottlenecks import BubbleParts
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.engine import StepConditions
@@ -109,7 +109,7 @@ def test_the_percents_of_a_bubble_add_up(fraction: float, structural: float) -> 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.2])
 @pytest.mark.parametrize("cause_s", [0.0, 1e-6, 0.05])
-def test_marks_of_a_comparison_are_told_once(ratio: float, cause_s: float) -> None:
+def test_marks_of_a_comparison_are_reported_once(ratio: float, cause_s: float) -> None:
     clear, cause = (Estimate(each, each, each) for each in (ratio, cause_s))
     noise = Estimate(0.0, -0.01, 0.01)
     report = Comparison((3, 3), (1.0, ratio), clear, clear, clear, {"a": cause, "b": noise}, 3)
@@ -117,7 +117,7 @@ def test_marks_of_a_comparison_are_told_once(ratio: float, cause_s: float) -> No
     for table in comparison_tables(report, ["Told."]):
         print_table(table, Console(file=out, width=80))
     is_marked = ratio != 1 or cause_s != 0
-    assert out.getvalue().count("▲ more than noise") == is_marked
+    assert out.getvalue().count("▲ significant") == is_marked
     assert "mean over the ranks that hold stage 3" in out.getvalue()
     assert re.search(r"[+-][<0]\.?[^.]", out.getvalue()) is None
 
@@ -346,18 +346,18 @@ STEERING = set(ESCAPE) - set("]0;owned[2J31m")
 
 def test_text_that_steers_nothing_stays() -> None:
     text = "a\tb\nwärmt 🚀 → █ \\x1b"
-    assert shown(text) == text
-    assert shown(ESCAPE) == SHOWN
-    assert shown("\ud800\u2028") == r"\ud800\u2028"
+    assert escape_controls(text) == text
+    assert escape_controls(ESCAPE) == SHOWN
+    assert escape_controls("\ud800\u2028") == r"\ud800\u2028"
 
 
 def test_a_guarded_stream_is_that_stream_to_everybody_else() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    print(ESCAPE, file=guarded(stream))
-    guarded(stream).writelines([ESCAPE, "\n"])
+    print(ESCAPE, file=guard(stream))
+    guard(stream).writelines([ESCAPE, "\n"])
     stream.flush()
     assert stream.buffer.getvalue().decode() == f"{SHOWN}\n" * 2
-    assert guarded(stream).buffer is stream.buffer
+    assert guard(stream).buffer is stream.buffer
 
 
 def test_rich_draws_its_colors_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_what_is_redrawn_steers_and_what_is_said_meanwhile_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", guarded(terminal))
+    monkeypatch.setattr(sys, "stderr", guard(terminal))
     monkeypatch.setenv("TERM", "xterm")
     with progress("Simulating", 3) as more:
         more(1)
@@ -483,4 +483,4 @@ def test_every_sign_has_a_form_in_the_encoding_of_the_locale() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert b"^ more than noise" in done.stdout
+    assert b"^ significant" in done.stdout

@@ -176,7 +176,7 @@ def test_a_truncated_trace_exits_with_1(
     assert "is truncated" in err
 
 
-def test_check_tells_a_whole_trace_from_a_damaged_one(
+def test_check_distinguishes_a_whole_trace_from_a_damaged_one(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, err = _rrfp(capsys, monkeypatch, "trace", "check")

@@ -48,7 +48,7 @@ def rrfp(*arguments: str) -> Attempt:
     def run() -> str:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = errors.run(app.app, arguments)
+            code = errors.run_app(app.app, arguments)
             out.flush()
         if os.environ.get(errors.DEBUG_VARIABLE):
             raise BrokenPromiseError(err.getvalue()[-3000:])

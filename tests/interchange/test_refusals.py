@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
-from rrfp.cli.trace import hang_json, hang_text
+from rrfp.cli.trace import describe_hang, hang_json
 from rrfp.errors import RrfpError
 from rrfp.interchange.formats import import_run
 from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
@@ -405,7 +405,7 @@ def test_a_damaged_file_is_read_or_refused(kind: str, data: st.DataObject) -> No
         with suppress(RrfpError):
             if kind == "dump":
                 hang = hang_of(read_dumps([path], print))
-                assert hang_text(hang)
+                assert describe_hang(hang)
                 assert json.loads(hang_json(hang))
             else:
                 check_recording(import_run([path]).recording)

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.frames import choose, frames_of
+from rrfp.analyze.frames import choose_steps, frames_of
 from rrfp.errors import RrfpError
 from rrfp.megatron.job.recording import RecordingRendezvous
 from rrfp.megatron.job.request import RecordingRequest
@@ -118,7 +118,7 @@ def test_ranks_that_are_in_no_pipeline_are_no_part_of_the_run(tmp_path: Path) ->
     assert found == [([], []), ([0, 1], recorded_in(run)), ([0, 1], [])]
     recording = read_whole(run).recording
     assert [rank.info.rank for rank in recording.ranks] == [1, 2]
-    frames = choose(frames_of(recording))
+    frames = choose_steps(frames_of(recording))
     assert bubbles(frames).steps == (0, 1)
 
 

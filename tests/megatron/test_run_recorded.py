@@ -14,7 +14,7 @@ import pytest
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.critical_path import critical_path
-from rrfp.analyze.frames import choose, frames_of
+from rrfp.analyze.frames import choose_steps, frames_of
 from rrfp.analyze.report import report
 from rrfp.errors import UsageError
 from rrfp.replay.whatif import what_if
@@ -54,7 +54,7 @@ def seen(
 
 def check_analyses(contents: TraceContents, steps: list[int]) -> None:
     recording = contents.recording
-    frames = choose(frames_of(recording))
+    frames = choose_steps(frames_of(recording))
     assert bubbles(frames).steps == tuple(steps)
     assert critical_path(frames).step in steps
     assert what_if(recording, lambda _: []).replay_error < 0.2

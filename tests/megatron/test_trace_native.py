@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles, structural_of
-from rrfp.analyze.frames import choose, frames_of
+from rrfp.analyze.frames import choose_steps, frames_of
 from rrfp.errors import UsageError
 from rrfp.interchange.formats import import_run
 from rrfp.megatron.job import recording
@@ -116,7 +116,7 @@ def test_evaluations_are_told_apart(tmp_path: Path) -> None:
             assert tasks == dict.fromkeys(kinds, num_microbatches)
             assert [p.step for p in of_rank.phases if p.phase == Phase.SCHEDULE] == steps
         assert read_run(found).left_out == ()
-        frames = choose(frames_of(found))
+        frames = choose_steps(frames_of(found))
         assert frames.num_left_out == sum(map(is_evaluation, steps))
         assert bubbles(frames).steps == tuple(step for step in steps if step >= 0)
         assert structural_of(frames).whole.structural > 0

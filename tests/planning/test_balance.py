@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.cli.simulate.asked import asked_rows
+from rrfp.cli.simulate.row_options import parse_rows
 from rrfp.cli.simulate.rows import settings_of
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_balancing
@@ -273,7 +273,7 @@ def test_rows_of_the_simulator_are_dealt(tmp_path: Path) -> None:
     listed = tmp_path / "mine.csv"
     listed.write_text("7 6 5 4 3 2 1 0\n")
     flags = {"pp": "4", "microbatches": "8", "costs": "multimodal", "hint": "bfw"}
-    asked = asked_rows(
+    asked = parse_rows(
         flags, ["dp=4 admit=pyramid", "dp=4 admit=pyramid admit-across=replicas"], []
     )
     assert [each.label for each in asked] == [
@@ -285,7 +285,7 @@ def test_rows_of_the_simulator_are_dealt(tmp_path: Path) -> None:
     assert given.mean_s > dealt.mean_s
     # The same multiple of 1F1B's peak is the same memory.
     rows = [f"dp=4 hold=1.0x admit-across={across}" for across in AdmitAcross]
-    settings = settings_of(asked_rows(flags, rows, []), recorded=False)
+    settings = settings_of(parse_rows(flags, rows, []), recorded=False)
     given_hold, dealt_hold = (with_budget(each, range(5)).policy.hold for each in settings)
     assert given_hold == dealt_hold
     for row, complaint in (
@@ -294,5 +294,5 @@ def test_rows_of_the_simulator_are_dealt(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=complaint):
             settings_of(
-                asked_rows({**flags, "admit-across": "replicas"}, [row], []), recorded=False
+                parse_rows({**flags, "admit-across": "replicas"}, [row], []), recorded=False
             )

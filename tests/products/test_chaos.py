@@ -318,7 +318,7 @@ def test_a_session_gets_the_flags_of_its_settings() -> None:
     ("flags", "sentence"),
     [
         (("--nnodes=2",), "No such option: --nnodes"),
-        (("--fault=drop", "--dispatch=megatron"), "Megatron's own schedule has none of our links"),
+        (("--fault=drop", "--dispatch=megatron"), "Megatron's own schedule has no links of rrfp"),
         (("--fault=delay", "--pp=1"), "a pipeline of one rank has no links"),
         (("--fault=flood",), "'flood' is not one of"),
         (("--faults=0",), "--faults"),

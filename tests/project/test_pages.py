@@ -559,7 +559,7 @@ RRFP = "import sys; from rrfp.cli.main import main; sys.argv[0] = 'rrfp'; sys.ex
 def test_a_knob_is_one_file(tmp_path: Path) -> None:
     before = "    limits_by_shape: bool = False\n"
     there = with_field(tmp_path, "A knob of the policy", "rrfp/schedule/policy.py", before)
-    for command in ("train --help-all", "run --help", "simulate --help", "analyze whatif --help"):
+    for command in ("train --help-all", "run --help-all", "simulate --help", "analyze whatif -h"):
         assert re.search(r"--eagerness +INT ", run_in(there, RRFP, *command.split())), command
     sweep = ("--pp", "2", "--microbatches", "4", "--sweep", "eagerness=0,3", "--format", "json")
     rows = json.loads(run_in(there, RRFP, "simulate", *sweep))["rows"]

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 import pytest
 
 import rrfp
-from rrfp.cli.train import _encode_what_is_there
+from rrfp.cli.train import _merge_partial_records
 from rrfp.system import FILES_OF_A_RANK, allow_open_files, is_of_too_many, told_of_too_many
 from rrfp.trace import locate
 from rrfp.trace.check import check_contents
@@ -144,7 +144,7 @@ def test_a_trace_that_cannot_be_made_does_not_hide_why_a_run_failed(
     run.records.mkdir()
     run.rank_records(0).touch()
     monkeypatch.setattr(locate, "resolve_session", refuse)
-    _encode_what_is_there(run)
+    _merge_partial_records(run)
     assert "No trace was made: " in capsys.readouterr().err
 
 

@@ -462,7 +462,7 @@ def test_the_pace_is_that_of_this_session(
     overs = [{"tasks": 9, "of": 10, "worst_s": 1.0}, {"tasks": 0, "of": 10, "worst_s": 0.0}, None]
     lines = [{"step": step, "over_pace": over} for step, over in enumerate(overs)]
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    cli_train.tell_pace(run, 1)
+    cli_train.print_pace(run, 1)
     assert capsys.readouterr().err == (
         "the work of 0 of 10 tasks (0.00%) took longer than its model\n"
     )

@@ -50,7 +50,7 @@ def rrfp_here(directory: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
     out, err = io.StringIO(), io.StringIO()
     with chdir(directory), redirect_stdout(out), redirect_stderr(err):
-        code = errors.run(app.app, arguments)
+        code = errors.run_app(app.app, arguments)
         assert isinstance(code, int)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 

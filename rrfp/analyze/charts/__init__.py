@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class ChartKind(StrEnum):
-    """A chart's name on the command line."""
+    """The names of charts on the command line."""
 
     BUBBLES = "bubbles"
     GANTT = "gantt"

@@ -1,4 +1,4 @@
-"""How long tasks and messages took: a distribution for each rank."""
+"""Charts of task times, message times and misalignment."""
 
 import math
 from typing import Any
@@ -17,12 +17,12 @@ from rrfp.errors import RrfpError
 _COLUMNS = 2
 _NUM_BINS = 60
 _LEAST_DECADES = 0.1
-"""The axis covers at least so much."""
+"""The least extent of the axis."""
 _DIRECTION_COLORS = {"forward": KIND_COLORS["F"], "backward": KIND_COLORS["B"]}
 
 
 def task_times(frames: Frames) -> Any:
-    """The times of each rank's tasks by kind, over all steps. Raises RrfpError without tasks."""
+    """Draw the distribution of task times by rank and kind. Raises RrfpError without tasks."""
     times = frames.tasks.select(
         "pp_rank", pl.col("kind").alias("what"), (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
     )
@@ -30,16 +30,18 @@ def task_times(frames: Frames) -> Any:
 
 
 def message_times(frames: Frames) -> Any:
-    """The times of the messages that each rank received, over all steps: from the first byte
-    written to the last one received or, where transfers block, from when both ranks were there.
-    Raises RrfpError for a run without messages."""
+    """Draw the distribution of message times by receiving rank.
+
+    A message lasts from the first byte written to the last byte received; a blocking transfer
+    begins when both ranks have reached it. Raises RrfpError for a run without messages.
+    """
     times = timed_messages(frames).select(
         pl.col("to_pp_rank").alias("pp_rank"),
         pl.col("direction").alias("what"),
         (pl.col("came_ns") - pl.col("left_ns")).alias("ns"),
     )
     return _distributions(
-        frames, times, _DIRECTION_COLORS, "message", "How long messages were under way", "to "
+        frames, times, _DIRECTION_COLORS, "message", "How long messages were in flight", "to "
     )
 
 
@@ -51,7 +53,7 @@ def _distributions(
     title: str,
     prefix: str = "",
 ) -> Any:
-    """Times in bins of equal width on a logarithmic axis, as shares of a rank's times of a kind."""
+    """Draw histograms on a logarithmic axis; heights are shares of a rank's times of a kind."""
     if times.is_empty():
         raise RrfpError(f"the trace has no {noun}s; see 'rrfp trace check'")
     if times["ns"].max() <= 0:  # type: ignore[operator]
@@ -62,7 +64,7 @@ def _distributions(
         pl.col("ns").clip(1).log10().alias("log")
     )
     low, high = times.select(pl.min("log"), pl.max("log").alias("high")).row(0)
-    # A single value gets a bar in the middle.
+    # A single value becomes a bar in the middle.
     margin = max(0.0, _LEAST_DECADES - (high - low)) / 2
     low, high = low - margin, high + margin
     width = (high - low) / _NUM_BINS
@@ -101,7 +103,7 @@ def _distributions(
             x2="high:Q",
             y=alt.Y("share:Q", stack=None, title=None, axis=alt.Axis(format="%", tickCount=3)),
             y2=alt.Y2Datum(0),
-            # Pale, with an outline, so that one kind does not hide another.
+            # Pale with an outline, so that kinds do not hide each other.
             fill=alt.Fill("what:N", scale=scale, title=None),
             stroke=alt.Stroke("what:N", scale=scale, title=None),
             tooltip=[
@@ -122,7 +124,7 @@ def _distributions(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two, few enough to read."""
+    """Return few round numbers between two limits, for a logarithmic axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1,)):
         ticks = [step * 10.0**decade for decade in decades for step in steps]
@@ -134,21 +136,18 @@ def _ticks(low: float, high: float) -> list[float]:
     return [float(f"{tick:.3g}") for tick in np.linspace(low, high, 4)]
 
 
-# Messages and their stages: which waited for which, link by link, over the run.
-
-
 _ROW_PX = 18
 _EXTREME_SHARE = 0.98
-"""The colors end at this quantile: a few long waits would hide all others."""
+"""The quantile at which the colors end, because a few long waits would hide all others."""
 _COLORS = ("#0072B2", "#7FB2D3", "#B4B4B4", "#E0A184", "#D55E00")
-"""From starved over neutral to queued: apart on light and dark grounds, and to every eye."""
+"""From starved over neutral to queued; distinct on light and dark backgrounds and to all eyes."""
 
 
 def misalignment_map(frames: Frames) -> Any:
-    """A row a directed link, a column a span of time; the color is the mean over its messages of
-    the time queued minus the time that they starved their stage.
+    """Draw a row for each directed link and a column for each span of time.
 
-    Raises RrfpError for a run without messages or finished steps.
+    The color is the mean over messages of the time queued minus the time starved. Raises RrfpError
+    for a run without messages or finished steps.
     """
     messages = timed_messages(frames)
     whole = frames.windows
@@ -214,6 +213,6 @@ def misalignment_map(frames: Frames) -> Any:
     )
     return finished(
         chart,
-        "Who waited for whom, link by link",
+        "Waits of messages and stages, link by link",
         "orange: messages waited for the stage; blue: the stage waited for messages",
     )

@@ -1,4 +1,4 @@
-"""Every kind of chart by name, and the files and specifications made from charts."""
+"""Draws charts by name, and writes them to files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from rrfp.errors import UsageError
 from rrfp.trace.safe_files import open_whole
 
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
-"""The version whose language altair speaks, as vl-convert names it."""
+"""The Vega-Lite version of altair, as vl-convert names it."""
 _PNG_SCALE = 2
 
 _OF_A_STEP: dict[ChartKind, Callable[[Frames, int | None], Any]] = {
@@ -36,11 +36,10 @@ _OF_A_RUN: dict[ChartKind, Callable[[Frames], Any]] = {
 
 
 def draw(kind: ChartKind, frames: Frames, step: int | None = None) -> Any:
-    """A chart of a run. A kind that shows one step shows the slowest, or that of the highest peak,
-    unless `step` names another.
+    """Draw a chart of a run. `step` selects the step of kinds that show one step.
 
-    Raises RrfpError when the run has nothing to show, and UsageError for a step that it lacks, or
-    for any step with a kind that shows all.
+    Raises RrfpError if the run lacks the data, and UsageError for a step that the run lacks, or for
+    any step with a kind that shows all steps.
     """
     if kind in _OF_A_STEP:
         return _OF_A_STEP[kind](frames, step)
@@ -50,23 +49,23 @@ def draw(kind: ChartKind, frames: Frames, step: int | None = None) -> Any:
 
 
 def spec_of(chart: Any) -> dict[str, Any]:
-    """The Vega-Lite specification of a chart, its data inside."""
+    """Return the Vega-Lite specification of a chart, including its data."""
     with alt.data_transformers.enable("default", max_rows=None):
         spec: dict[str, Any] = chart.to_dict()
     return spec
 
 
 def save(chart: Any, path: Path) -> None:
-    """Write a chart as .png, .svg or .html, whole or not at all.
+    """Write a chart atomically as .png, .svg or .html.
 
-    Raises UsageError for another ending, or if the file cannot be written.
+    Raises UsageError for another suffix, or if the file cannot be written.
     """
     check_ending(path)
     write_file(path, _ENDINGS[path.suffix.lower()](spec_of(chart)))
 
 
 def check_ending(path: Path) -> None:
-    """Raise UsageError for a name that does not end as a chart's."""
+    """Raise UsageError for a file name with another suffix than a chart's."""
     if path.suffix.lower() not in _ENDINGS:
         raise UsageError(
             f"'{path}' is no file for a chart; give it a name that ends in {' or '.join(_ENDINGS)}"
@@ -74,7 +73,7 @@ def check_ending(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. Raises UsageError if it cannot be written."""
+    """Write a file atomically. Raises UsageError if it cannot be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a directory; name a file in it with -o")
     try:
@@ -100,7 +99,7 @@ def _as_page(spec: dict[str, Any]) -> bytes:
 
 
 def _on_white(spec: dict[str, Any]) -> dict[str, Any]:
-    """The specification on white: a file has no page behind it."""
+    """Add a white background, for files that are not part of a page."""
     return {**spec, "background": "white"}
 
 

@@ -1,4 +1,4 @@
-"""The Gantt chart of a step, as papers on pipelines draw it: a row a stage, boxes with numbers."""
+"""The Gantt chart of a step: a row for each stage, with numbered boxes for microbatches."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,9 +28,9 @@ from rrfp.errors import RrfpError
 from rrfp.trace.records import step_name
 
 MOST_BARS = 10_000
-"""More are joined: a screen has no room for them, and a browser takes its time."""
+"""More bars are joined, because a screen cannot show them and a browser becomes slow."""
 _ODD = " odd chunk"
-"""Behind the kind of a task whose chunk has an odd number."""
+"""The suffix of the kind of tasks of odd chunks."""
 _COLORS = {
     **KIND_COLORS,
     f"F{_ODD}": "#A9DAF5",
@@ -46,48 +46,48 @@ _PATH_NOTE = "black line: the critical path, which made the step as long as it w
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One step of a run: what is drawn of it."""
+    """The data of one drawn step."""
 
     labels: dict[int, str]
-    """By pipeline rank, of its row."""
+    """The label of each pipeline rank's row."""
     bars: pl.DataFrame
     path: pl.DataFrame
-    """The corners of the line that the critical path is."""
+    """The corners of the line of the critical path."""
     length_ns: int
     which: str
     num_bars: int
 
 
 def gantt(frames: Frames, step: int | None = None, most_bars: int = MOST_BARS) -> Any:
-    """The tasks of a step and, thin, the waits between them; None is the slowest step. A line is
-    the critical path.
+    """Draw the tasks of a step, the waits as thin bars, and the critical path as a line.
 
-    Of replicas that with the critical path is shown, and of ranks that run tasks together the
-    first. A task is named by its microbatch where that fits; every other chunk of a rank is paler.
-    Above `most_bars` a row is cut into equal spans, each of which shows what took most of it, and
-    the chart says so.
+    None means the slowest step. Shows the replica with the critical path, and the first rank of
+    each group. Tasks have the number of their microbatch if it fits; odd chunks are paler. With
+    more than `most_bars` bars, rows are divided into equal spans that show what took most of them,
+    and the chart states it.
 
-    Raises RrfpError when no step was finished, and UsageError for one that was not.
+    Raises RrfpError if no step was finished, and UsageError for an unfinished step.
     """
     panel = _panel(frames, step, most_bars)
     return _drawn([panel], f"{panel.which.capitalize()}: {format_time(panel.length_ns)}")
 
 
 def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
-    """A step of each of several runs, by name, one below the other on one axis of time.
+    """Draw a step of each of several runs, by name, on a common time axis.
 
     Raises RrfpError and UsageError as `gantt` does.
     """
     most_bars = MOST_BARS // max(1, len(runs))
     panels = [_panel(frames, step, most_bars, f"{name}: ") for name, (frames, step) in runs.items()]
-    told = [
+    notes = [
         f"{name}: {panel.which}, {format_time(panel.length_ns)}"
         for name, panel in zip(runs, panels, strict=True)
     ]
-    return _drawn(panels, title, *told)
+    return _drawn(panels, title, *notes)
 
 
 def _panel(frames: Frames, step: int | None, most_bars: int, prefix: str = "") -> _Panel:
+    """Collect bars, path and labels of a step, with times from its start."""
     step, start_ns, end_ns, which = window_of(frames, step)
     labels = {pp_rank: f"{prefix}{label}" for pp_rank, label in places(frames).items()}
     replica, path = _path(frames, step)
@@ -108,6 +108,7 @@ def _panel(frames: Frames, step: int | None, most_bars: int, prefix: str = "") -
 
 
 def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
+    """Draw panels below each other: waits, tasks, microbatch numbers and critical paths."""
     longest_ns = max(panel.length_ns for panel in panels)
     unit = TimeUnit.of(longest_ns)
     length = longest_ns / unit.value
@@ -116,10 +117,10 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
         [panel.path.with_columns(run=pl.lit(number)) for number, panel in enumerate(panels)]
     )
     labels = [label for panel in panels for label in panel.labels.values()]
-    told = list(notes)
+    subtitles = list(notes)
     num_bars = sum(panel.num_bars for panel in panels)
     if num_bars > len(bars):
-        told.append(
+        subtitles.append(
             f"{num_bars:,} bars are joined into {len(bars):,}: each span shows what took most of it"
         )
     bars = bars.select(
@@ -155,42 +156,44 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
     )
     layers = [idle, work]
     if "microbatch" in ran.columns:
-        # A wait of a cause that nobody knows has none.
+        # Waits of unknown causes are among these bars and have no microbatch.
         layers.append(_numbers(ran.drop_nulls("microbatch"), rows, length))
     if not path.is_empty():
-        told.append(_PATH_NOTE)
+        subtitles.append(_PATH_NOTE)
         layers += _path_lines(path, unit, labels)
     chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
-    return finished(chart, title, *told)
+    return finished(chart, title, *subtitles)
 
 
 def _path(frames: Frames, step: int) -> tuple[int | None, pl.DataFrame]:
-    """The replica that the critical path of a step runs through, and the path's corners: `pp_rank`
-    and `time_ns`. None, and no corners, for a step whose path cannot be found."""
+    """Return the replica of a step's critical path, and the path's corners (`pp_rank`, `time_ns`).
+
+    None and no corners if the path cannot be computed.
+    """
     corners: list[tuple[int, int]] = []
     replica = None
-    # Damaged traces are drawn as far as they can be.
+    # Damaged traces are drawn without a path.
     with suppress(RrfpError):
         segments = critical_path(frames, step).segments
         replica = replica_of(frames, step, segments)
         for segment in segments:
-            # A link leads from where the path was: to whom both waited for, or who sent.
+            # A link connects the previous corner to its receiver.
             if segment.kind != LINK:
                 corners.append((segment.pp_rank, segment.start_ns))
             corners.append((segment.pp_rank, segment.end_ns))
-    # A line along one row needs its ends alone.
-    kept = [
+    # A line along a row needs only its ends.
+    needed = [
         corner
         for number, corner in enumerate(corners)
         if not 0 < number < len(corners) - 1
         or not corners[number - 1][0] == corner[0] == corners[number + 1][0]
     ]
     schema = {"pp_rank": pl.Int64, "time_ns": pl.Int64}
-    return replica, pl.DataFrame(kept, schema=schema, orient="row")
+    return replica, pl.DataFrame(needed, schema=schema, orient="row")
 
 
 def _path_lines(path: pl.DataFrame, unit: TimeUnit, labels: list[str]) -> list[Any]:
-    """The path as a black line with a white edge, which is seen on every ground."""
+    """Draw the path as a black line with a white edge, visible on any background."""
     corners = path.select(
         "row",
         "run",
@@ -210,7 +213,7 @@ def _path_lines(path: pl.DataFrame, unit: TimeUnit, labels: list[str]) -> list[A
 
 
 def _bars(frames: Frames, step: int, replica: int | None) -> pl.DataFrame:
-    """A row a task or a wait; `what` is the kind of a task, or the cause of a wait."""
+    """Return a row for each task and wait; `what` is a task's kind or a wait's cause."""
     tasks = lead_tasks(frames, step, replica)
     if tasks.is_empty():
         raise RrfpError(f"{step_name(step)} of the trace has no tasks; see 'rrfp trace check'")
@@ -230,7 +233,7 @@ def _bars(frames: Frames, step: int, replica: int | None) -> pl.DataFrame:
 
 
 def _numbers(ran: pl.DataFrame, rows: alt.Y, length: float) -> Any:
-    """The microbatch in each box that has room for it, at whatever width the chart is drawn."""
+    """Draw the microbatch number in each box that is wide enough at the chart's actual width."""
     width_px = f"(datum.end - datum.start) / {length!r} * width"
     needed_px = f"({_DIGIT_PX} * length(toString(datum.microbatch)) + 2)"
     return (
@@ -243,7 +246,7 @@ def _numbers(ran: pl.DataFrame, rows: alt.Y, length: float) -> Any:
 
 
 def _joined(bars: pl.DataFrame, length_ns: int, most_bars: int) -> pl.DataFrame:
-    """At most so many bars in place of these: rows in equal spans, equal neighbours as one."""
+    """Join bars into at most `most_bars`, with the number of spans per row halved as needed."""
     num_bins = 4 * most_bars
     while True:
         joined = _joined_in(bars, length_ns, num_bins)
@@ -253,6 +256,7 @@ def _joined(bars: pl.DataFrame, length_ns: int, most_bars: int) -> pl.DataFrame:
 
 
 def _joined_in(bars: pl.DataFrame, length_ns: int, num_bins: int) -> pl.DataFrame:
+    """Divide rows into equal spans with the dominant task or wait, and join equal neighbors."""
     bin_ns = max(1, -(-length_ns // num_bins))
     key = ("pp_rank", "bin")
     first, last = pl.col("start_ns") // bin_ns, (pl.col("end_ns") - 1).clip(0) // bin_ns
@@ -271,7 +275,6 @@ def _joined_in(bars: pl.DataFrame, length_ns: int, num_bins: int) -> pl.DataFram
         .unique(key, keep="first", maintain_order=True)
         .sort(key)
     )
-    # Equal neighbours in one row are one bar.
     place = (pl.col("bin") - pl.int_range(pl.len())).alias("place")
     return (
         most.with_columns(run=pl.struct("pp_rank", "what", place).rle_id())

@@ -1,4 +1,4 @@
-"""Memory: the bytes of activations that each rank held at every moment, below its bound."""
+"""Charts with a part for each rank: causes of bubbles, memory, progress and hint order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,24 +20,20 @@ from rrfp.analyze.charts.style import (
 )
 from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
 from rrfp.analyze.frames import Frames, label_of, run_limit
-from rrfp.analyze.memory import budgets, kept_changes, memory
+from rrfp.analyze.memory import activation_changes, budgets, memory
 from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.policy import byte_unit, format_bytes
 from rrfp.trace.records import NS_PER_S, count_of, step_name
 
-# Bubble causes: how much of each rank's window was idle, and why.
-
-
 _ROW_PX = 24
 
 
 def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
-    """A bar a rank with a part a cause, in shares of the window; the rest of the window is work.
+    """Draw a bar for each rank with a part for each cause of idle time, as shares of the window.
 
-    `structural` is the structural part of the bubble by pipeline rank, as a share of the window. A
-    line marks it on each bar; what lies right of it is excess. Raises RrfpError when no step was
-    finished.
+    `structural` has the structural part of the bubble by pipeline rank, as a share of the window. A
+    line marks its end on each bar; the rest is excess. Raises RrfpError if no step was finished.
     """
     divided = bubbles(frames).with_structural(structural)
     labels = _labels(frames)
@@ -75,15 +71,13 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
     )
     if not marks.is_empty():
         notes.append(
-            "the line ends the structural part, what tasks at their mean times would have left"
+            "the line marks the structural part: the bubble with all tasks at their mean times"
         )
         layers.append(
             alt.Chart(marks)
             .mark_tick(color=INK, thickness=2.5, bandSize=_ROW_PX)
             .encode(
-                y=rows,
-                x=alt.X("structural:Q"),
-                tooltip=[alt.Tooltip("structural:Q", format=".2%")],
+                y=rows, x=alt.X("structural:Q"), tooltip=[alt.Tooltip("structural:Q", format=".2%")]
             )
         )
     chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
@@ -96,7 +90,7 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
 
 
 def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
-    """A bar for each rank, with a part for each cause."""
+    """Draw a bar for each rank, with a part for each cause."""
     return (
         alt.Chart(parts)
         .mark_bar(stroke=INK, strokeWidth=0.3, strokeOpacity=0.5)
@@ -106,9 +100,7 @@ def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
                 "share:Q", stack="zero", title="share of the window", axis=alt.Axis(format="%")
             ),
             color=alt.Color(
-                "cause:N",
-                scale=by_value(shown(CAUSE_COLORS, parts["cause"])),
-                title=None,
+                "cause:N", scale=by_value(shown(CAUSE_COLORS, parts["cause"])), title=None
             ),
             order=alt.Order("place:Q"),
             tooltip=[
@@ -122,7 +114,7 @@ def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
 
 
 def _labels(frames: Frames) -> dict[int, str]:
-    """The label of each rank: its stages, and its place among the ranks that share them."""
+    """Return the label of each rank: its stages, and its replica and tensor rank if needed."""
     run = frames.run.sort("pp_rank", "dp_rank", "tp_rank")
     several = [name for name in ("dp_rank", "tp_rank") if run[name].n_unique() > 1]
     return {
@@ -138,15 +130,15 @@ def _labels(frames: Frames) -> dict[int, str]:
 
 _COLUMNS = 2
 _MOST_POINTS = 250
-"""The points of a curve; of a longer one the highest point of every few is drawn."""
+"""The largest number of points of a curve; longer curves are thinned."""
 
 
 def memory_held(frames: Frames, step: int | None = None) -> Any:
-    """Draw what each pipeline rank held in a step, at most over its replicas; None takes the step
-    with the highest peak. A dashed line is the bound in bytes, where one was in force.
+    """Draw the held activation bytes of each pipeline rank over a step, with its bound dashed.
 
-    Raises RrfpError when no step was finished or the trace does not tell any bytes, and UsageError
-    for a step that was not finished.
+    None means the step with the highest peak. Of several ranks at a stage, the one with the highest
+    peak is shown. Raises RrfpError if no step was finished or the trace has no bytes, and
+    UsageError for an unfinished step.
     """
     found = memory(frames)
     step, start_ns, end_ns, which = window_of(
@@ -155,8 +147,9 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     if step == found.worst.peak_step:
         which = f"{step_name(step)}, the one with the highest peak"
     labels, notes = some_places(frames)
-    # Of the ranks at one place the one that held most in the step.
-    tasks = kept_changes(frames.of_steps([step])).filter(pl.col("pp_rank").is_in(list(labels)))
+    tasks = activation_changes(frames.of_steps([step])).filter(
+        pl.col("pp_rank").is_in(list(labels))
+    )
     held_most = (
         tasks.group_by("pp_rank", "rank")
         .agg(pl.col("held_bytes").max())
@@ -181,7 +174,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
             (pl.col("budget_bytes") / size).round(6).alias("bound"),
         )
     )
-    # Both in one table, as all layers of a facet share their data.
+    # All layers of a facet share one table.
     table = pl.concat([curves, bounds], how="diagonal")
     time = alt.X(
         "time:Q",
@@ -192,13 +185,11 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     base = alt.Chart().transform_filter("isValid(datum.held)")
     layers = [
         base.mark_area(interpolate="step-after", color=KIND_COLORS["F"], opacity=0.7).encode(
-            x=time,
-            y=alt.Y("held:Q", title=title),
-            tooltip=["time:Q", "held:Q", "for_w:Q"],
+            x=time, y=alt.Y("held:Q", title=title), tooltip=["time:Q", "held:Q", "for_w:Q"]
         )
     ]
     if (own["for_w"] > 0).any():
-        notes = ("yellow: what waits for weight gradients alone", *notes)
+        notes = ("yellow: held only for pending weight gradients", *notes)
         layers.append(
             base.mark_area(interpolate="step-after", color=KIND_COLORS["W"], opacity=0.9).encode(
                 x=time, y=alt.Y("for_w:Q", title=title)
@@ -214,15 +205,12 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
         )
     chart = faceted(alt.layer(*layers, data=table), "row", list(labels.values()), _COLUMNS, 110)
     return finished(
-        chart,
-        f"Bytes of activations held in {which}",
-        f"at most {format_bytes(most)}",
-        *notes,
+        chart, f"Bytes of activations held in {which}", f"at most {format_bytes(most)}", *notes
     )
 
 
 def _thinned(held: pl.DataFrame) -> pl.DataFrame:
-    """The highest point of every few, so that no curve has more than the most points."""
+    """Keep the highest point of each group of points, so that curves stay below `_MOST_POINTS`."""
     return (
         held.with_columns(index=pl.int_range(pl.len()).over("rank"), num=pl.len().over("rank"))
         .with_columns(group=pl.col("index") // (1 + pl.col("num") // _MOST_POINTS))
@@ -232,17 +220,11 @@ def _thinned(held: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-# Progress curves: how many forwards and backwards each rank had started at every moment.
-
-
-"""The points of a curve; a longer one is thinned out."""
-
-
 def progress(frames: Frames, step: int | None = None) -> Any:
-    """n_F(t) and n_B(t) of each rank in a step; D is what lies between. A dashed line marks how far
-    the limit lets n_F go, where the run had one that could matter.
+    """Draw the started forwards n_F(t) and backwards n_B(t) of each rank; their difference is D.
 
-    Raises RrfpError when no step was finished, and UsageError for one that was not.
+    A dashed line marks how far the limit lets n_F go, if it is below the number of forwards. Raises
+    RrfpError if no step was finished, and UsageError for an unfinished step.
     """
     step, start_ns, end_ns, which = window_of(frames, step)
     labels, notes = some_places(frames)
@@ -316,18 +298,15 @@ def progress(frames: Frames, step: int | None = None) -> Any:
     )
 
 
-# Hint position against dispatch position: how far each rank departed from its hint's order.
-
-
 _ORDER_COLUMNS = 4
 
 
 def hint_order(frames: Frames, step: int | None = None) -> Any:
-    """A point a task: how many tasks its rank had started before it in the step, and its place in
-    the hint's order. On the line the two agree; above it a task came earlier than the hint has it.
+    """Draw a point for each task: its position of dispatch and its position in the hint's order.
 
-    Raises RrfpError when no step was finished or the run has no hint's order, and UsageError for a
-    step that was not finished.
+    Tasks above the diagonal were dispatched earlier than the hint ranks them. Raises RrfpError if
+    no step was finished or the run recorded no hint positions, and UsageError for an unfinished
+    step.
     """
     step, _, _, which = window_of(frames, step)
     labels, notes = some_places(frames)
@@ -360,7 +339,7 @@ def hint_order(frames: Frames, step: int | None = None) -> Any:
     return finished(
         chart,
         f"Hint and dispatch positions in {which}",
-        "above the line: dispatched earlier than the hint has it",
+        "above the line: dispatched earlier than the hint ranks it",
         *notes,
     )
 

@@ -1,7 +1,7 @@
-"""The style of all charts: labels, the time axis, and how many stages are shown.
+"""The common style of charts, and the choice of the step and ranks that they show.
 
-Text and lines are `currentColor`: an SVG takes the color of the page around it, light or dark, and
-a file of its own is black on white.
+Text and lines are `currentColor`: in a page they have its light or dark color, and in a file of
+their own they are black on white.
 """
 
 from typing import Any
@@ -15,24 +15,24 @@ from rrfp.trace.records import in_order, step_name
 
 INK = "currentColor"
 WIDTH_PX = 760
-"""The width of a chart in a file; in a page a chart is as wide as the page."""
+"""The width of a chart in a file; in a page it is as wide as the page."""
 _AXIS_PX = 50
 _SPACING_PX = 16
-"""Beside the first of several facets, and between them; page.js has the same."""
+"""The space beside the first facet and between facets; page.js has the same."""
 _MOST_FACETS = 16
 
 
 def finished(chart: Any, title: str, *notes: str) -> Any:
-    """A chart with its title, the notes below it, and the style of all of them."""
+    """Add title, notes and the common style to a chart."""
     return chart.properties(
         title=alt.TitleParams(title, subtitle=list(notes), anchor="start", offset=10)
     ).configure(**_CONFIG)
 
 
 def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int) -> Any:
-    """The same chart for each value of a column, side by side.
+    """Repeat a chart for each value of a column, side by side.
 
-    Its `usermeta` tells a page how many they are and how wide each wants to be.
+    `usermeta` has the number and preferred width of the facets, for page.js.
     """
     width_px = (WIDTH_PX - _AXIS_PX + _SPACING_PX) // columns - _SPACING_PX
     return (
@@ -49,12 +49,12 @@ def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int)
 
 
 def by_value(colors: dict[str, str]) -> alt.Scale:
-    """Each value in its own color."""
+    """Make a scale that gives each value its color."""
     return alt.Scale(domain=list(colors), range=list(colors.values()))
 
 
 def shown(colors: dict[str, str], values: pl.Series) -> dict[str, str]:
-    """The colors of the values that there are."""
+    """Return the colors of the values that occur."""
     there = set(values.unique())
     return {value: color for value, color in colors.items() if value in there}
 
@@ -65,7 +65,7 @@ def places(frames: Frames) -> dict[int, str]:
 
 
 def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Return the places that fit side by side, from first to last, and a note of the others."""
+    """Return labels of at most 16 pipeline ranks, evenly spread, and a note about the others."""
     every = places(frames)
     if len(every) <= _MOST_FACETS:
         return every, ()
@@ -77,14 +77,11 @@ def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
 
 
 def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
-    """A step, its start and end in ns, and in words which one it is; None is the slowest.
+    """Return a step, its start and end in ns, and its description; None means the slowest step.
 
-    Raises RrfpError when no step was finished by every rank, UsageError for one that was not.
+    Raises RrfpError if no step was finished by all ranks, and UsageError for an unfinished step.
     """
-    whole = frames.windows
-    if whole.is_empty():
-        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
-    whole = whole.filter(pl.col("start_ns") < pl.col("end_ns"))
+    whole = frames.finished_windows().filter(pl.col("start_ns") < pl.col("end_ns"))
     if whole.is_empty():
         raise RrfpError("the steps take no time in this trace; see 'rrfp trace check'")
     found = {row[0]: row for row in whole.select("step", "start_ns", "end_ns").iter_rows()}
@@ -102,18 +99,18 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
 
 
 def lead_tasks(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """The tasks of a step in a replica, or the first one; of ranks that run them together, the
-    first's."""
+    """Return the tasks of a step in a replica (None: the first), for each group's first rank."""
     return _of_leads(frames.tasks, step, replica)
 
 
 def lead_waits(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """The waits of the same ranks."""
+    """Return the waits of the same ranks."""
     return _of_leads(frames.waits, step, replica)
 
 
 def _of_leads(frame: pl.DataFrame, step: int, replica: int | None) -> pl.DataFrame:
-    # Members of a group and replicas are numbered from 0; a trace may lack some.
+    """Keep the rows of a step of the first rank of each group in one replica."""
+    # A trace may lack the first member or replica, so the smallest number is used.
     of_step = frame.filter(pl.col("step") == step)
     chosen = pl.col("dp_rank").min() if replica is None else pl.lit(replica)
     return of_step.filter(

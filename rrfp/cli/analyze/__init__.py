@@ -1,6 +1,6 @@
 """`rrfp analyze`: reports from a run's trace.
 
-Each module of this package is one subcommand: a function with the module's name, and its `EXAMPLE`.
+Each module of this package is a subcommand: a function with the module's name, and `EXAMPLE`.
 """
 
 from difflib import get_close_matches
@@ -31,17 +31,17 @@ _FIRST = (
 
 
 class _FindingsByDefault(TyperGroup):
-    """A group whose arguments are those of `findings` unless they name a report."""
+    """A command group that runs `findings` unless the first argument names another subcommand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # While a shell asks for what may follow `rrfp analyze`, that may be a report, too.
+        # Completion of an empty word offers subcommands as well.
         is_open = not args and ctx.resilient_parsing
         if not is_open and (not args or self._is_argument(args[0], ctx.help_option_names)):
             args = ["findings", *args]
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Offer the reports, and what may stand behind `findings`."""
+        """Complete subcommands, and runs and options of `findings`."""
         findings = self.commands["findings"]
         with findings.make_context("findings", [], parent=ctx, resilient_parsing=True) as context:
             is_option = incomplete.startswith("-")
@@ -50,7 +50,7 @@ class _FindingsByDefault(TyperGroup):
         return [*super().shell_complete(ctx, incomplete), *offered]
 
     def _is_argument(self, text: str, help_options: list[str]) -> bool:
-        """True if a text is neither a report's name, nor meant as one."""
+        """Return True if a text is neither a subcommand nor similar to one."""
         if text in self.commands or text in help_options:
             return False
         if text.startswith("-") or "/" in text or "." in text or Path(text).exists():
@@ -61,11 +61,11 @@ class _FindingsByDefault(TyperGroup):
 
 
 def make_app() -> typer.Typer:
-    """Make the command group from the modules that are in this package."""
+    """Make the command group from the modules of this package."""
     group = typer.Typer(
         cls=_FindingsByDefault,
-        help="What makes a run's steps long, and reports from its trace. Without a report's name, "
-        "the findings: rrfp analyze [RUN].",
+        help="Show what makes a run's steps long, and reports from its trace. Without a "
+        "subcommand: the findings, rrfp analyze [RUN].",
     )
     names = {module.name for module in iter_modules(__path__)}
     for name in (*_FIRST, *sorted(names.difference(_FIRST))):

@@ -19,7 +19,7 @@ from rrfp.cli.options import (
 )
 from rrfp.cli.output import (
     check_threshold,
-    left_out_of,
+    left_out_json,
     note_evaluations,
     note_left_out,
     note_missing_records,
@@ -44,20 +44,20 @@ def bubbles(
 ) -> None:
     """Show how much of each stage's time was idle, and why.
 
-    The structural part is what tasks at their mean times would have left; the
-    rest is excess, which jitter made.
+    The structural part is the idle time with every task at its mean time; the
+    rest is excess, caused by variation.
     """
     asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.bubbles import bubble_table
     from rrfp.analyze.bubbles import bubbles as divide
     from rrfp.analyze.frame_files import CachedTrace
-    from rrfp.analyze.frames import NOT_REPLAYED, choose
+    from rrfp.analyze.frames import NOT_REPLAYED, choose_steps
     from rrfp.trace.locate import resolve_trace
 
     with working("Reading the trace"):
         trace = CachedTrace(resolve_trace(path))
-        frames = choose(trace.frames(), asked, evaluations=evaluations)
+        frames = choose_steps(trace.frames(), asked, evaluations=evaluations)
     note_missing_records(frames)
     report = divide(frames)
     with working("Replaying the run"):
@@ -71,5 +71,5 @@ def bubbles(
         note_evaluations(frames)
     by_rank = by is By.RANK or output_format not in PEOPLE
     table = bubble_table(report, why_not, by_rank=by_rank)
-    print_report([table], output_format, left_out_of(frames))
+    print_report([table], output_format, left_out_json(frames))
     check_threshold(fail_above, report.bubble_fraction, "the bubble fraction")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rrfp.analyze.charts import ChartKind
-from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
+from rrfp.cli.options import Evaluations, Steps, TracePath, step_in_trace
 from rrfp.cli.output import check_report_extra, note_evaluations, note_warm_up, read_frames
 
 EXAMPLE = "Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png"
@@ -17,7 +17,7 @@ def chart(
         ChartKind,
         typer.Argument(
             metavar="KIND",
-            # As a type they would be broken in the middle of a word.
+            # The list of choices would be broken in the middle of a word.
             show_choices=False,
             help="bubbles, gantt, hint, memory, misalignment, progress, task-times or "
             "message-times.",
@@ -32,17 +32,14 @@ def chart(
         int | None,
         typer.Option(
             min=0,
-            help="The step that gantt, hint, memory and progress show; without it the slowest, or "
-            "for memory the one with the highest peak.",
+            help="The step for gantt, hint, memory and progress. Default: the slowest, or for "
+            "memory the one with the highest peak.",
         ),
     ] = None,
     steps: Steps = None,
     evaluations: Evaluations = False,
 ) -> None:
-    """Draw one chart of a run into a file.
-
-    The page that an .html file holds is interactive, and needs no network.
-    """
+    """Draw one chart of a run into a file; .html files are interactive."""
     check_report_extra()
 
     from rrfp.analyze.charts.export import check_ending, draw, save
@@ -51,7 +48,7 @@ def chart(
     check_ending(out)
     frames = read_frames(path, steps, evaluations, with_warm_up=step is not None)
     note_evaluations(frames)
-    drawn = draw(kind, frames, step_asked(frames, step, evaluations=evaluations))
+    drawn = draw(kind, frames, step_in_trace(frames, step, evaluations=evaluations))
     note_warm_up(frames)
     save(drawn, out)
     typer.echo(f"The chart is {out}")

@@ -25,17 +25,17 @@ def compare(
     first: Annotated[
         Path,
         typer.Argument(
-            metavar="A", help="A run, as rrfp analyze takes it.", autocompletion=run_names
+            metavar="A", help="The first run, as in rrfp analyze.", autocompletion=run_names
         ),
     ],
     second: Annotated[
         Path,
-        typer.Argument(metavar="B", help="The run to hold against it.", autocompletion=run_names),
+        typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=run_names),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="Write a page too, with both runs on one axis."
+            "--out", "-o", metavar="FILE", help="Also write a page with both runs on one axis."
         ),
     ] = None,
     steps: Steps = None,
@@ -43,18 +43,15 @@ def compare(
     evaluations: Evaluations = False,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Exit with 3 when B takes more than this times A, and that is no noise."
-        ),
+        float | None, typer.Option(min=0, help="Exit with 3 if B/A is significantly above this.")
     ] = None,
 ) -> None:
-    """Compare run B with run A: how long its steps take, and which causes moved.
+    """Compare run B with run A: step times, and which causes of idle time changed.
 
-    For the same work first: a busier machine makes tasks long, for which no
-    schedule answers. Medians over steps, with intervals that hold 95 of 100
-    bootstrap medians. Causes are seconds a step that B has more than A, the mean
-    over ranks, or those that hold --stage.
+    The first row compares the schedules at equal task times, so a busier machine
+    does not count against either. Figures are medians over steps with 95%
+    bootstrap intervals. For each cause: seconds per step that B spends beyond A,
+    averaged over all ranks or over those of --stage.
     """
     asked = None if steps is None else parse_steps(steps)
 

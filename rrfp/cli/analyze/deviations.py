@@ -1,4 +1,4 @@
-"""`rrfp analyze deviations`: the departures of each rank from its hint's order."""
+"""`rrfp analyze deviations`: how far each rank departed from its hint's order."""
 
 from typing import Annotated
 
@@ -19,14 +19,14 @@ def deviations(
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Exit with 3 when a rank deviates more often than this."),
+        typer.Option(min=0, max=1, help="Exit with 3 if a rank deviates more often than this."),
     ] = None,
 ) -> None:
     """Show how far each pipeline rank departed from its hint's order.
 
-    A dispatch deviates by the unfinished tasks that the hint ranks above it.
-    The distance is the share of a step's pairs of tasks that ran the other
-    way round.
+    A dispatch deviates by the number of unfinished tasks that the hint ranks
+    above it. The distance is the share of pairs of tasks that ran in the
+    opposite order.
     """
     from rrfp.analyze.deviations import deviation_table
     from rrfp.analyze.deviations import deviations as measure

@@ -1,4 +1,4 @@
-"""`rrfp analyze` and `rrfp analyze findings`: the causes of long steps, in one screen."""
+"""`rrfp analyze` and `rrfp analyze findings`: the causes of long steps on one screen."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import typer
 
 from rrfp.cli.console import print_report, print_tables
 from rrfp.cli.options import PEOPLE, Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
-from rrfp.cli.output import left_out_of, note_evaluations, note_missing_records, note_warm_up
+from rrfp.cli.output import left_out_json, note_evaluations, note_missing_records, note_warm_up
 from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
 
 
-# What fits a screen of 24 lines: advice is shortened, commands never are.
+# Fitting findings to a screen of 24 lines: texts are shortened, commands never.
 
 
 _ROWS = 24
 _ROWS_AROUND = 2
-"""The prompt, and a note on stderr."""
+"""Lines for the prompt and a note on stderr."""
 _INDENT = "   "
 
 
@@ -36,16 +36,16 @@ class Part:
 
     title: str
     words: str
-    """May be shortened."""
+    """Sentences that may be shortened."""
     command: str
-    """On one line, to be copied; a terminal breaks it where it must."""
+    """One line to copy, which only the terminal breaks."""
 
 
 def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[str]) -> list[str]:
-    """The lines of a screen: the lead, the parts, and what is last, with empty lines between them.
+    """Return the lines of a screen: the lead, the parts and the last lines, with gaps between.
 
-    If they are more than a terminal has, or 24, words are shortened, the longest first; where that
-    is not enough, empty lines are left out, and then parts from the last one on.
+    If they exceed the terminal's height or 24 lines, texts are shortened, the longest first. If
+    that is not enough, gaps are dropped, and then parts from the last one on.
     """
     rows = max(_ROWS, console.height if console.is_terminal else 0) - _ROWS_AROUND
     num_parts = len(parts)
@@ -58,9 +58,10 @@ def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[
         for gap in (1, 0):
             fixed = _num_rows(console, blocks) - sum(lengths) + gap * (len(blocks) - 1)
             if fixed <= rows or (num_parts == 0 and not gap):
-                kept = _shortened(lengths, max(0, rows - fixed))
+                counts = _shortened(lengths, max(0, rows - fixed))
                 cut = [
-                    _cut(lines, num, console.width) for lines, num in zip(words, kept, strict=True)
+                    _cut(lines, num, console.width)
+                    for lines, num in zip(words, counts, strict=True)
                 ]
                 final = _blocks(console, lead, shown, cut, [*left, *last])
                 empty = [""] * gap
@@ -76,6 +77,7 @@ def _blocks(
     words: Sequence[Sequence[str]],
     last: Sequence[str],
 ) -> list[list[str]]:
+    """Return the wrapped lines of lead, parts and last lines, a block for each."""
     return [
         _wrapped(console, lead),
         *(
@@ -87,7 +89,7 @@ def _blocks(
 
 
 def _num_rows(console: "Console", blocks: Sequence[Sequence[str]]) -> int:
-    """How many rows of the terminal they take."""
+    """Return the number of terminal rows of some blocks of lines."""
     return sum(max(1, -(-len(line) // console.width)) for block in blocks for line in block)
 
 
@@ -99,19 +101,19 @@ def _wrapped(console: "Console", words: str, indent: int = 0) -> list[str]:
 
 
 def _hanging(console: "Console", words: str) -> list[str]:
-    """Wrapped, and indented from the second line on."""
+    """Wrap a text and indent it from the second line on."""
     first = _wrapped(console, words)[0]
     rest = words[len(first) :].strip()
     return [first, *(_wrapped(console, rest, len(_INDENT)) if rest else ())]
 
 
 def _shortened(lengths: Sequence[int], most: int) -> list[int]:
-    """How many lines of each there is room for; the longest give way first."""
-    kept = list(lengths)
-    while sum(kept) > most:
-        longest = max(range(len(kept)), key=lambda place: (kept[place], place))
-        kept[longest] -= 1
-    return kept
+    """Reduce numbers of lines to a sum of `most`, the largest first."""
+    counts = list(lengths)
+    while sum(counts) > most:
+        longest = max(range(len(counts)), key=lambda place: (counts[place], place))
+        counts[longest] -= 1
+    return counts
 
 
 def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
@@ -132,7 +134,7 @@ def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
 
 
 _NOTABLE_ERROR = 0.01
-"""A replay that is further off makes small savings uncertain, which the screen states."""
+"""A replay error above which the screen calls small savings uncertain."""
 
 EXAMPLE = "Example: rrfp analyze runs/latest --steps 100:"
 
@@ -143,21 +145,22 @@ def findings(
     evaluations: Evaluations = False,
     output_format: FrameFormat = Format.TABLE,
 ) -> None:
-    """Show what makes a run's steps long, by what fixing it would save.
+    """Show what makes a run's steps long, and how much fixing each cause would save.
 
-    Every suspect is fixed in a replay of the run: a slow stage, rank, replica or
-    link, uneven microbatches, a binding order, a bound. What no replay can fix
-    follows with what it owns of a step.
+    Each suspect is fixed in a replay of the run: a slow stage, rank, replica or
+    link, uneven microbatches, a fixed order, a memory bound. Causes that a
+    replay cannot remove follow, with the share of the step they account for.
 
-    Of a run that ended before its time it shows the last moments instead: what
-    each rank was in and waited for. --steps asks for the steps before.
+    If the run crashed, it shows each rank's last moments instead: its task or
+    wait and what it waited for. With --steps it shows the findings of earlier
+    steps.
     """
     asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.failure import fatal_of
     from rrfp.analyze.findings import finding_table
     from rrfp.analyze.frame_files import CachedTrace
-    from rrfp.analyze.frames import choose
+    from rrfp.analyze.frames import choose_steps
     from rrfp.trace.locate import find_run, resolve_trace
 
     run = find_run(path)
@@ -165,7 +168,7 @@ def findings(
         cached = CachedTrace(resolve_trace(run))
         everything = cached.frames()
         fatal = fatal_of(everything)
-    # The commands look at what this one has looked at.
+    # Printed commands name the same run.
     name = f"./{run}" if str(run).startswith("-") else str(run)
     if fatal is not None and asked is None and not evaluations:
         if output_format in PEOPLE:
@@ -175,7 +178,7 @@ def findings(
             typer.echo(json.dumps({"run": name, "fatal": fatal.as_json()}, indent=2))
             return
     with working("Reading the trace"):
-        frames = choose(everything, asked, evaluations=evaluations)
+        frames = choose_steps(everything, asked, evaluations=evaluations)
     note_missing_records(frames)
     note_warm_up(frames)
     with working("Replaying the run without each suspect"):
@@ -201,13 +204,13 @@ def findings(
             document = table.document() | {"evaluations_left_out": frames.num_left_out}
             if fatal is not None:
                 document["fatal"] = fatal.as_json()
-            typer.echo(json.dumps(document | left_out_of(frames), indent=2))
+            typer.echo(json.dumps(document | left_out_json(frames), indent=2))
         case _:
             print_report([table], output_format)
 
 
 def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool) -> None:
-    """The last moments of a run, and where to look next."""
+    """Print the last moments of a run, and the next command."""
     from rrfp.analyze.failure import fatal_table
 
     print_tables([fatal_table(fatal, is_whole=markdown)], markdown=markdown)
@@ -228,21 +231,22 @@ def _lead(found: "Diagnosis") -> str:
 def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
     """Return the sentences below the findings."""
     if found.why_not_replayed:
-        return [f"What fixing would save is not known: {found.why_not_replayed}."]
+        return [f"The savings of fixes are not known: {found.why_not_replayed}."]
     if not found.findings:
         return ["Fixing any one thing would save less than 1% of a step."]
     notes = []
     num_steps = frames.windows.height
     if found.num_replayed < num_steps:
-        notes.append(f"Savings are those of {found.num_replayed} of the {num_steps} steps.")
+        notes.append(f"Savings were computed from {found.num_replayed} of {num_steps} steps.")
     if found.replay_error >= _NOTABLE_ERROR:
         notes.append(f"Replays are {found.replay_error:.0%} off; smaller savings are uncertain.")
     return [" ".join(notes)] if notes else []
 
 
 def _titled(finding: "Finding") -> str:
+    """Return the title of a finding with its saving or share."""
     part = (
-        f"owns {finding.share:.0%} of a step"
+        f"accounts for {finding.share:.0%} of a step"
         if finding.saving is None
         else f"fixing it saves {finding.saving:.0%}"
     )
@@ -252,9 +256,7 @@ def _titled(finding: "Finding") -> str:
 def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
     return [
         Part(
-            f"{number}. {_titled(each)}",
-            f"{each.told} {each.advice}",
-            each.command(name, steps),
+            f"{number}. {_titled(each)}", f"{each.figures} {each.advice}", each.command(name, steps)
         )
         for number, each in enumerate(_shown(found), start=1)
     ]
@@ -263,12 +265,13 @@ def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
 def _markdown(
     found: "Diagnosis", rest: list[str], name: str, steps: str | None, following: str
 ) -> str:
+    """Return the findings as Markdown."""
     from rrfp.analyze.table import escape_markdown as escaped
 
     paragraphs = [escaped(_lead(found))]
     for number, each in enumerate(_shown(found), start=1):
         paragraphs.append(f"{number}. **{escaped(_titled(each))}**")
-        paragraphs.append(f"   {escaped(f'{each.told} {each.advice}')}")
+        paragraphs.append(f"   {escaped(f'{each.figures} {each.advice}')}")
         paragraphs.append(f"   ```sh\n   {each.command(name, steps)}\n   ```")
     paragraphs += map(escaped, rest)
     return "\n\n".join([*paragraphs, f"Next:\n\n```sh\n{following}\n```"])

@@ -1,4 +1,4 @@
-"""`rrfp analyze memory`: the activations that each rank kept, and its headroom."""
+"""`rrfp analyze memory`: the activations that each rank held, and its headroom."""
 
 from typing import Annotated
 
@@ -17,15 +17,14 @@ def memory(
     by: ByRank = By.STAGE,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
-        float | None,
-        typer.Option(min=0, help="Exit with 3 when a rank held more GiB than this."),
+        float | None, typer.Option(min=0, help="Exit with 3 when a rank held more GiB than this.")
     ] = None,
 ) -> None:
     """Show how many bytes of activations each stage's rank held, and when.
 
-    Of several ranks at one place of the pipeline it shows the one that held
-    most. Its room is what its bound would have let it hold beyond that, or
-    without a bound in bytes what the rank that held most has held beyond that.
+    Of several ranks of a stage it shows the one that held most. Headroom is the
+    distance to the rank's bound, or without a bound in bytes to the peak of the
+    rank that held most.
     """
     from rrfp.analyze.memory import memory as measure
     from rrfp.analyze.memory import memory_table

@@ -19,10 +19,10 @@ def misalignment(
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
-        typer.Option(min=0, help="Exit with 3 when a link's p95 of seconds starved is above this."),
+        typer.Option(min=0, help="Exit with 3 if a link's p95 of seconds starved is above this."),
     ] = None,
 ) -> None:
-    """Show on each link how long messages lay ready, and how long stages idled for them."""
+    """Show for each link how long messages were queued, and how long stages idled for them."""
     from rrfp.analyze.misalignment import link_table
     from rrfp.analyze.misalignment import misalignment as measure
 

@@ -1,4 +1,4 @@
-"""`rrfp analyze report`: a run as one page."""
+"""`rrfp analyze report`: an HTML page about a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,17 +20,17 @@ def report(
     steps: Steps = None,
     evaluations: Evaluations = False,
 ) -> None:
-    """Write all that a run's trace tells as one HTML page that needs no network.
+    """Write all reports of a run as one HTML page that needs no network.
 
-    It begins with what matters and what to try, in words. Then come tables and
-    charts, the settings, and how sound the trace is.
+    It begins with findings and advice. Tables, charts, the settings and a check
+    of the trace follow.
     """
     asked = None if steps is None else parse_steps(steps)
     check_page(out)
     check_report_extra()
 
     from rrfp.analyze.charts.export import write_file
-    from rrfp.analyze.frames import choose, frames_of
+    from rrfp.analyze.frames import choose_steps, frames_of
     from rrfp.analyze.report import report_of, report_on
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
@@ -38,7 +38,7 @@ def report(
     trace = resolve_trace(path)
     with working("Reading the trace"):
         contents = read_contents(trace)
-        frames = choose(frames_of(contents.recording), asked, evaluations=evaluations)
+        frames = choose_steps(frames_of(contents.recording), asked, evaluations=evaluations)
     note_warm_up(frames)
     note_evaluations(frames)
     with working("Writing the report"):

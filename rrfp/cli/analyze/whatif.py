@@ -1,4 +1,4 @@
-"""`rrfp analyze whatif`: a run replayed with changes."""
+"""`rrfp analyze whatif`: replay a run with changes."""
 
 import re
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rrfp.cli.console import print_report
-from rrfp.cli.declared_options import hint_names, run_names, taking
+from rrfp.cli.declared_options import hint_names, run_names, with_options
 from rrfp.cli.options import PATH_HELP, PEOPLE, STEPS_HELP, Format
 from rrfp.cli.output import (
     NOT_WHOLE,
     WITHOUT_SIZES,
     check_threshold,
-    left_out_of,
+    left_out_json,
     note_evaluations,
     note_left_out,
     note_warm_up,
@@ -39,83 +39,71 @@ _POLICY, _CAUSES = "Policy", "What slowed it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatifOptions:
-    """The options beside the knobs of the policy."""
+    """The options besides the knobs of the policy."""
 
     path: Path | None = setting(
         None, PATH_HELP, is_argument=True, metavar="RUN", completes=run_names
     )
     without_jitter: bool = setting(
-        False, "Let every task take the mean of its kind.", panel=_CAUSES
+        False, "Give every task the mean time of its kind.", panel=_CAUSES
     )
     median_stage: int | None = setting(
-        None,
-        "Make a stage as fast as the one in the middle.",
-        least=0,
-        metavar="STAGE",
-        panel=_CAUSES,
+        None, "Make a stage as fast as the median stage.", least=0, metavar="STAGE", panel=_CAUSES
     )
-    free_links: bool = setting(False, "Let messages take no time.", panel=_CAUSES)
+    free_links: bool = setting(False, "Transfer messages in no time.", panel=_CAUSES)
     usual_link: str | None = setting(
         None,
-        "Make the messages between two pipeline ranks as fast as on the link in the middle.",
+        "Make messages between two pipeline ranks as fast as on the median link.",
         metavar="FROM-TO",
         panel=_CAUSES,
     )
     usual_rank: int | None = setting(
-        None,
-        "Make a rank as fast as those that run the same tasks.",
-        least=0,
-        metavar="RANK",
-        panel=_CAUSES,
+        None, "Make a rank as fast as its peers.", least=0, metavar="RANK", panel=_CAUSES
     )
     usual_replica: int | None = setting(
-        None,
-        "Make a replica as fast as the others.",
-        least=0,
-        metavar="REPLICA",
-        panel=_CAUSES,
+        None, "Make a replica as fast as the others.", least=0, metavar="REPLICA", panel=_CAUSES
     )
-    even_microbatches: bool = setting(False, "Let all microbatches weigh the same.", panel=_CAUSES)
+    even_microbatches: bool = setting(False, "Give all microbatches the same cost.", panel=_CAUSES)
     usual_microbatches: bool = setting(
         False, "Make heavy microbatches as light as the median one.", panel=_CAUSES
     )
     admit: Admit = setting(
         Admit.GIVEN,
-        "In which order the microbatches enter, by what each took",
+        "The order in which microbatches enter, by their measured cost",
         metavar="ORDER",
         panel=_POLICY,
     )
     even_stages: bool = setting(
         False,
-        "Even out the stages' work: in whole layers, if the run tells how many it has.",
+        "Even out the work of the stages, in whole layers if their number is known.",
         panel=_CAUSES,
     )
     w_share: float | None = setting(
         None,
-        "The weight gradient's share of a backward that was recorded whole, for hints that split "
-        "it; without it, that of F, B and W as 1 to 0.9 to 0.6.",
+        "Share of W in a backward recorded as one task, for hints that split it. Default: F, B "
+        "and W take 1 : 0.9 : 0.6.",
     )
     steps: str | None = setting(None, STEPS_HELP, metavar="A:B")
     output_format: Format = setting(
         Format.TABLE,
-        "table, md (Markdown, as GitHub has it), json, csv or parquet.",
+        "table, md (GitHub's Markdown), json, csv or parquet.",
         flag="format",
         metavar="FORMAT",
     )
     fail_above: float | None = setting(
-        None, "Exit with 3 when a row would save more than this.", least=0, most=1
+        None, "Exit with 3 if a row would save more than this.", least=0, most=1
     )
 
 
 def _knobs() -> Iterator[Declared]:
-    """The knobs without their defaults: what is not given stays as the run had it."""
+    """The knobs without defaults, because a missing knob keeps the run's value."""
     for each in declared_knobs("", in_run=False):
         about = each.help.partition(" [")[0].rstrip(".")
         if each.flag == "hint":
             yield replace(
                 each,
                 kind=list[str],
-                help="A hint's name or an order file; may be given several times.",
+                help="A hint's name or an order file; repeatable.",
                 completes=hint_names,
                 panel=_POLICY,
             )
@@ -123,14 +111,14 @@ def _knobs() -> Iterator[Declared]:
             yield replace(each, help=f"{about}.", panel=_POLICY)
 
 
-@taking(WhatifOptions, _knobs())
+@with_options(WhatifOptions, _knobs())
 def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
-    """Replay a run under other hints and bounds, or without what slowed it.
+    """Replay a run under other hints and bounds, or without a cause of delay.
 
-    The run's own policy is replayed first; how far that is from what was
-    measured tells whether the replay is sound. What is asked for holds together
-    in every row, and each --hint makes one; without any, a sensible set is shown.
-    Savings are shares of the run's own replayed time.
+    The run's own policy is replayed first; its error shows how accurate replays
+    are. All given options apply to every row, and each --hint makes a row.
+    Without options a useful set is shown. Savings are shares of the run's
+    replayed time.
     """
     from rrfp.analyze.frames import recording_of, step_time_ns
     from rrfp.analyze.whatif import whatif_table
@@ -174,7 +162,7 @@ def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
         note_evaluations(frames, "only steps that train are replayed")
 
     step_ns = step_time_ns(frames, [each.step for each in report.run.steps])
-    print_report([whatif_table(report, step_ns)], options.output_format, left_out_of(frames))
+    print_report([whatif_table(report, step_ns)], options.output_format, left_out_json(frames))
     check_threshold(
         options.fail_above, max(row.saving for row in report.rows), "the best row's saving"
     )

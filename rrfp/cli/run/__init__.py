@@ -1,4 +1,7 @@
-"""`rrfp run`: run somebody's own Megatron script, with our schedule in place and recorded."""
+"""`rrfp run`: run a user's own Megatron script with rrfp's schedule, and record it.
+
+This package imports only the standard library and rrfp, because it runs inside the user's job.
+"""
 
 import argparse
 import atexit
@@ -11,7 +14,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rrfp.cli import errors
-from rrfp.cli.declared_options import OUTPUT, TIME_OUTS, hint_help, metavar_of, panel_of
+from rrfp.cli.declared_options import (
+    COMMON_PANEL,
+    HINT_TABLE,
+    OUTPUT,
+    TIME_OUTS,
+    help_of,
+    metavar_of,
+    panel_of,
+    short_help,
+)
 from rrfp.cli.run.script import Module, Program, Script
 from rrfp.errors import RrfpError, UsageError, did_you_mean
 from rrfp.inputs import Declared
@@ -29,15 +41,14 @@ from rrfp.runtime.launchers import missing_torch_environment
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.settings import DECLARED
 
-_ASKER = "rrfp run"
+_REQUESTER = "rrfp run"
 
 _RECORDING = ("out", "force", "no_trace", "trace_mb")
 
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Where launchers say which rank a process is."""
+"""Environment variables in which launchers state the rank of a process."""
 
-
-_STEERING = (
+_SCHEDULE_OPTIONS = (
     *(each for each in DECLARED.values() if each.group in ("policy", "step")),
     *(DECLARED[name] for name in ("transport", "outbox_mb", "tls")),
     replace(
@@ -63,10 +74,10 @@ _STEERING = (
         panel=TIME_OUTS,
     ),
 )
-"""The options that are keywords of `DispatchSettings`."""
+"""Options that are keywords of `DispatchSettings`."""
 
 OPTIONS = (
-    *_STEERING,
+    *_SCHEDULE_OPTIONS,
     *(DECLARED[name] for name in _RECORDING),
     Declared(
         flag="steps",
@@ -76,36 +87,42 @@ OPTIONS = (
         "and the evaluations between them [all].",
         metavar="A:B",
         panel=OUTPUT,
+        is_common=True,
     ),
 )
-"""Every option with a name of `rrfp run`, but -m and --help."""
+"""All options of `rrfp run` except -m, --help and --help-all."""
 
 _SEE = "see 'rrfp run --help'"
 
 
-def parsed(words: Sequence[str]) -> Callable[[], int] | int:
-    """Read a command line, the words behind `rrfp run`, and give what runs it; or print its help,
-    and give the exit code. Raises UsageError for one that is wrong."""
-    parser = _parser()
-    options, rest = _cut(words)
-    given, unknown = parser.parse_known_args(options)
-    if given.help:
-        parser.print_help()
+def parse_command(words: Sequence[str]) -> Callable[[], int] | int:
+    """Parse the words after `rrfp run` and return a function that runs the script.
+
+    If help is requested, it is printed and the exit code is returned. Raises UsageError for an
+    invalid command line.
+    """
+    options, rest = _split_words(words)
+    given, unknown = _parser(OPTIONS).parse_known_args(options)
+    if given.help or given.help_all:
+        common = [each for each in OPTIONS if each.is_common]
+        _parser(OPTIONS if given.help_all else common, is_short=not given.help_all).print_help()
         return 0
     if unknown:
         known = [f"--{each.spelled}" for each in OPTIONS]
-        near = did_you_mean(unknown[0], [*known, "--module", "--help"])
+        near = did_you_mean(unknown[0], [*known, "--module", "--help", "--help-all"])
         see = f" S{_SEE[1:]}" if near else f"; {_SEE}"
         raise UsageError(f"there is no option {unknown[0]}{near}{see}")
     if not rest:
         raise UsageError(f"the script is missing; name a Python file, or -m and a module; {_SEE}")
-    flags = {name: value for name, value in vars(given).items() if name != "help"}
+    flags = {name: value for name, value in vars(given).items() if not name.startswith("help")}
     return run(rest[0], rest[1:], **flags)
 
 
-def _cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options, each in one word with its value, and what stands from SCRIPT on: that is the
-    script's, whatever it looks like."""
+def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into rrfp's options and the rest, which begins with SCRIPT and is not parsed.
+
+    An option and its value become one word, `--hint=bf`.
+    """
     valued = {f"--{each.spelled}" for each in OPTIONS if each.kind is not bool}
     options, rest = [], [*words]
     while rest and rest[0].startswith("-") and rest[0] != "-":
@@ -120,7 +137,8 @@ def _cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return options, rest
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(options: Sequence[Declared], *, is_short: bool = False) -> argparse.ArgumentParser:
+    """Make the parser of these options. The short help has one panel and lists hints by name."""
     about = re.sub(r"^ +", "", str(run.__doc__), flags=re.MULTILINE).strip()
     parser = _Parser(
         prog="rrfp run",
@@ -131,34 +149,34 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    # Of Python 3.14, whose colors the terminal's guard would show as escapes.
+    # Python 3.14 would print colors, which the guarded stream shows as escapes.
     parser.color = False  # type: ignore[attr-defined,unused-ignore]
     first = parser.add_argument_group("Arguments")
     first.add_argument("SCRIPT", nargs="?", help="A Python file, or -m and a module's name.")
-    first.add_argument("ARGS", nargs="?", help="All of the script's.")
-    options = parser.add_argument_group("Options")
-    options.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m."
-    )
-    options.add_argument(
-        "-h", "--help", action="store_true", default=False, help="Show this message and exit."
-    )
+    first.add_argument("ARGS", nargs="?", help="Arguments of the script.")
+    own = parser.add_argument_group("Options")
+    for flags, text in (
+        (("-m", "--module"), "SCRIPT is a module, as in python -m."),
+        (("--help-all",), "Show every option and exit."),
+        (("-h", "--help"), "Show this message and exit."),
+    ):
+        own.add_argument(*flags, action="store_true", default=False, help=text)
     panels: dict[str, Any] = {}
-    for declared in OPTIONS:
-        name = str(panel_of(declared))
+    for declared in options:
+        name = COMMON_PANEL if is_short else str(panel_of(declared))
         if name not in panels:
             panels[name] = parser.add_argument_group(name)
-        panel, told = panels[name], declared.help_text
-        told = (hint_help(told) if declared.flag == "hint" else told).replace("%", "%%")
+        panel, text = panels[name], help_of(declared)
+        text = (short_help(text) if is_short else text).replace("%", "%%")
         if declared.kind is bool:
-            panel.add_argument(f"--{declared.spelled}", action="store_true", help=told)
+            panel.add_argument(f"--{declared.spelled}", action="store_true", help=text)
         else:
             is_read = declared.value_type in (int, float, Path)
             panel.add_argument(
                 f"--{declared.spelled}",
                 metavar=metavar_of(declared),
                 type=declared.read if is_read else str,
-                help=told,
+                help=text,
             )
     return parser
 
@@ -169,10 +187,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the table of hints."""
+    """Wraps help texts but keeps the lines of the table of hints."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        about, _, table = text.partition("\n\n\b\n")
+        about, _, table = text.partition(HINT_TABLE)
         lines = [line for line in table.split("\n") if line]
         return super()._split_lines(about, width) + lines
 
@@ -182,9 +200,9 @@ def run(
 ) -> Callable[[], int]:
     """Run your own Megatron script readiness-first, and record it.
 
-    Takes the place of python in every rank's process: the script, its arguments
-    and its exit code stay as they are. --dispatch megatron records Megatron's own
-    schedule instead. Every rrfp command reads the run's directory.
+    Replaces python in every rank's process; the script, its arguments and its
+    exit code do not change. With --dispatch megatron, Megatron's own schedule
+    runs and is recorded. Every rrfp command reads the run's directory.
 
     Example: torchrun --nproc-per-node 8 --no-python rrfp run --hint bfw --out
     runs/ours pretrain_gpt.py --pipeline-model-parallel-size 8 ...
@@ -193,22 +211,24 @@ def run(
     given = {
         name: value for name, value in flags.items() if value is not None and value is not False
     }
-    stand_in = _stand_in(given)
+    patch = _schedule_patch(given)
     kind = Module if module else Script.read
-    return partial(_run, kind(script, arguments or []), stand_in)
+    return partial(_run, kind(script, arguments or []), patch)
 
 
-def _stand_in(given: dict[str, Any]) -> SchedulePatch | None:
-    """What the options put in the place of Megatron's schedule; None if they leave it alone. Raises
-    UsageError for options that do not go together."""
-    request = _request(given)
-    steering = {each.flag: given[each.flag] for each in _STEERING if each.flag in given}
-    dispatch = DECLARED["dispatch"].read(steering.pop("dispatch", None))
+def _schedule_patch(given: dict[str, Any]) -> SchedulePatch | None:
+    """Make the replacement of Megatron's schedule functions; None if they stay as they are.
+
+    Raises UsageError for options that exclude each other.
+    """
+    request = _recording_request(given)
+    values = {each.flag: given[each.flag] for each in _SCHEDULE_OPTIONS if each.flag in given}
+    dispatch = DECLARED["dispatch"].read(values.pop("dispatch", None))
     if dispatch is not Dispatch.MEGATRON:
         chosen = {} if dispatch is None else {"dispatch": dispatch}
-        return DropInPatch(DispatchSettings(**chosen, **steering), request)
-    if steering:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in steering)
+        return DropInPatch(DispatchSettings(**chosen, **values), request)
+    if values:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in values)
         raise UsageError(
             f"--dispatch megatron leaves Megatron's schedule as it is and {flags} would steer "
             "ours; leave one of them out"
@@ -216,9 +236,11 @@ def _stand_in(given: dict[str, Any]) -> SchedulePatch | None:
     return None if request is None else NativePatch(request)
 
 
-def _request(given: dict[str, Any]) -> RecordingRequest | None:
-    """The recording asked for; None for --no-trace. Raises UsageError for a directory that is
-    there already."""
+def _recording_request(given: dict[str, Any]) -> RecordingRequest | None:
+    """Return where and what to record; None for --no-trace.
+
+    Raises UsageError if the directory exists and neither --force nor a restart explains it.
+    """
     if "no_trace" in given:
         for name in ("out", "steps", "force", "trace_mb"):
             if name in given:
@@ -229,45 +251,45 @@ def _request(given: dict[str, Any]) -> RecordingRequest | None:
     window = StepWindow.of(given.get("steps"))
     out = Path(given["out"]) if "out" in given else None
     force = "force" in given
-    # If it may be that of an earlier start of this job, the ranks see to it when they meet.
+    # The directory of an earlier start of this job is checked when the ranks rendezvous.
     if out is not None and out.exists() and not force and not may_be_restarted():
         raise UsageError(
             f"{out} exists; choose another directory with --out, or replace the run in it with "
             "--force"
         )
-    return RecordingRequest(_ASKER, out, window, force, trace_mb=given.get("trace_mb"))
+    return RecordingRequest(_REQUESTER, out, window, force, trace_mb=given.get("trace_mb"))
 
 
-def _run(program: Program, stand_in: SchedulePatch | None) -> int:
-    if stand_in is None:
-        return program.run(errors.tell)
-    install_after_import(stand_in, _ASKER)
+def _run(program: Program, patch: SchedulePatch | None) -> int:
+    """Run the program with the replaced schedule and return its exit code."""
+    if patch is None:
+        return program.run(errors.print_error)
+    install_after_import(patch, _REQUESTER)
 
     def fail(error: RrfpError) -> int:
         at_end.note_program_end(error)
-        return errors.tell(error)
+        return errors.print_error(error)
 
-    tell_if_unused = partial(_tell_if_unused, stand_in, program.name, os.getpid())
-    # When a program has ended well, its threads may still call a schedule: so this waits for them.
+    warn_if_unused = partial(_warn_if_unused, patch, program.name, os.getpid())
+    # The warning waits until exit, because threads of the program may still call a schedule.
     try:
         code = program.run(fail)
     except BaseException as end:
         at_end.note_program_end(end)
         if isinstance(end, SystemExit) and end.code in (None, 0):
-            atexit.register(tell_if_unused)
+            atexit.register(warn_if_unused)
         raise
     if code == 0:
         at_end.note_program_end(None)
-        atexit.register(tell_if_unused)
+        atexit.register(warn_if_unused)
     return code
 
 
-def _tell_if_unused(stand_in: SchedulePatch, program: str, pid: int) -> None:
-    """Say at the end of a program that it has called no schedule, on one rank. The processes that
-    it has forked say nothing."""
+def _warn_if_unused(patch: SchedulePatch, program: str, pid: int) -> None:
+    """Print on rank 0 that the program called no schedule; forked processes print nothing."""
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    if rank == "0" and os.getpid() == pid and not stand_in.was_called:
-        what = "recorded" if isinstance(stand_in, NativePatch) else "dispatched or recorded"
+    if rank == "0" and os.getpid() == pid and not patch.was_called:
+        what = "recorded" if isinstance(patch, NativePatch) else "dispatched or recorded"
         print_to_stderr(
             f"{program} called no pipeline schedule of Megatron's, so nothing was {what}"
         )

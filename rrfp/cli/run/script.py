@@ -1,4 +1,4 @@
-"""Runs somebody's program in this process as `python SCRIPT` or `python -m MODULE` would run it."""
+"""Runs a user's program in this process as `python SCRIPT` or `python -m MODULE` would run it."""
 
 import builtins
 import ctypes
@@ -16,29 +16,26 @@ from types import ModuleType, TracebackType
 from rrfp.errors import RrfpError, UsageError, reason_of
 
 _replaced: list[ModuleType] = []
-"""The module `__main__` that a program's took the place of. Python holds no reference to it and
-goes on to use what is in it, after the traceback of a SyntaxError too: without this one it would
-crash."""
+"""The `__main__` modules that programs replaced. Python still uses their contents without holding a
+reference, for example after the traceback of a SyntaxError, and would crash without this one."""
 
 
 @dataclass(frozen=True)
 class Program(ABC):
-    """A program that was named on the command line, and its arguments."""
+    """A program and its arguments, as given on the command line."""
 
     name: str
-    """As given."""
     arguments: Sequence[str]
 
     def run(self, fail: Callable[[RrfpError], int]) -> int:
-        """Run the program to its end, and return the exit code of one that ended well.
+        """Run the program and return its exit code.
 
-        What it raises is raised on, for the interpreter to report as it always does, but without
-        the frames that are ours. Our own errors are no fault of the program, so their traceback
-        would not help: `fail` says them in a sentence and gives the exit code.
+        Exceptions of the program propagate to the interpreter, whose report leaves out rrfp's
+        frames. Errors of rrfp need no traceback: `fail` prints them and returns the exit code.
         """
         main = ModuleType("__main__")
         vars(main)["__builtins__"] = builtins
-        # Newer versions of Python no longer set these.
+        # Newer versions of Python do not set these.
         replaced = vars(sys.modules["__main__"])
         if "__annotations__" in replaced:
             vars(main)["__annotations__"] = {}
@@ -57,7 +54,7 @@ class Program(ABC):
 
     @abstractmethod
     def _execute(self, main: ModuleType) -> None:
-        """Execute it as the module `__main__`, with `sys.argv` and `sys.path` as it expects."""
+        """Execute it as the module `__main__`, and set `sys.argv` and `sys.path` for it."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,12 @@ class Script(Program):
     """A Python file, or a directory or an archive with a `__main__.py`."""
 
     source: bytes | None
-    """None for what is not a file of Python's."""
+    """The content of a Python file; None for a directory or an archive."""
 
     @classmethod
     def read(cls, path: str, arguments: Sequence[str]) -> "Script":
-        """Raises UsageError for a file that cannot be read."""
-        # As the interpreter does: it is a directory or an archive if something can import from it.
+        """Read a program from a path. Raises UsageError for a file that cannot be read."""
+        # Like the interpreter: what can be imported from is a directory or an archive.
         if pkgutil.get_importer(path) is not None:
             return cls(path, arguments, None)
         try:
@@ -83,7 +80,7 @@ class Script(Program):
 
     def _execute(self, main: ModuleType) -> None:
         sys.argv = [self.name, *self.arguments]
-        # As the interpreter does: made absolute, and nothing else.
+        # Like the interpreter: the path becomes absolute and is not normalized.
         file = self.name if self.name.startswith("/") else f"{Path.cwd()}/{self.name}"
         if self.source is None:
             sys.path[:1] = [file, *(sys.path[:1] if sys.flags.safe_path else ())]
@@ -100,8 +97,8 @@ class Script(Program):
         if error is None:
             exec(code, vars(main))
         elif (stream := _stream_of(file)) is not None:
-            # Of bytes the interpreter says other things than of a file (null bytes, an unknown
-            # encoding). No Python function calls this one, so that no frame is shown.
+            # The interpreter reports null bytes and unknown encodings differently for bytes than
+            # for a file. The C function adds no Python frame to the traceback.
             names = ctypes.py_object(vars(main))
             run = ctypes.pythonapi.PyRun_FileExFlags
             run.restype = ctypes.py_object
@@ -112,23 +109,23 @@ class Script(Program):
 
 @dataclass(frozen=True)
 class Module(Program):
-    """A module that Python finds by its name."""
+    """A module that Python finds by name."""
 
     def _execute(self, main: ModuleType) -> None:
         sys.argv = ["-m", *self.arguments]
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd()  # noqa: PTH109 (text, as the interpreter has it)
-        # What the interpreter itself calls for -m. The public run_module() would take the module's
-        # names away again at its end, while threads and atexit functions still need them.
+        # The interpreter calls this for -m. The public run_module() removes the module's names at
+        # its end, while threads and atexit functions still need them.
         runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]
 
 
 _FILE_INPUT = 257
-"""Py_file_input of the interpreter's C interface: a whole file."""
+"""Py_file_input of the C API: parse a whole file."""
 
 
 def _stream_of(file: str) -> ctypes.c_void_p | None:
-    """An open `FILE *`; None for what cannot be read a second time."""
+    """Open a `FILE *`; None for a path that cannot be read a second time, such as a pipe."""
     if not Path(file).is_file():
         return None
     fopen = ctypes.CDLL(None).fopen
@@ -138,7 +135,7 @@ def _stream_of(file: str) -> ctypes.c_void_p | None:
 
 
 def _report_below(function: Callable[..., object]) -> None:
-    """Have the traceback of an uncaught exception begin with what this function has called."""
+    """Make the traceback of an uncaught exception begin below the frame of this function."""
     report = getattr(sys, "excepthook", None)
     if report is None:  # the program has removed it
         return

@@ -1,4 +1,4 @@
-"""`rrfp simulate`: what a pipeline would take under one setting, or under many."""
+"""`rrfp simulate`: simulate steps of a pipeline under one or many settings."""
 
 import re
 from collections.abc import Sequence
@@ -10,44 +10,43 @@ from typing import TYPE_CHECKING
 import typer
 
 from rrfp.cli.console import print_rows
-from rrfp.cli.declared_options import OUTPUT, taking
+from rrfp.cli.declared_options import OUTPUT, with_options
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out
 from rrfp.cli.progress import progress
-from rrfp.cli.simulate.asked import SETTINGS, asked_rows
+from rrfp.cli.simulate.row_options import SETTINGS, parse_rows
 from rrfp.inputs import setting
 from rrfp.trace.run_policy import POLICY, policies_by_step
 
 if TYPE_CHECKING:
-    from rrfp.cli.simulate.asked import Asked
+    from rrfp.cli.simulate.row_options import RowOptions
     from rrfp.planning.trials import Row, Setting
     from rrfp.trace.run_dir import RunDir
 
 
 _LONGEST_LABEL = 100
-"""The most letters in the name of a row's directory; file systems take 255."""
+"""The longest name of a row's directory; file systems allow 255 characters."""
 
 
 _MOST_PRICED = 16
-"""Rows whose bounds are looked at."""
+"""The number of rows whose bounds are checked for a warning."""
 
 _ROWS = "Rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """The options beside the settings of a row."""
+    """The options that are not settings of a row."""
 
     row: list[str] | None = setting(
         None,
-        "A row of its own settings, such as 'hint=1f1b dispatch=fixed'; give it again for each "
-        "row.",
+        "A row with its own settings, such as 'hint=1f1b dispatch=fixed'; repeatable.",
         metavar="SETTINGS",
         panel=_ROWS,
     )
     sweep: list[str] | None = setting(
         None,
-        "A row for each value, in all combinations if given again, the first the slowest.",
+        "A row for each value; repeatable, for all combinations.",
         metavar="NAME=A,B,...",
         panel=_ROWS,
     )
@@ -55,37 +54,29 @@ class SimulateOptions:
         1234, "The first seed of costs and jitter", least=0, most=2**32 - 1, panel=_ROWS
     )
     seeds: int = setting(
-        1,
-        "Steps of each row, under as many seeds from --seed on",
-        least=1,
-        most=100_000,
-        panel=_ROWS,
+        1, "Steps of each row, with as many consecutive seeds", least=1, most=100_000, panel=_ROWS
     )
     plan_sims: int | None = setting(
-        None,
-        "Simulations by which each step of --admit plan is planned [400].",
-        least=1,
-        most=10**6,
-        panel=_ROWS,
+        None, "Simulations per step for --admit plan [400].", least=1, most=10**6, panel=_ROWS
     )
     output_format: RowFormat = setting(
         RowFormat.TABLE, "How to print the rows", flag="format", metavar="FORMAT", panel=OUTPUT
     )
     out: Path | None = setting(
         None,
-        "A directory for the run and its trace, a step a seed; of several rows, each in a "
-        "directory of its own below.",
+        "Directory for the run and its trace, one step per seed; several rows get a "
+        "subdirectory each.",
         panel=OUTPUT,
     )
     force: bool = setting(False, "Replace the run in --out.", panel=OUTPUT)
 
 
-@taking(SimulateOptions, SETTINGS.values())
+@with_options(SimulateOptions, SETTINGS.values())
 def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
-    """Simulate steps of a pipeline, with the runtime's own dispatcher.
+    """Simulate steps of a pipeline with the runtime's own dispatcher.
 
-    Nothing is trained: tasks, messages and jitter take their time from data.
-    Every row meets the same costs and jitter under the same seed.
+    Nothing is trained: the times of tasks, messages and jitter come from data.
+    With the same seed all rows get the same costs and jitter.
 
     Example: rrfp simulate --pp 8 --microbatches 32 --jitter lognormal:0.5
     --seeds 20 --sweep hint=bf,bfw --sweep limit=4,8,16,32
@@ -94,16 +85,16 @@ def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
     from rrfp.cli.simulate.trial_table import trial_table
 
     flags = {each.spelled: texts[each.flag] for each in SETTINGS.values() if each.flag in texts}
-    asked = asked_rows(flags, options.row or [], options.sweep or [])
-    settings = settings_of(asked, recorded=options.out is not None)
-    asked = with_limits(asked, settings)
+    requested = parse_rows(flags, options.row or [], options.sweep or [])
+    settings = settings_of(requested, recorded=options.out is not None)
+    requested = with_limits(requested, settings)
     if options.plan_sims is not None:
         num = options.plan_sims
         settings = [replace(setting, num_plan_simulations=num) for setting in settings]
-    _tell_left_out(settings)
+    _note_left_out_steps(settings)
+    # If bounds are swept, the table shows their price.
     if not any(text.startswith(("limit=", "hold=")) for text in options.sweep or ()):
-        # Of bounds that are swept, the table tells the price.
-        _tell_unfilled(settings)
+        _warn_unfilled(settings)
     chosen = range(options.seed, options.seed + options.seeds)
     if options.out is None:
         from rrfp.planning.trials import num_plans, run_settings
@@ -112,12 +103,12 @@ def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
         with progress("Simulating", num) as advance:
             rows = run_settings(settings, chosen, finished=lambda: advance(1))
     else:
-        rows = _record(asked, settings, chosen, options.out, options.force)
-    print_rows(trial_table(asked, chosen, rows), options.output_format)
+        rows = _record(requested, settings, chosen, options.out, options.force)
+    print_rows(trial_table(requested, chosen, rows), options.output_format)
 
 
-def _tell_left_out(settings: "Sequence[Setting]") -> None:
-    """Name the steps of recorded runs that are no costs."""
+def _note_left_out_steps(settings: "Sequence[Setting]") -> None:
+    """Print which steps of recorded runs are not used as costs."""
     from rrfp.planning.modelled_costs import without_balance
     from rrfp.replay.cost_sources import RecordedCosts
 
@@ -128,8 +119,8 @@ def _tell_left_out(settings: "Sequence[Setting]") -> None:
         note_left_out(costs.without_sizes, WITHOUT_SIZES)
 
 
-def _tell_unfilled(settings: "Sequence[Setting]") -> None:
-    """Warn of the first bound that cannot fill its pipeline."""
+def _warn_unfilled(settings: "Sequence[Setting]") -> None:
+    """Warn about the first memory bound that is too small to fill its pipeline."""
     from rrfp.simulate.memory_budgets import unfilled
 
     for each in settings[:_MOST_PRICED]:
@@ -140,23 +131,23 @@ def _tell_unfilled(settings: "Sequence[Setting]") -> None:
 
 
 def _record(
-    asked: "Sequence[Asked]",
+    requested: "Sequence[RowOptions]",
     settings: "Sequence[Setting]",
     seeds: range,
     out: Path,
     force: bool,
 ) -> "list[Row]":
-    """Simulate, one row after the other, and write the run of each."""
+    """Simulate one row after the other and write the run directory of each."""
     from rrfp.planning.trials import num_plans, run_settings, with_budget, with_choice
     from rrfp.simulate.step import new_recording
     from rrfp.trace.perfetto.writer import write_run_files
 
     rows = []
-    runs = _make_run_dirs(asked, out, force)
+    runs = _make_run_dirs(requested, out, force)
     num = len(settings) * len(seeds) + num_plans(settings, seeds)
     with progress("Simulating", num) as advance:
-        for each, asked_setting, run in zip(asked, settings, runs, strict=True):
-            setting = with_budget(asked_setting, seeds)
+        for each, given_setting, run in zip(requested, settings, runs, strict=True):
+            setting = with_budget(given_setting, seeds)
             setting = with_choice(setting, seeds, counts_places=True)
             described = _described(each, setting, seeds)
             recording = new_recording(
@@ -174,34 +165,34 @@ def _record(
     return rows
 
 
-def _make_run_dirs(asked: "Sequence[Asked]", out: Path, force: bool) -> "list[RunDir]":
-    """`out` for one row; for several, a directory a row in it, by number and what is its own."""
+def _make_run_dirs(requested: "Sequence[RowOptions]", out: Path, force: bool) -> "list[RunDir]":
+    """Create `out` for one row, or for several rows a numbered directory each in `out`."""
     from rrfp.trace.run_dir import create_run_dir
 
     run = create_run_dir(out, force, "")
-    # Of rows that an earlier, longer sweep left here.
+    # An earlier, longer sweep may have left rows here.
     for earlier in out.glob("*/run.json"):
         create_run_dir(earlier.parent, force, "")
         with suppress(OSError):
             earlier.parent.rmdir()
-    if len(asked) == 1:
+    if len(requested) == 1:
         return [run]
-    digits = len(str(len(asked)))
+    digits = len(str(len(requested)))
     runs = []
-    for number, each in enumerate(asked, start=1):
+    for number, each in enumerate(requested, start=1):
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{number:0{digits}} {each.label}".strip())
         runs.append(create_run_dir(out / label[:_LONGEST_LABEL], force, ""))
     return runs
 
 
-def _described(asked: "Asked", setting: "Setting", seeds: range) -> dict[str, object]:
-    """The content of run.json, which has nothing of this machine or moment and so never varies."""
+def _described(requested: "RowOptions", setting: "Setting", seeds: range) -> dict[str, object]:
+    """Return the content of run.json: no machine name or time, so that equal runs are identical."""
     from rrfp import __version__
 
     return {
         "simulated": True,
-        "settings": {**asked.described(), "seed": seeds.start, "seeds": len(seeds)},
+        "settings": {**requested.described(), "seed": seeds.start, "seeds": len(seeds)},
         POLICY: setting.policy.described(),
         "versions": {"rrfp": __version__},
-        "world": asked.num_processes,
+        "world": requested.num_processes,
     }

@@ -1,10 +1,10 @@
-"""The rows of `rrfp simulate`: from what is asked for to what is simulated."""
+"""Converts the rows of `rrfp simulate` into settings of the simulator."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from rrfp.cli.simulate.asked import Asked, LinkMode, in_row
+from rrfp.cli.simulate.row_options import LinkMode, RowOptions, prefix_row
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import admission_file, resolve_admission
 from rrfp.planning.modelled_costs import BalancedCosts
@@ -21,32 +21,32 @@ from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.transfers import check_blocking_transfers
 
 _MAX_FORWARDS = 2**22
-"""The forwards of all ranks: four times 1,024 stages of 1,024 microbatches, which need 6 GB."""
+"""The largest number of forwards: four times 1,024 stages and microbatches, which need 6 GB."""
 
 
-def settings_of(rows: Sequence[Asked], *, recorded: bool) -> list[Setting]:
-    """Make the setting that is simulated for each row.
+def settings_of(rows: Sequence[RowOptions], *, recorded: bool) -> list[Setting]:
+    """Make the setting of each row.
 
-    Positions in the order that a hint gives in rounds are counted where steps are `recorded` only:
-    of a million tasks that order takes as long as the step. Raises UsageError or RrfpError for the
-    first row that cannot be, and names it.
+    Positions in the order of a hint that alternates are computed only for `recorded` steps, because
+    for a million tasks they take as long as the step. Raises UsageError or RrfpError for the first
+    invalid row, with its settings.
     """
     sources = _Sources()
     settings = []
     for row in rows:
         try:
             setting = _setting(row, sources, needs_order=recorded)
-            # Where nothing comes before it, the step itself finds out, without drawing twice.
+            # A single row is checked by its own simulation, without drawing the costs twice.
             if recorded or len(rows) > 1:
                 sources.check_fits(row, setting)
             settings.append(setting)
         except RrfpError as error:
-            raise in_row(row.own, error) from None
+            raise prefix_row(row.own, error) from None
     return settings
 
 
-def with_limits(rows: Sequence[Asked], settings: Sequence[Setting]) -> list[Asked]:
-    """The rows with the limits that their settings have."""
+def with_limits(rows: Sequence[RowOptions], settings: Sequence[Setting]) -> list[RowOptions]:
+    """Copy the limits of settings into their rows."""
     return [
         replace(row, policy=replace(row.policy, limit=setting.policy.limit))
         for row, setting in zip(rows, settings, strict=True)
@@ -54,19 +54,21 @@ def with_limits(rows: Sequence[Asked], settings: Sequence[Setting]) -> list[Aske
 
 
 class _Sources:
-    """Reads every hint, costs and jitter once, so that rows which name the same share it."""
+    """Reads each hint, costs and jitter once; rows that name the same share it."""
 
     def __init__(self) -> None:
         self._fitting: set[tuple[str, str, AdmitAcross, int, Admission, Shape]] = set()
         self.fitted = cache(fitted)
         self.costs = cache(resolve_costs)
         self.admission = cache(resolve_admission)
-        self.dealt = cache(lambda text, num_replicas: BalancedCosts(self.costs(text), num_replicas))
+        self.balanced = cache(
+            lambda text, num_replicas: BalancedCosts(self.costs(text), num_replicas)
+        )
         self.jitter = cache(parse_jitter)
         self.check_blocking_transfers = cache(check_blocking_transfers)
 
-    def costs_of(self, row: Asked) -> Costs:
-        """Dealt to the replicas if the row asks for it."""
+    def costs_of(self, row: RowOptions) -> Costs:
+        """Return the costs of a row, balanced over the replicas if requested."""
         costs = self.costs(row.costs)
         check_divided(costs, row.costs, row.tp)
         if row.admit_across is AdmitAcross.NONE:
@@ -80,16 +82,17 @@ class _Sources:
                 f"--admit {row.admit} lists microbatches as the data give them, and --admit-across "
                 "replicas deals others to a replica; leave one of them out"
             )
-        return self.dealt(row.costs, row.dp)
+        return self.balanced(row.costs, row.dp)
 
-    def check_fits(self, row: Asked, setting: Setting) -> None:
+    def check_fits(self, row: RowOptions, setting: Setting) -> None:
         key = row.costs, row.jitter, row.admit_across, row.dp, setting.admit, setting.shape
         if key not in self._fitting:
             check_fits(setting)
             self._fitting.add(key)
 
 
-def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
+def _setting(row: RowOptions, sources: _Sources, *, needs_order: bool) -> Setting:
+    """Make the setting of one row. Raises UsageError if its options exclude each other."""
     if row.links is LinkMode.BLOCKING and row.policy.dispatch is not Dispatch.FIXED:
         raise UsageError(
             "--links blocking has both ranks wait for a message, which only an order that binds "
@@ -106,7 +109,7 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
     asked = row.policy
     policy, shape = sources.fitted(asked, shape, counts_places=needs_order)
     if isinstance(asked.hint, AutoHint):
-        # The choice is made when its steps are simulated.
+        # The simulation of its steps chooses the hint.
         policy = asked.of_shape(shape)
     if row.links is LinkMode.BLOCKING:
         assert policy.order is not None

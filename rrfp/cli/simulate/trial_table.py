@@ -1,40 +1,33 @@
-"""The table of `rrfp simulate`: a row for each simulated setting."""
+"""The table that `rrfp simulate` prints."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rrfp.analyze.table import (
-    BYTES,
-    COMPACT,
-    PERCENT,
-    RATIO,
-    TEXT,
-    Column,
-    Table,
-    seconds,
-)
-from rrfp.cli.simulate.asked import SETTINGS, Asked
+from rrfp.analyze.table import BYTES, COMPACT, PERCENT, RATIO, TEXT, Column, Table, seconds
+from rrfp.cli.simulate.row_options import SETTINGS, RowOptions
 from rrfp.planning.candidates import describe_choice
 from rrfp.planning.trials import Row
 from rrfp.schedule.named_hints import AUTO
 
 _ALWAYS_TITLED = ("hint", "dispatch", "links", "costs", "jitter")
-"""The settings that a title has even where they are the default."""
+"""The settings that a title shows even if they are the default."""
 
 
-def trial_table(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> Table:
-    """The time of each row, how near it is to the floor, and the memory that it took.
+def trial_table(options: Sequence[RowOptions], seeds: range, rows: Sequence[Row]) -> Table:
+    """Make the table: time, ratio to the lower bound, and memory of each row.
 
-    A single row has neither a label nor a comparison with the first one.
+    A single row has neither a label nor a comparison with the first row.
     """
-    labels = [_label(each, row) for each, row in zip(asked, rows, strict=True)]
+    labels = [_label(each, row) for each, row in zip(options, rows, strict=True)]
     is_single = len(rows) == 1
     return Table(
-        _title(asked, seeds, rows),
+        _title(options, seeds, rows),
         [
             Column(None if is_single else "row", labels, TEXT),
-            *_settings(asked),
-            Column(None, [_choice(*each) for each in zip(asked, rows, strict=True)], key="chosen"),
+            *_settings(options),
+            Column(
+                None, [_choice(*each) for each in zip(options, rows, strict=True)], key="chosen"
+            ),
             *_results(rows),
         ],
         [_floor_sentence(rows[0]) if is_single else _fastest_sentence(labels, rows)],
@@ -43,8 +36,8 @@ def trial_table(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> Ta
     )
 
 
-def _settings(asked: Sequence[Asked]) -> Iterator[Column]:
-    described = [each.described() for each in asked]
+def _settings(options: Sequence[RowOptions]) -> Iterator[Column]:
+    described = [each.described() for each in options]
     for name in described[0]:
         yield Column(None, [each[name] for each in described], key=name)
 
@@ -78,7 +71,7 @@ def _results(rows: Sequence[Row]) -> Iterator[Column]:
 
 
 def _is_of_one_size(row: Row) -> bool:
-    """True if the number of microbatches says as much as their bytes do."""
+    """Return True if all held microbatches have the same size, so that bytes add no information."""
     peaks = zip(row.peak_held_bytes or (), row.peak_held, strict=False)
     return len({num_bytes / held for num_bytes, held in peaks}) <= 1
 
@@ -86,8 +79,8 @@ def _is_of_one_size(row: Row) -> bool:
 def _floor_sentence(row: Row) -> str:
     floor = row.ratio_to_floor
     if floor < 1.0005:
-        return "No schedule is faster: it is at the floor."
-    return f"{floor - 1:.1%} over the floor, below which no schedule gets."
+        return "No schedule can be faster: this is the lower bound."
+    return f"{floor:.2f} times the lower bound that no schedule can beat."
 
 
 def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
@@ -96,23 +89,23 @@ def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
     return f"Fastest: {labels[best]}{less}."
 
 
-def _choice(asked: Asked, row: Row) -> str | None:
-    """Return what `--hint auto` chose for a row, in words; None if the row names its hint."""
-    return describe_choice(row.trials[0].policy) if asked.policy.hint.name == AUTO.name else None
+def _choice(options: RowOptions, row: Row) -> str | None:
+    """Describe the policy that `--hint auto` chose for a row; None for other hints."""
+    return describe_choice(row.trials[0].policy) if options.policy.hint.name == AUTO.name else None
 
 
-def _label(asked: Asked, row: Row) -> str:
-    choice = _choice(asked, row)
-    return asked.label if choice is None else f"{asked.label}: {choice}"
+def _label(options: RowOptions, row: Row) -> str:
+    choice = _choice(options, row)
+    return options.label if choice is None else f"{options.label}: {choice}"
 
 
-def _title(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> str:
-    """The settings that all rows share: the chief ones, and those that are not the default.
+def _title(options: Sequence[RowOptions], seeds: range, rows: Sequence[Row]) -> str:
+    """Return the shared settings: the main ones, and others that differ from the default.
 
-    The title of a single row has the choice of `--hint auto`, too.
+    The title of a single row includes the choice of `--hint auto`.
     """
-    described = [each.described() for each in asked]
-    own = {SETTINGS[name].flag for each in asked for name in each.own}
+    described = [each.described() for each in options]
+    own = {SETTINGS[name].flag for each in options for name in each.own}
     shared = [
         (name, value)
         for name, value in described[0].items()
@@ -125,6 +118,6 @@ def _title(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> str:
         if name in _ALWAYS_TITLED or value != defaults[name]
     ]
     last = f" to {seeds[-1]}" if len(seeds) > 1 else ""
-    if len(rows) == 1 and (choice := _choice(asked[0], rows[0])) is not None:
+    if len(rows) == 1 and (choice := _choice(options[0], rows[0])) is not None:
         words[0] = f"hint auto ({choice})"
     return f"{', '.join(words)}; seed {seeds[0]}{last}"

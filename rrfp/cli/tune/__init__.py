@@ -1,17 +1,17 @@
-"""`rrfp tune`: settings, and a split of the layers, found by simulation."""
+"""`rrfp tune`: search settings and a split of the layers by simulation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rrfp.cli.console import print_rows
-from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, run_names, taking
+from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, run_names, with_options
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_up, read_frames
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
-from rrfp.inputs import setting
+from rrfp.inputs import declared_in, setting
 from rrfp.schedule.policy import parse_hold
 from rrfp.simulate.costs.model import Uneven
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "Trials"
 _COST_FILES = (".csv", ".toml")
 _PER_TASK_MS, _PER_MESSAGE_MS = 0.3, 0.5
-"""The runtime's own time in paced runs on two busy cores (docs/reference/tune.md)."""
+"""The overhead of the runtime in paced runs on two busy cores (docs/reference/tune.md)."""
 _OWN_JITTER = "lognormal:0.01"
-"""No machine is exact, and an order that is fast only without any noise must not win."""
+"""Default jitter, so that no order wins that is fast only without any noise."""
 
 
-def _named(incomplete: str) -> list[Offer]:
+def _complete_source(incomplete: str) -> list[Offer]:
     return [*cost_names(incomplete), *run_names(incomplete)] if incomplete else run_names("")
 
 
@@ -40,37 +40,34 @@ class TuneOptions:
         "costs: language, multimodal, uniform, a CSV or TOML file; none means the newest run.",
         is_argument=True,
         metavar="RUN|COSTS",
-        completes=_named,
+        completes=_complete_source,
     )
     memory: str = setting(
         "1.0x",
-        "Most activations that a rank may keep: 40GiB, 8 (microbatches), or 1.0x (of 1F1B's "
+        "Most activations that a rank may hold: 40GiB, 8 (microbatches), or 1.0x (of 1F1B's "
         "largest peak)",
         metavar="SIZE",
     )
     layers: str | None = setting(
         None,
-        "How many layers the model has, or each stage as it is, where run or costs do not say it.",
+        "Number of layers of the model, or of each stage now, if the run or costs lack it.",
         metavar="N|N,N,...",
     )
     uneven: Uneven = setting(
         Uneven.RANKS,
-        "Why equally many layers take longer on some stages: slow ranks, or heavy layers",
+        "How to read uneven stage times: ranks (slow device) or layers (expensive layers)",
         metavar="WHY",
     )
     megatron_lm: bool = setting(
-        False, "Only what Megatron-LM's own scripts can build: no V of chunks."
+        False, "Only propose what Megatron-LM's own scripts support: no V of chunks."
     )
     pp: int | None = setting(None, "Pipeline ranks [required with costs].", least=1, panel=_COSTS)
     microbatches: int | None = setting(
-        None,
-        "Microbatches a step and replica, of the size in the costs [required with costs].",
-        least=1,
-        panel=_COSTS,
+        None, "Microbatches per step and replica [required with costs].", least=1, panel=_COSTS
     )
     micro_batch_size: int | None = setting(
         None,
-        "Sequences in a microbatch of the costs, to be divided or joined.",
+        "Sequences per microbatch in the costs; allows other sizes to be searched.",
         least=1,
         panel=_COSTS,
     )
@@ -84,30 +81,21 @@ class TuneOptions:
     )
     per_task_ms: float | None = setting(
         None,
-        "The runtime's own time between two tasks, which costs do not have [0.3].",
+        "Runtime overhead between two tasks, which costs do not include [0.3].",
         least=0,
         most=1000,
         metavar="MS",
         panel=_COSTS,
     )
     per_message_ms: float | None = setting(
-        None,
-        "The runtime's own time for a message [0.5].",
-        least=0,
-        most=1000,
-        metavar="MS",
-        panel=_COSTS,
+        None, "Runtime overhead of a message [0.5].", least=0, most=1000, metavar="MS", panel=_COSTS
     )
     simulations: int = setting(
-        2000,
-        "About how many steps the search may simulate",
-        least=1,
-        most=1_000_000,
-        panel=_SEARCH,
+        2000, "Approximate number of steps to simulate", least=1, most=1_000_000, panel=_SEARCH
     )
     budget_s: float | None = setting(
         None,
-        "Longest time of the search; what was found by then counts.",
+        "Stop searching after this time and report the best so far.",
         least=0.1,
         most=86_400,
         metavar="SECONDS",
@@ -122,7 +110,7 @@ class TuneOptions:
     )
     seeds: int = setting(
         20,
-        "Steps that proposals are predicted for; the search sees others",
+        "Held-out steps (seeds) on which proposals are scored",
         least=2,
         most=1000,
         panel=_SEARCH,
@@ -130,65 +118,51 @@ class TuneOptions:
     best: int = setting(5, "Proposals", least=1, most=50, panel=_SEARCH)
     tried: int = setting(
         0,
-        "Run the best of them for real, this many, with the run's own settings; of costs in a "
-        "file, as paced runs",
+        "Train with this many of the best, with the run's own settings; for costs in a file, "
+        "as paced runs",
         flag="try",
         least=0,
         most=50,
         panel=_TRIALS,
     )
     steps: int = setting(
-        5, "Steps of each trial, after one to warm up", least=1, most=1000, panel=_TRIALS
+        5, "Steps of each trial, after one warm-up step", least=1, most=1000, panel=_TRIALS
     )
     output_format: RowFormat = setting(
-        RowFormat.TABLE,
-        "How to print the proposals",
-        flag="format",
-        metavar="FORMAT",
-        panel=OUTPUT,
+        RowFormat.TABLE, "How to print the proposals", flag="format", metavar="FORMAT", panel=OUTPUT
     )
 
-    def of_costs(self) -> dict[str, Any]:
-        """The options that only costs in a file need, by flag."""
-        return {
-            "pp": self.pp,
-            "microbatches": self.microbatches,
-            "micro-batch-size": self.micro_batch_size,
-            "tp": self.tp,
-            "dp": self.dp,
-            "jitter": self.jitter,
-            "per-task-ms": self.per_task_ms,
-            "per-message-ms": self.per_message_ms,
-        }
 
-
-@taking(TuneOptions)
+@with_options(TuneOptions)
 def tune(options: TuneOptions) -> None:
-    """Find the best settings, and split of the layers, within a memory.
+    """Find the best settings and split of the layers within a memory budget.
 
-    Searches hint, order of entry, bound, chunks and their placement, layers a
-    stage, and the size of microbatches, by simulation with a run's measured
-    costs or those in a file. Prints the best with the flags to paste.
+    Searches the hint, order of entry, bound, chunks and their placement, layers
+    per stage, and microbatch size, by simulation with the measured costs of a
+    run or costs in a file. Prints the best with flags to paste.
 
     Example: rrfp tune @-1 --memory 40GiB --try 2
     """
-    from rrfp.cli.tune.proposals import Trials, print_flags, proposal_table
+    from rrfp.cli.tune.proposals import TrialRunner, print_flags, proposal_table
     from rrfp.tune.search import tune as search
 
-    named, uneven, tried = options.named, options.uneven, options.tried
     asked_memory = parse_hold(options.memory, "--memory", auto=False)
-    split = None if options.layers is None else _layers(options.layers)
-    is_costs = _is_costs(named)
-    of_costs, loop_only = options.of_costs(), options.megatron_lm
+    is_costs = _is_costs(options.named)
+    settings: Mapping[str, object] = {}
     if is_costs:
-        assert named is not None
-        source = _costs_source(named, of_costs, split, uneven, loop_only=loop_only)
-        settings: Mapping[str, object] = {}
+        source = _costs_source(options)
     else:
-        source, settings = _run_source(named, of_costs, split, uneven, loop_only=loop_only)
-    costs, jitter = named if is_costs else None, options.jitter or "none"
-    # What cannot be tried is refused before the search.
-    trials = Trials(source, settings, uneven, options.steps, jitter, costs, num=tried)
+        source, settings = _run_source(options)
+    # Invalid --try options are refused before the search.
+    trials = TrialRunner(
+        source,
+        settings,
+        options.uneven,
+        options.steps,
+        options.jitter or "none",
+        options.named if is_costs else None,
+        num=options.tried,
+    )
     with progress("Searching", options.simulations) as advance:
         found = search(
             source,
@@ -200,8 +174,9 @@ def tune(options: TuneOptions) -> None:
             num_predicted=options.seeds,
             on_simulation=lambda: advance(1),
         )
-    tries = [trials.run(number, each) for number, each in enumerate(found.proposals[:tried], 1)]
-    table = proposal_table(source, found, tries)
+    tried = found.proposals[: options.tried]
+    results = [trials.run(number, each) for number, each in enumerate(tried, 1)]
+    table = proposal_table(source, found, results)
     # Flags begin with a dash and are no formulas.
     print_rows(table, options.output_format, may_have_formulas=False)
     if options.output_format in (RowFormat.TABLE, RowFormat.MD):
@@ -209,6 +184,7 @@ def tune(options: TuneOptions) -> None:
 
 
 def _is_costs(named: str | None) -> bool:
+    """Return True if the argument names costs and not a run."""
     from rrfp.simulate.costs.toml_files import PRESETS
 
     if named is None:
@@ -216,71 +192,66 @@ def _is_costs(named: str | None) -> bool:
     return named in PRESETS or (Path(named).suffix in _COST_FILES and not Path(named).is_dir())
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    """Parse --layers. Raises UsageError for a model without layers."""
     from rrfp.inputs import parse_layout
 
-    found = parse_layout(text, "--layers")
-    if not any(found):
+    found = None if text is None else parse_layout(text, "--layers")
+    if found is not None and not any(found):
         raise UsageError(f"--layers is '{text}'; a model has one or more")
     return found
 
 
-def _ns(asked_ms: float | None, usual_ms: float) -> int:
-    return round((usual_ms if asked_ms is None else asked_ms) * 1e6)
+def _ns(given_ms: float | None, default_ms: float) -> int:
+    """Convert an optional time in ms to ns."""
+    return round((default_ms if given_ms is None else given_ms) * 1e6)
 
 
-def _costs_source(
-    text: str,
-    of_costs: dict[str, Any],
-    layers: tuple[int, ...] | None,
-    uneven: Uneven,
-    *,
-    loop_only: bool,
-) -> "Source":
+def _costs_source(options: TuneOptions) -> "Source":
+    """Make the source of the search from costs in a file."""
     from rrfp.simulate.jitter import parse_jitter
     from rrfp.tune.from_costs import CostOptions, source_of_costs
 
-    for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches a step")):
-        if of_costs[name] is None:
-            raise UsageError(
-                f"--{name} is missing; costs in a file do not say how many {what} there are, as "
-                f"in --{name} 8"
-            )
-    asked = CostOptions(
-        pp=of_costs["pp"],
-        microbatches=of_costs["microbatches"],
-        micro_batch_size=of_costs["micro-batch-size"],
-        layers=layers,
-        uneven=uneven,
-        tp=of_costs["tp"] or 1,
-        dp=of_costs["dp"] or 1,
-        loop_only=loop_only,
-        task_ns=_ns(of_costs["per-task-ms"], _PER_TASK_MS),
-        message_ns=_ns(of_costs["per-message-ms"], _PER_MESSAGE_MS),
-    )
-    return source_of_costs(text, asked, parse_jitter(of_costs["jitter"] or _OWN_JITTER))
-
-
-def _run_source(
-    named: str | None,
-    of_costs: dict[str, Any],
-    layers: tuple[int, ...] | None,
-    uneven: Uneven,
-    *,
-    loop_only: bool,
-) -> "tuple[Source, Mapping[str, object]]":
-    """The source, and the run's settings."""
-    given = [name for name, value in of_costs.items() if value is not None]
-    if given:
+    layers = _layers(options.layers)
+    if options.pp is None or options.microbatches is None:
+        name, what = "microbatches", "microbatches a step"
+        if options.pp is None:
+            name, what = "pp", "pipeline ranks"
         raise UsageError(
-            f"--{given[0]} is about costs in a file, and a run says it itself; leave it out"
+            f"--{name} is missing; costs in a file do not say how many {what} there are, as "
+            f"in --{name} 8"
         )
+    asked = CostOptions(
+        pp=options.pp,
+        microbatches=options.microbatches,
+        micro_batch_size=options.micro_batch_size,
+        layers=layers,
+        uneven=options.uneven,
+        tp=options.tp or 1,
+        dp=options.dp or 1,
+        loop_only=options.megatron_lm,
+        task_ns=_ns(options.per_task_ms, _PER_TASK_MS),
+        message_ns=_ns(options.per_message_ms, _PER_MESSAGE_MS),
+    )
+    jitter = parse_jitter(options.jitter or _OWN_JITTER)
+    return source_of_costs(str(options.named), asked, jitter)
+
+
+def _run_source(options: TuneOptions) -> "tuple[Source, Mapping[str, object]]":
+    """Read a run. Returns the source of the search and the run's settings."""
+    layers = _layers(options.layers)
+    for each in declared_in("", TuneOptions):
+        if each.panel == _COSTS and getattr(options, each.field) is not None:
+            raise UsageError(
+                f"--{each.spelled} is about costs in a file, and a run says it itself; leave it out"
+            )
     from rrfp.analyze.frames import recording_of
     from rrfp.replay.recorded import read_run
     from rrfp.train.settings import num_vision_stages
     from rrfp.tune.from_run import settings_of, source_of_run
 
-    frames = read_frames(None if named is None else Path(named), None, evaluations=False)
+    path = None if options.named is None else Path(options.named)
+    frames = read_frames(path, None, evaluations=False)
     note_warm_up(frames)
     with working("Measuring the run"):
         recording = recording_of(frames)
@@ -290,8 +261,8 @@ def _run_source(
         source = source_of_run(
             recording,
             layers=layers,
-            uneven=uneven,
-            loop_only=loop_only,
+            uneven=options.uneven,
+            loop_only=options.megatron_lm,
             num_vision_stages=num_vision_stages(run.shape.num_stages) if is_vlm else 0,
         )
     note_left_out(run.left_out, NOT_WHOLE)

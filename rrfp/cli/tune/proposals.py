@@ -1,4 +1,4 @@
-"""The table of the proposals of `rrfp tune`, and their flags."""
+"""The output of `rrfp tune`: the table of proposals, their flags, and trials in real runs."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rrfp.cli.progress import working
-from rrfp.cli.train import tell_pace
+from rrfp.cli.train import print_pace
 from rrfp.errors import UsageError
 from rrfp.simulate.costs.model import Uneven
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from rrfp.tune.source import Source
 
 _WIDTH = 79
-"""The width of the lines of flags."""
+"""The width of lines of flags."""
 _FEW_STAGES = 4
-"""The table has the layers of this many stages at most; the flags below it have all."""
+"""The table shows layers of at most this many stages; the flags below it show all."""
 
 
 def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> None:
-    """Print the flags of each proposal, to be pasted."""
+    """Print the flags of each proposal for pasting into a command line."""
     for number, each in enumerate(found.proposals, 1):
         flags = flags_of(each.candidate, source)
         print(f"\n**{number}**\n\n```sh" if markdown else f"\n{number}", end="")
@@ -67,8 +67,10 @@ def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> N
             print("```")
 
 
-def proposal_table(source: "Source", found: "SearchResult", trials: "Sequence[Tried]") -> Table:
-    """The proposals, the best one first, below the run as it is."""
+def proposal_table(
+    source: "Source", found: "SearchResult", trials: "Sequence[TrialResult]"
+) -> Table:
+    """Make the table of proposals, the best first, with the current settings as the lead row."""
     own = found.own
     return Table(
         f"Best within {_memory(found.memory)}, of {found.num_simulated} simulated steps",
@@ -77,7 +79,7 @@ def proposal_table(source: "Source", found: "SearchResult", trials: "Sequence[Tr
         has_lead=own is not None,
         dispensable=("5 to 95%\nof steps",),
         facts={
-            # The rows take this place.
+            # A placeholder for the rows, which fixes the order of members.
             "proposals": None,
             "own": None
             if own is None
@@ -99,6 +101,7 @@ def proposal_table(source: "Source", found: "SearchResult", trials: "Sequence[Tr
 
 
 def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
+    """The columns of proposals: description, flags, predicted times and memory."""
     proposals, own = list(found.proposals), found.own
     rows = [*([] if own is None else [own]), *proposals]
     mean_s = [each.mean_s for each in proposals]
@@ -153,8 +156,8 @@ def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
     yield Column(None, [each.candidate.split for each in proposals], key="layers")
 
 
-def _trials(found: "SearchResult", trials: "Sequence[Tried]") -> Iterator[Column]:
-    """The columns of the proposals that were tried for real."""
+def _trials(found: "SearchResult", trials: "Sequence[TrialResult]") -> Iterator[Column]:
+    """The columns of measured times of the proposals that were tried."""
     untried = [None] * (len(found.proposals) - len(trials))
     real_s = [each.real_s for each in trials]
     predicted_s = [each.predicted_s for each in trials]
@@ -176,13 +179,14 @@ def _memory(memory: Hold) -> str:
 
 
 def _notes(source: "Source", found: "SearchResult") -> list[str]:
+    """Sentences about prediction error, imbalance, and settings that were not searched."""
     notes = []
     own = found.own
     if source.measured_s is not None and own is not None and source.own is not None:
         off = own.mean_s / source.measured_s - 1
         notes.append(
-            f"The run's own steps took {format_time(source.measured_s * NS_PER_S)} (mean); what is "
-            f"predicted for them is {off:+.1%} off."
+            f"The run's own steps took {format_time(source.measured_s * NS_PER_S)} (mean); their "
+            f"prediction is {off:+.1%} off."
         )
     if found.imbalance is not None:
         notes.append(found.imbalance)
@@ -191,7 +195,7 @@ def _notes(source: "Source", found: "SearchResult") -> list[str]:
 
 
 def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
-    """Return a candidate in a few words."""
+    """Describe a candidate in a few words."""
     policy = candidate.policy
     words = [policy.hint.name]
     if policy.dispatch is not Dispatch.READY:
@@ -219,58 +223,58 @@ def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
 
 
 def _wrapped(name: str, words: Sequence[str]) -> list[str]:
-    """A name, and flags below it in lines that a shell joins again."""
+    """Format a command name and its flags, with backslashes that continue lines in a shell."""
     lines, line = [f"{name}"], " "
     for number, word in enumerate(words):
-        room = _WIDTH - 2 - (0 if number == len(words) - 1 else 2)
-        if len(line) + 1 + len(word) > room and line.strip():
+        width = _WIDTH - 2 - (0 if number == len(words) - 1 else 2)
+        if len(line) + 1 + len(word) > width and line.strip():
             lines.append(f"{line} \\")
             line = " "
         line += f" {word}"
     return [*lines, line]
 
 
-# Proposals run for real, for a few steps.
+# Trials: proposals in real runs of a few steps.
 
 _WARM_UP = 1
-"""Steps before those that count."""
+"""The number of leading steps that are not measured."""
 _HIDDEN, _HEADS, _SEQ_LENGTH = 8, 2, 16
-"""The model of a trial of costs in a file, whose tasks only take their modelled time."""
+"""A small model for trials of costs in a file, where tasks take their modelled time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What a proposal took for real."""
+class TrialResult:
+    """The measured time of a proposal."""
 
     path: Path
-    """Its run."""
+    """The directory of the run."""
     real_s: float
-    """The mean of its steps."""
+    """The mean step time."""
     predicted_s: float
-    """What was predicted for these very steps."""
+    """The prediction for the same steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trials:
-    """Runs proposals of a source."""
+class TrialRunner:
+    """Trains with proposals of a source."""
 
     source: "Source"
     settings: Mapping[str, object]
-    """The run's own; empty for costs in a file."""
+    """The settings of the run; empty for costs in a file."""
     uneven: Uneven
     steps: int
     jitter: str
     costs: str | None
-    """The costs in a file; None for a run."""
+    """The name of costs in a file; None for a run."""
     num: int
-    """How many proposals are to be tried; without any, nothing is checked."""
+    """The number of proposals to try; for 0 the settings are not checked."""
     _own: "TrainSettings | None" = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_own", self._own_settings() if self.num else None)
 
-    def run(self, number: int, proposal: "Prediction") -> Tried:
-        """Train with a proposal; raises RrfpError if a rank fails."""
+    def run(self, number: int, proposal: "Prediction") -> TrialResult:
+        """Train with a proposal and return its time. Raises RrfpError if a rank fails."""
         from rrfp.analyze.frame_files import load_frames
         from rrfp.analyze.frames import step_time_ns
         from rrfp.schedule.rehearsal import fitted
@@ -288,21 +292,24 @@ class Trials:
         fitted(settings.effective_policy, settings.shape, counts_places=False)
         check_pace(settings)
         with own_files(shared=settings.run.shared_files):
-            run = start_or_resume(settings, report=_tell).run
-            _tell(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
+            run = start_or_resume(settings, report=_note).run
+            _note(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
             with noting_outcome(run), working(f"Trying proposal {number}"):
                 launch(settings, run)
             if settings.run.pace is not None:
-                tell_pace(run, 0)
+                print_pace(run, 0)
             with working("Merging the ranks' records"):
                 frames = load_frames(resolve_session(run.path), with_warm_up=True)
         counted = range(_WARM_UP, settings.num_steps)
         real_s = step_time_ns(frames, counted) / NS_PER_S
-        return Tried(run.path, real_s, self._predicted_s(proposal, counted))
+        return TrialResult(run.path, real_s, self._predicted_s(proposal, counted))
 
     def _predicted_s(self, proposal: "Prediction", counted: range) -> float:
-        """What was predicted for these steps of the trial. A paced run of costs in a file meets the
-        seeds that were predicted for, and another run those of the one that it is tuned on."""
+        """Return the predicted time of these steps of the trial.
+
+        A paced run of costs in a file has the seeds of the prediction, and any other run the seeds
+        of the run that is tuned.
+        """
         from rrfp.tune.search import predict_unbound
 
         if self.costs is not None:
@@ -313,11 +320,12 @@ class Trials:
         return proposal.mean_s if same is None or len(seeds) < len(counted) else same.mean_s
 
     def _own_settings(self) -> "TrainSettings":
+        """Return the settings of the run, or of a small model for costs in a file."""
         from rrfp.schedule.policy import KNOBS
         from rrfp.train.settings import DECLARED, TrainSettings
 
         if self.costs is None:
-            # The proposal replaces the run's policy, which may be an order of the user's own.
+            # The proposal replaces the run's policy, which may name an order file.
             flags = [flag for flag in DECLARED if flag not in KNOBS]
             known = {flag: self.settings[flag] for flag in flags if flag in self.settings}
             if "script" in self.settings or not {"model", "layers", "microbatches"} <= known.keys():
@@ -338,7 +346,7 @@ class Trials:
         )
 
     def _settings(self, proposal: "Prediction") -> "TrainSettings":
-        """The run's own settings with the proposal's."""
+        """Return the run's settings with those of the proposal."""
         from rrfp.inputs import layout_string
 
         candidate, source, own = proposal.candidate, self.source, self._own
@@ -361,7 +369,7 @@ class Trials:
         }
         num_stages = own.layout.pp * candidate.chunks
         if candidate.split is None or not source.moves_layers:
-            # Nothing but the number of stages counts for a paced run.
+            # Only the number of stages matters in a paced run.
             if self.costs is not None:
                 changed["layers"] = num_stages
         else:
@@ -373,14 +381,16 @@ class Trials:
         if pace is not None:
             changed["pace"] = self._pace(pace, proposal)
         if self.costs is not None:
-            # Its first step is the one to warm up.
+            # The warm-up step comes before the first predicted seed.
             first = proposal.first_seed - _WARM_UP
             changed["seed"] = max(0, first)
         return own.changed(**changed)
 
     def _pace(self, text: str, proposal: "Prediction") -> str:
-        """Costs of the proposal's own stages and microbatches, as a file where they are cut
-        anew."""
+        """Return the name of costs for the proposal's stages and microbatches.
+
+        If the split differs, the costs are divided again and written to a file in runs/tune.
+        """
         from rrfp.replay.cost_sources import costs_file, settled
         from rrfp.simulate.costs.layer_costs import CUT, cut_in, written_cut
         from rrfp.trace.run_dir import RUNS
@@ -394,7 +404,7 @@ class Trials:
         is_table = file is not None and file.suffix == ".toml"
         document = tomllib.loads(file.read_text(encoding="utf-8")) if file and is_table else {}
         if CUT in document:
-            # The run was a trial itself. Its layers are those of the costs that were cut for it.
+            # The run was itself a trial, so its layers are those of the costs cut for it.
             cut = replace(cut_in(document, text), layers=",".join(map(str, candidate.split)))
         else:
             is_file = file is not None and file.suffix != ".pftrace"
@@ -410,10 +420,11 @@ class Trials:
 
 
 _NO_TRAINING = (
-    "--try trains with the settings of a run of 'rrfp train', and this is none; run the job itself "
-    "with the proposal's flags, or tune on costs in a file, which --try paces a run by"
+    "--try needs the settings of a run of 'rrfp train', which this is not; run the job itself "
+    "with the proposal's flags, or tune on costs in a file, for which --try makes paced runs"
 )
 
 
-def _tell(sentence: str) -> None:
+def _note(sentence: str) -> None:
+    """Print a sentence on stderr."""
     typer.echo(sentence, err=True)

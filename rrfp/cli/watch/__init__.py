@@ -1,5 +1,6 @@
-"""`rrfp watch`: a live page on a run that is going, alerts, and measures for dashboards."""
+"""`rrfp watch`: a live page about a running job, alerts, and metrics for dashboards."""
 
+import sys
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +17,7 @@ _POLL_S = 0.5
 
 
 class WatchFormat(StrEnum):
-    """How a run is told of."""
+    """Output formats of `rrfp watch`."""
 
     TABLE = "table"
     JSON = "json"
@@ -37,64 +38,63 @@ def watch(
         bool,
         typer.Option(
             "--alert",
-            help="No page: a line when something has been slow for 10 steps, and when it has "
-            "recovered.",
+            help="Print no page, but a line when a rank, stage, replica or link has been slow for "
+            "10 steps, and when it has recovered.",
         ),
     ] = False,
     alert_command: Annotated[
         str | None,
         typer.Option(
             metavar="CMD",
-            help="Run this in the shell for each of those lines; $RRFP_ALERT_TEXT holds the line, "
-            "and other variables that begin with RRFP_ALERT_ its parts.",
+            help="Shell command to run for each alert; $RRFP_ALERT_TEXT is the line, and other "
+            "RRFP_ALERT_* variables are its parts.",
         ),
     ] = None,
     export: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND:WHERE",
-            help="Send the figures of each step to a dashboard: tensorboard:DIR, prometheus:FILE, "
-            "otel:URL or wandb:DIR (offline). May be given several times.",
+            help="Export each step's metrics: tensorboard:DIR, prometheus:FILE, otel:URL or "
+            "wandb:DIR (offline); repeatable.",
         ),
     ] = None,
     output_format: Annotated[
         WatchFormat,
-        typer.Option("--format", help="json: an object a line for each step, alert and change."),
+        typer.Option("--format", help="json: one object per line for each step, alert and change."),
     ] = WatchFormat.TABLE,
 ) -> None:
-    """Watch a run that is going: how busy each stage is, why it waits, who has become slow.
+    """Watch a running job: how busy each stage is, why it waits, and which rank became slow.
 
-    It only reads the run's directory, so the run is not disturbed. It ends with
-    the run; Ctrl-C ends it sooner.
+    Only reads the run's directory, so the run is not disturbed. Ends with the
+    run or on Ctrl-C.
     """
     path = _find(run)
     if alert and once:
         raise UsageError("--alert waits for steps to come and --once does not; leave one out")
     # Imported late: numpy and rich.
     from rrfp.cli.watch.loop import AlertCommand, watch_run
-    from rrfp.cli.watch.views import Lines, LivePage, OncePage, Teller, has_terminal
+    from rrfp.cli.watch.views import Lines, LivePage, OncePage, View
     from rrfp.watch.exporters import open_exporter
     from rrfp.watch.follow import Follower
 
     name = path.resolve().name
     exporters = {asked: open_exporter(asked, name) for asked in export or []}
     follower = Follower(path)
-    teller: Teller
+    view: View
     if output_format is WatchFormat.JSON:
-        teller = Lines(follower, as_json=True, only_alerts=alert)
+        view = Lines(follower, as_json=True, only_alerts=alert)
     elif once:
-        teller = OncePage(follower)
-    elif alert or not has_terminal():
-        teller = Lines(follower, as_json=False, only_alerts=alert)
+        view = OncePage(follower)
+    elif alert or not sys.stdout.isatty():
+        view = Lines(follower, as_json=False, only_alerts=alert)
     else:
-        teller = LivePage(follower)
+        view = LivePage(follower)
     command = None if alert_command is None else AlertCommand(alert_command)
-    watch_run(follower, teller, exporters, command, once=once, sleep=lambda: time.sleep(_POLL_S))
+    watch_run(follower, view, exporters, command, once=once, sleep=lambda: time.sleep(_POLL_S))
 
 
 def _find(run: Path | None) -> Path:
-    """The directory of the run that is meant; none means the newest, though it has recorded
-    nothing yet."""
+    """Return the directory of a run; None means the newest, even if it has no records yet."""
     if run is None:
         found = runs_in()
         if not found:

@@ -1,4 +1,4 @@
-"""Looks at a run again and again until it has ended, and passes on what is new."""
+"""The loop of `rrfp watch`: follows a run and updates a view, exporters and the alert command."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from rrfp.cli.terminal import has_reader
-from rrfp.cli.watch.views import OVER, Teller
+from rrfp.cli.watch.views import OVER, View
 from rrfp.errors import RrfpError, first_line
 from rrfp.watch.alarms import alert_environment, measures_of_metrics, measures_of_step
 from rrfp.watch.exporters import Exporter
@@ -28,15 +28,18 @@ class _Running:
 
 
 class AlertCommand:
-    """A command line for the shell, which gets what happened in environment variables. What it
-    prints is shown only if it fails, and after a minute it is ended."""
+    """Runs the user's shell command for each alert, without waiting for it.
+
+    The command gets the alert in environment variables and is killed after a minute. Its output is
+    shown only if it fails.
+    """
 
     def __init__(self, line: str) -> None:
         self._line = line
         self._running: list[_Running] = []
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """May raise OSError."""
+        """Start the command with these environment variables. May raise OSError."""
         # Closed when the command has ended.
         output = tempfile.TemporaryFile()  # noqa: SIM115
         process = subprocess.Popen(
@@ -50,79 +53,78 @@ class AlertCommand:
         self._running.append(_Running(process, output, time.monotonic() + _TIMEOUT_S))
 
     def ended(self) -> list[str]:
-        """A sentence for each command that has failed since the last call."""
-        told = []
+        """Return a sentence for each command that has failed since the last call."""
+        failures = []
         for each in list(self._running):
             code = each.process.poll()
             if code is None:
                 if time.monotonic() < each.deadline_s:
                     continue
                 _end(each.process)
-                told.append(f"the alert command was ended after {_TIMEOUT_S:.0f} s")
+                failures.append(f"the alert command was ended after {_TIMEOUT_S:.0f} s")
             elif code:
                 each.output.seek(0)
-                said = first_line(each.output.read().decode(errors="replace"))
-                told.append(f"the alert command ended with {code}: {said}")
+                output = first_line(each.output.read().decode(errors="replace"))
+                failures.append(f"the alert command ended with {code}: {output}")
             each.output.close()
             self._running.remove(each)
-        return told
+        return failures
 
     def close(self) -> list[str]:
-        """Wait for the commands that still run, and give what `ended` gives."""
-        told = self.ended()
+        """Wait for the running commands and return a sentence for each failure."""
+        failures = self.ended()
         while self._running:
             time.sleep(_POLL_S)
-            told += self.ended()
-        return told
+            failures += self.ended()
+        return failures
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process group of a command and wait for it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()
 
 
-# The loop.
-
-
 def watch_run(
     follower: Follower,
-    teller: Teller,
+    view: View,
     exporters: MutableMapping[str, Exporter],
     command: AlertCommand | None,
     *,
     once: bool,
     sleep: Callable[[], None],
 ) -> None:
-    """Follow a run until it has ended; with `once`, until all that is there has been read.
+    """Follow a run until it has ended; with `once`, until everything present has been read.
 
-    `exporters` are closed here, and taken out of the mapping when one fails.
+    Closes the exporters, and removes an exporter that fails from the mapping.
     """
     try:
-        teller.begin()
+        view.begin()
         while True:
-            # The state is read first: the poll then finds all that a finished run has written.
-            stand, _ = follower.state()
+            # The state comes before the poll, which then finds everything that an ended run wrote.
+            state, _ = follower.state()
             news = follower.poll()
-            _send(follower, news, exporters, teller)
-            _alert(follower, news, command, teller)
-            is_last = not news.has_more and (once or stand in OVER)
-            now, told = follower.state()
-            teller.tell(news, now, told)
+            _send(follower, news, exporters, view)
+            _alert(follower, news, command, view)
+            is_last = not news.has_more and (once or state in OVER)
+            now, sentence = follower.state()
+            view.update(news, now, sentence)
             if is_last and (once or now in OVER):
-                teller.end(now, told)
+                view.end(now, sentence)
                 break
             if not has_reader():
                 break
             if not news.has_more:
                 sleep()
     finally:
-        _close(follower, exporters, command, teller)
+        _close(follower, exporters, command, view)
 
 
 def _send(
-    follower: Follower, news: Update, exporters: MutableMapping[str, Exporter], teller: Teller
+    follower: Follower, news: Update, exporters: MutableMapping[str, Exporter], view: View
 ) -> None:
+    """Pass new metrics and steps to the exporters; remove an exporter that fails."""
     if not (news.steps or news.metrics):
         return
     for asked, exporter in list(exporters.items()):
@@ -135,34 +137,36 @@ def _send(
             exporter.flush()
         except (RrfpError, OSError) as error:
             del exporters[asked]
-            teller.note(f"--export {asked} has ended: {error}")
+            view.note(f"--export {asked} has ended: {error}")
 
 
-def _alert(follower: Follower, news: Update, command: AlertCommand | None, teller: Teller) -> None:
+def _alert(follower: Follower, news: Update, command: AlertCommand | None, view: View) -> None:
+    """Start the command for each new alert, and show failures of earlier ones."""
     if command is None:
         return
     for alert in news.alerts:
         try:
             command.start(alert_environment(alert, str(follower.run.path)))
         except OSError as error:
-            teller.note(f"the alert command was not started: {error}")
+            view.note(f"the alert command was not started: {error}")
     for sentence in command.ended():
-        teller.note(sentence)
+        view.note(sentence)
 
 
 def _close(
     follower: Follower,
     exporters: MutableMapping[str, Exporter],
     command: AlertCommand | None,
-    teller: Teller,
+    view: View,
 ) -> None:
-    teller.close()
+    """Close view, follower and exporters, and wait for alert commands."""
+    view.close()
     follower.close()
     for asked, exporter in exporters.items():
         try:
             exporter.close()
         except (RrfpError, OSError) as error:
-            teller.note(f"--export {asked}: {error}")
+            view.note(f"--export {asked}: {error}")
     if command is not None:
         for sentence in command.close():
-            teller.note(sentence)
+            view.note(sentence)

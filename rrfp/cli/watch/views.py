@@ -1,11 +1,11 @@
-"""The page of a run that is going: 24 lines of 80 columns are enough."""
+"""The views of `rrfp watch`: a page that fits 24 lines of 80 columns, or a line for each event."""
 
 import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -31,40 +31,41 @@ from rrfp.watch.slowness import WINDOW
 _MOST_STAGES = 12
 _MOST_ALARMS = 3
 _BAR_WIDTH = 24
-_LEAST_EXTRA, _LEAST_TOLD = 0.1, 0.01
+_LEAST_EXTRA, _LEAST_SHARE = 0.1, 0.01
 _COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: "red"}
 
 
 def page(
-    follower: Follower, stand: RunState, told: str, notes: Sequence[str] = ()
+    follower: Follower, state: RunState, sentence: str, notes: Sequence[str] = ()
 ) -> RenderableType:
-    """The run as it stands now."""
-    parts: list[RenderableType] = [_headline(follower, stand, told)]
+    """Make the page of a run: state, figures, stages, main waits, slow places and notes."""
+    parts: list[RenderableType] = [_headline(follower, state, sentence)]
     recent = list(follower.steps)[-WINDOW:]
     if recent:
         parts += [_figures(follower, recent), Text(), _stages(recent), Text(), _waits(recent)]
         parts += _slowness(follower)
-        # What is slow now has more work for that reason.
+        # A slow place has more work because it is slow.
         if not follower.active and (uneven := _uneven(recent)) is not None:
             parts.append(uneven)
     elif follower.metrics:
-        parts.append(Text(_of_metrics(follower)))
+        parts.append(Text(_format_metrics(follower)))
         parts += [Text(), _stages_of_metrics(follower)]
-        if stand is not RunState.WAITING:
-            parts.append(Text("There are no records, so neither causes nor who is slow."))
+        if state is not RunState.WAITING:
+            parts.append(Text("No records: neither causes of waits nor slow places are known."))
     if follower.begins_late and follower.steps:
-        parts.append(Text("Its earlier steps were left out: the run has recorded for long."))
+        parts.append(Text("Earlier steps are left out, because the run has many records."))
     parts += map(Text, notes)
     return Group(*parts)
 
 
-def _headline(follower: Follower, stand: RunState, told: str) -> Text:
+def _headline(follower: Follower, state: RunState, sentence: str) -> Text:
+    """A line with directory, session, number of steps and state of the run."""
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")
     if (step := follower.last_step) is not None:
         line.append(f"{_num_steps(follower, step)}  ")
-    line.append(told, style=_COLORS.get(stand, ""))
+    line.append(sentence, style=_COLORS.get(state, ""))
     return line
 
 
@@ -77,44 +78,46 @@ def _num_steps(follower: Follower, step: int) -> str:
 
 
 def _figures(follower: Follower, recent: Sequence[StepFigures]) -> Text:
+    """A line with metrics, mean schedule time and bubble of recent steps."""
     window_s = fmean(step.window_s for step in recent)
     bubble = fmean(step.bubble_fraction for step in recent)
-    schedule = f"schedule {duration(window_s)}, of which bubble {bubble:.0%}"
-    metrics = _of_metrics(follower)
+    schedule = f"schedule {duration(window_s)}, bubble {bubble:.0%}"
+    metrics = _format_metrics(follower)
     return Text(f"{metrics}  {schedule}" if metrics else schedule)
 
 
-def _of_metrics(follower: Follower) -> str:
-    """`loss 3.2145  0.43 s a step  1,234 tokens/s`, as far as it is known."""
+def _format_metrics(follower: Follower) -> str:
+    """`loss 3.2145  0.43 s a step  1,234 tokens/s`, without unknown values."""
     line = follower.metrics
-    told = []
+    words = []
     loss, seconds, tokens = (line.get(name) for name in ("loss", "step_time_s", "tokens"))
     if isinstance(loss, int | float):
-        told.append(f"loss {loss:.4f}")
+        words.append(f"loss {loss:.4f}")
     if isinstance(seconds, int | float) and seconds > 0:
-        told.append(f"{duration(seconds)} a step")
+        words.append(f"{duration(seconds)} a step")
         if isinstance(tokens, int | float):
-            told.append(f"{tokens / seconds:,.0f} tokens/s")
-    return "  ".join(told)
+            words.append(f"{tokens / seconds:,.0f} tokens/s")
+    return "  ".join(words)
 
 
 def _stages(recent: Sequence[StepFigures]) -> Table:
+    """A table of the busiest stages: ranks, busy share, main wait, held activations."""
     shown = recent[-1].by_stage()
     busy = {stage: fmean(_busy(step, stage) for step in recent) for stage in shown}
     most = sorted(sorted(busy, key=lambda stage: -busy[stage])[:_MOST_STAGES])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     word = "pp rank" if any(len(r.info.stages) > 1 for r in shown[most[0]]) else "stage"
-    for name in (word, "ranks", "busy", "", "waits most for", "held"):
+    for name in (word, "ranks", "busy", "", "main wait", "held"):
         table.add_column(name, no_wrap=True, header_style="dim")
     for stage in most:
         ranks = shown[stage]
         table.add_row(
             str(stage),
-            _told_ranks(ranks),
+            _format_ranks(ranks),
             ProgressBar(total=1.0, completed=busy[stage], width=_BAR_WIDTH),
             f"{busy[stage]:4.0%}",
-            _most_waited(recent, stage),
-            _told_held(ranks),
+            _main_wait(recent, stage),
+            _format_held(ranks),
         )
     if len(busy) > len(most):
         table.caption = f"the {len(most)} busiest of {len(busy)}"
@@ -122,25 +125,28 @@ def _stages(recent: Sequence[StepFigures]) -> Table:
 
 
 def _busy(step: StepFigures, stage: int) -> float:
+    """Return the mean busy share of the ranks of a stage in a step."""
     ranks = [rank for rank in step.ranks.values() if rank.info.pp_rank == stage]
     return fmean(rank.busy_fraction for rank in ranks) if ranks else 0.0
 
 
-def _told_held(ranks: Sequence[RankFigures]) -> str:
-    """The most activations kept, and the most bytes where they are known."""
+def _format_held(ranks: Sequence[RankFigures]) -> str:
+    """`8  1.2 GiB`: the peak of held microbatches, and of bytes if they are known."""
     held = str(max(rank.peak_held for rank in ranks))
     most_bytes = max(rank.peak_held_bytes for rank in ranks)
     return f"{held}  {format_bytes(most_bytes)}" if most_bytes else held
 
 
-def _told_ranks(ranks: Sequence[RankFigures]) -> str:
+def _format_ranks(ranks: Sequence[RankFigures]) -> str:
+    """`0-3`, `1,5` or `9 ranks`."""
     numbers = sorted(rank.info.rank for rank in ranks)
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
     return ",".join(map(str, numbers)) if len(numbers) <= 4 else f"{len(numbers)} ranks"
 
 
-def _most_waited(recent: Sequence[StepFigures], stage: int) -> str:
+def _main_wait(recent: Sequence[StepFigures], stage: int) -> str:
+    """`backward_input 22%`: the cause for which a stage waited longest; empty without waits."""
     waits: Counter[str] = Counter()
     num = 0
     for step in recent:
@@ -155,15 +161,17 @@ def _most_waited(recent: Sequence[StepFigures], stage: int) -> str:
 
 
 def _waits(recent: Sequence[StepFigures]) -> Text:
+    """A line with the four largest causes of idle time in recent steps."""
     total: Counter[str] = Counter()
     for step in recent:
         total.update(step.wait_fractions())
     shares = [(cause, share / len(recent)) for cause, share in total.most_common(4)]
-    told = [f"{cause} {share:.0%}" for cause, share in shares if share >= _LEAST_TOLD]
-    return Text(f"Idle in the last {counted(len(recent), STEP)}: {', '.join(told) or 'hardly'}")
+    words = [f"{cause} {share:.0%}" for cause, share in shares if share >= _LEAST_SHARE]
+    return Text(f"Idle in the last {counted(len(recent), STEP)}: {', '.join(words) or 'hardly'}")
 
 
 def _slowness(follower: Follower) -> list[RenderableType]:
+    """Lines about slow places, or the place that is closest to being slow."""
     active = follower.active
     if active:
         lines = [Text(f"Slow: {alarm.text}", style="bold red") for alarm in active[:_MOST_ALARMS]]
@@ -171,14 +179,15 @@ def _slowness(follower: Follower) -> list[RenderableType]:
             lines.append(Text(f"and {len(active) - _MOST_ALARMS} more"))
         return [*lines]
     if len(follower.steps) < WINDOW:
-        return [Text(f"Who is slow shows after {WINDOW} steps.")]
+        return [Text(f"Slow ranks are detected after {WINDOW} steps.")]
     leading: Alarm | None = follower.leading
     if leading is None or leading.rise < 0.005:
-        return [Text("Slow: nobody.")]
-    return [Text(f"Slow: nobody. Most: {leading.text}.")]
+        return [Text("No rank is slow.")]
+    return [Text(f"No rank is slow yet. Closest: {leading.text}.")]
 
 
 def _uneven(recent: Sequence[StepFigures]) -> Text | None:
+    """A line about the stage with the most work, if it exceeds the others by 10%."""
     extra = extra_work(recent)
     if not extra:
         return None
@@ -189,6 +198,7 @@ def _uneven(recent: Sequence[StepFigures]) -> Text | None:
 
 
 def _stages_of_metrics(follower: Follower) -> Table:
+    """A table of busy shares from metrics, for runs without records."""
     table = Table.grid(padding=(0, 2, 0, 0))
     busy = follower.metrics.get("busy_fraction")
     for stage, share in enumerate(busy[:_MOST_STAGES] if isinstance(busy, list) else []):
@@ -206,175 +216,165 @@ def duration(seconds: float) -> str:
     return format_time(seconds * NS_PER_S)
 
 
-# The forms in which a run is told of: a live page, the page once, or a line for each event.
+# Views of a run: a page or lines.
+
 
 OVER = RunState.ENDED, RunState.KILLED
-"""How a run stands that nobody needs to watch any longer."""
+"""The states of a run after which nothing more is shown."""
 _MOST_NOTES = 3
 
 
-class Teller(Protocol):
-    """Tells of what each look at a run has found."""
-
-    def begin(self) -> None: ...
-
-    def tell(self, news: Update, stand: RunState, told: str) -> None: ...
-
-    def note(self, sentence: str) -> None:
-        """Something besides the run: an exporter or a command that failed."""
-
-    def end(self, stand: RunState, told: str) -> None: ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was; a second call does nothing."""
-
-
-def has_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
-class LivePage:
-    """A page that redraws itself. Alerts stay above it when it has gone."""
+class View:
+    """Shows what the follower of a run has found; by default nothing."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._console = console()
-        self._live = Live(console=self._console, auto_refresh=False)
-        self._notes: list[str] = []
 
     def begin(self) -> None:
-        self._live.start()
+        """Called before the first update."""
 
-    def tell(self, news: Update, stand: RunState, told: str) -> None:
-        for alert in news.alerts:
-            self._console.print(alert.text, soft_wrap=True)
-        self._live.update(self._page(stand, told), refresh=True)
+    def update(self, news: Update, state: RunState, sentence: str) -> None:
+        """Show what is new. `sentence` describes the run's state."""
 
     def note(self, sentence: str) -> None:
-        self._notes = [*self._notes, f"note: {sentence}"][-_MOST_NOTES:]
+        """Show that an exporter or a command failed."""
 
-    def end(self, stand: RunState, told: str) -> None:
-        self._live.update(self._page(stand, told), refresh=True)
+    def end(self, state: RunState, sentence: str) -> None:
+        """Called after the last update."""
 
     def close(self) -> None:
-        self._live.stop()
-
-    def _page(self, stand: RunState, told: str) -> RenderableType:
-        return page(self._follower, stand, told, self._notes)
+        """Restore the terminal; a second call does nothing."""
 
 
-class OncePage:
-    """The page, once."""
+class OncePage(View):
+    """Prints the page once, at the end."""
 
     def __init__(self, follower: Follower) -> None:
-        self._follower = follower
+        super().__init__(follower)
         self._notes: list[str] = []
-
-    def begin(self) -> None:
-        pass
-
-    def tell(self, news: Update, stand: RunState, told: str) -> None:
-        pass
 
     def note(self, sentence: str) -> None:
         self._notes.append(f"note: {sentence}")
 
-    def end(self, stand: RunState, told: str) -> None:
-        console().print(page(self._follower, stand, told, self._notes))
+    def end(self, state: RunState, sentence: str) -> None:
+        console().print(self._page(state, sentence))
 
-    def close(self) -> None:
-        pass
+    def _page(self, state: RunState, sentence: str) -> RenderableType:
+        return page(self._follower, state, sentence, self._notes)
 
 
-class Lines:
-    """A line for each step, alert and change, for people or as JSON; or only for alerts."""
+class LivePage(OncePage):
+    """A page that is redrawn; alerts are printed above it and stay."""
 
-    def __init__(self, follower: Follower, *, as_json: bool, only_alerts: bool) -> None:
-        self._follower = follower
-        self._as_json = as_json
-        self._only_alerts = only_alerts
-        self._stand: RunState | None = None
+    def __init__(self, follower: Follower) -> None:
+        super().__init__(follower)
+        self._console = console()
+        self._live = Live(console=self._console, auto_refresh=False)
 
     def begin(self) -> None:
-        pass
+        self._live.start()
 
-    def tell(self, news: Update, stand: RunState, told: str) -> None:
-        # That it is over comes last, from `end`.
-        if stand is not self._stand and stand not in OVER:
-            self._stand = stand
-            if not (self._only_alerts and stand is RunState.GOING):
-                self._tell_stand(stand, told)
+    def update(self, news: Update, state: RunState, sentence: str) -> None:
+        for alert in news.alerts:
+            self._console.print(alert.text, soft_wrap=True)
+        self.end(state, sentence)
+
+    def note(self, sentence: str) -> None:
+        super().note(sentence)
+        del self._notes[:-_MOST_NOTES]
+
+    def end(self, state: RunState, sentence: str) -> None:
+        self._live.update(self._page(state, sentence), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class Lines(View):
+    """Prints a line for each step, alert and change of state, as text or JSON; or alerts only."""
+
+    def __init__(self, follower: Follower, *, as_json: bool, only_alerts: bool) -> None:
+        super().__init__(follower)
+        self._as_json = as_json
+        self._only_alerts = only_alerts
+        self._state: RunState | None = None
+
+    def update(self, news: Update, state: RunState, sentence: str) -> None:
+        # `end` prints that the run is over, after everything else.
+        if state is not self._state and state not in OVER:
+            self._state = state
+            if not (self._only_alerts and state is RunState.GOING):
+                self._print_state(state, sentence)
         if not self._only_alerts:
             if self._as_json or not news.steps:
                 for line in news.metrics:
-                    self._tell_metrics(line, is_alone=not self._follower.steps)
+                    self._print_metrics(line, has_records=bool(self._follower.steps))
             for step, active in news.steps:
-                self._tell_step(step, active, news.metrics)
+                self._print_step(step, active, news.metrics)
         for alert in news.alerts:
-            self._tell_alert(alert)
+            self._print_alert(alert)
 
     def note(self, sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
-    def end(self, stand: RunState, told: str) -> None:
-        if stand is not self._stand:
-            self._tell_stand(stand, told)
+    def end(self, state: RunState, sentence: str) -> None:
+        if state is not self._state:
+            self._print_state(state, sentence)
 
-    def close(self) -> None:
-        pass
-
-    def _tell_stand(self, stand: RunState, told: str) -> None:
+    def _print_state(self, state: RunState, sentence: str) -> None:
         path = str(self._follower.run.path)
         step = self._follower.last_step
-        self._print({"event": stand, "run": path, "step": step, "text": told}, f"{path}: {told}")
+        event: dict[str, object] = {"event": state, "run": path, "step": step, "text": sentence}
+        self._print(event, f"{path}: {sentence}")
 
-    def _tell_metrics(self, line: dict[str, Any], *, is_alone: bool) -> None:
+    def _print_metrics(self, line: dict[str, Any], *, has_records: bool) -> None:
         measures = list(measures_of_metrics(line))
         if self._as_json:
             self._print(
                 {"event": "metrics", "step": line.get("step"), **measures_as_json(measures)}, ""
             )
-        elif is_alone and isinstance(step := line.get("step"), int):
-            told = "  ".join(f"{name} {value:.4g}" for name, _, value in measures)
-            self._print({}, f"step {step}  {told}")
+        elif not has_records and isinstance(step := line.get("step"), int):
+            figures = "  ".join(f"{name} {value:.4g}" for name, _, value in measures)
+            self._print({}, f"step {step}  {figures}")
 
-    def _tell_step(
+    def _print_step(
         self, step: StepFigures, active: list[Alarm], metrics: Sequence[dict[str, Any]]
     ) -> None:
-        figures = measures_as_json(measures_of_step(step, active))
         loss = next((line.get("loss") for line in metrics if line.get("step") == step.step), None)
         waits = list(step.wait_fractions().items())[:1]
-        told = [
+        busy = (fmean(rank.busy_fraction for rank in ranks) for ranks in step.by_stage().values())
+        words = [
             f"step {step.step}",
             *([f"loss {loss:.4f}"] if isinstance(loss, int | float) else []),
             duration(step.window_s),
             f"bubble {step.bubble_fraction:.0%}",
-            f"busy {' '.join(f'{_mean(ranks):.0%}' for ranks in step.by_stage().values())}",
-            *(f"most for {cause} {share:.0%}" for cause, share in waits),
+            f"busy {' '.join(f'{share:.0%}' for share in busy)}",
+            *(f"main wait: {cause} {share:.0%}" for cause, share in waits),
             *(f"slow: {alarm.place}" for alarm in active),
         ]
-        self._print({"event": "step", "step": step.step, **figures}, "  ".join(told))
-
-    def _tell_alert(self, alert: Alert) -> None:
-        named = alert_environment(alert, str(self._follower.run.path))
         event = {
-            "event": named["RRFP_ALERT"],
+            "event": "step",
+            "step": step.step,
+            **measures_as_json(measures_of_step(step, active)),
+        }
+        self._print(event, "  ".join(words))
+
+    def _print_alert(self, alert: Alert) -> None:
+        alarm = alert.alarm
+        event = {
+            "event": alert_environment(alert, str(self._follower.run.path))["RRFP_ALERT"],
             "step": alert.step,
-            "kind": alert.alarm.kind,
-            "ranks": alert.alarm.ranks,
-            "pp_rank": alert.alarm.pp_rank,
-            "dp_rank": alert.alarm.dp_rank,
-            "link": alert.alarm.link,
-            "hosts": alert.alarm.hosts,
-            "since_step": alert.alarm.since_step,
-            "rise_fraction": alert.alarm.rise,
+            "kind": alarm.kind,
+            "ranks": alarm.ranks,
+            "pp_rank": alarm.pp_rank,
+            "dp_rank": alarm.dp_rank,
+            "link": alarm.link,
+            "hosts": alarm.hosts,
+            "since_step": alarm.since_step,
+            "rise_fraction": alarm.rise,
             "text": alert.text,
         }
         self._print(event, alert.text)
 
     def _print(self, event: dict[str, object], text: str) -> None:
         print(json.dumps(event) if self._as_json else text, flush=True)
-
-
-def _mean(ranks: Sequence[Any]) -> float:
-    return fmean(rank.busy_fraction for rank in ranks)

@@ -1,8 +1,8 @@
-"""The rows that `rrfp simulate` is asked for: from its flags, `--row` and `--sweep` to values.
+"""Parses the flags, `--row` and `--sweep` of `rrfp simulate` into rows.
 
-One grammar serves all three. A setting is a name and a text, and is read in the same way whether
-it stands as a flag (for all rows), in `--row` (for that row) or in `--sweep` (for the rows that it
-makes). The knobs of the policy are settings of a row, and so is everything that `Asked` declares.
+A setting is a name and a text. It is parsed in the same way as a flag (for all rows), in `--row`
+(for that row) and in `--sweep` (for the rows that the sweep makes). The settings of a row are the
+knobs of the policy and the fields that `RowOptions` declares.
 """
 
 import shlex
@@ -21,40 +21,42 @@ from rrfp.schedule.policy import KNOBS, Knob, Policy, one_of, parse_count
 from rrfp.schedule.shape import Placement
 
 _MAX_ROWS = 10_000
-"""The most rows that one command makes."""
+"""The largest number of rows of one command."""
 
 
 class LinkMode(StrEnum):
-    """How messages pass."""
+    """How messages are transferred."""
 
     ASYNC = "async"
-    """Beside the work, one at a time on a directed link."""
+    """Concurrently with compute, one at a time on each directed link."""
     BLOCKING = "blocking"
-    """Both ranks wait for it, as in Megatron's own schedules."""
+    """Both ranks wait for the transfer, as in Megatron's own schedules."""
 
 
 _COSTS = "Costs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A row as its user asks for it."""
+class RowOptions:
+    """The settings of one row."""
 
     policy: Policy
-    """The policy; `with_limits` puts in the usual limit of the row's shape."""
+    """The policy; `with_limits` later adds the default limit of the row's shape."""
     links: LinkMode = setting(
         LinkMode.ASYNC,
-        "async (default: messages pass beside the work) or blocking (both ranks wait for "
-        "them, as in Megatron's own schedules; with --dispatch fixed).",
+        "async (default: messages overlap with compute) or blocking (both ranks wait for "
+        "them, as in Megatron's own schedules; needs --dispatch fixed).",
         panel=_COSTS,
         metavar="MODE",
     )
     pp: int = setting(MISSING, "Pipeline ranks [required].", panel=LAYOUT)
-    microbatches: int = setting(MISSING, "Microbatches a step and replica [required].", panel=DATA)
-    chunks: int = setting(1, "Model chunks a pipeline rank", panel=LAYOUT)
+    microbatches: int = setting(
+        MISSING, "Microbatches per step and replica [required].", panel=DATA
+    )
+    chunks: int = setting(1, "Model chunks per pipeline rank", panel=LAYOUT)
     placement: Placement = setting(
         Placement.LOOP,
-        "Where chunks lie: loop (default) or v (with --chunks 2).",
+        "How chunks are placed: loop (default) or v (with --chunks 2).",
         panel=LAYOUT,
         metavar="WHERE",
     )
@@ -63,16 +65,15 @@ class Asked:
     admit: str = setting(
         Admit.GIVEN,
         "The order in which microbatches enter: given (default), pyramid (light, heavy, "
-        "light), plan (searched by simulation, from what is known before the step) or a file "
-        "with a line a step.",
+        "light), plan (searched by simulation before each step) or a file with a line per step.",
         panel=SCHEDULE,
         metavar="ORDER",
     )
-    """A name, or an admission file."""
+    """A name or an admission file."""
     admit_across: AdmitAcross = setting(
         AdmitAcross.NONE,
-        "Whether each step's microbatches are balanced over the --dp replicas by cost before "
-        "they enter: none (default) or replicas.",
+        "Balance each step's microbatches over the --dp replicas by cost: none (default) or "
+        "replicas.",
         panel=SCHEDULE,
         metavar="HOW",
     )
@@ -88,13 +89,13 @@ class Asked:
         panel=_COSTS,
     )
     own: Mapping[str, str] = field(default_factory=dict)
-    """The settings of this row alone, from `--row` and `--sweep`, as text."""
+    """The settings from `--row` and `--sweep`, as text."""
 
     @property
     def label(self) -> str:
-        """The settings of this row alone, in as few words as identify it."""
+        """A short name of the row, made of its own settings."""
         words = (
-            text if name in _TELLING and text != "none" else f"{name} {text}"
+            text if name in _SELF_EXPLANATORY and text != "none" else f"{name} {text}"
             for name, text in self.own.items()
         )
         return " ".join(words) or "as given"
@@ -104,7 +105,7 @@ class Asked:
         return self.pp * self.tp * self.dp
 
     def described(self) -> dict[str, object]:
-        """Every setting by its name, as JSON has it."""
+        """Return all settings by name, as JSON values."""
         policy = self.policy.described()
         return {
             each.flag: policy[each.flag] if each.flag in policy else getattr(self, each.flag)
@@ -112,12 +113,13 @@ class Asked:
         }
 
 
-def asked_rows(flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]) -> list[Asked]:
-    """The rows asked for, in order: the combinations of the sweeps, the first one slowest, and
-    each of `rows` in every combination.
+def parse_rows(
+    flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]
+) -> list[RowOptions]:
+    """Return the rows in order: all combinations of the sweeps, with each of `rows` in each.
 
-    Raises UsageError for a text that is not of this grammar, and for a setting that two of them
-    decide.
+    The first sweep varies slowest. Raises UsageError for an invalid text, and for a setting that is
+    given in two places.
     """
     own = [_read_row(text) for text in rows] or [{}]
     axes = _read_sweeps(sweeps)
@@ -132,19 +134,20 @@ def asked_rows(flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[s
             f"this makes {num_rows} rows, more than {_MAX_ROWS}; sweep fewer values at once"
         )
     return [
-        _asked(flags, {**dict(zip(axes, values, strict=True)), **settings})
+        _make_row(flags, {**dict(zip(axes, values, strict=True)), **settings})
         for values in product(*axes.values())
         for settings in own
     ]
 
 
-def in_row(own: Mapping[str, str], error: RrfpError) -> RrfpError:
-    """The error with the settings of the row that it is about, if the row has any of its own."""
+def prefix_row(own: Mapping[str, str], error: RrfpError) -> RrfpError:
+    """Prefix an error with the row's own settings, if it has any."""
     place = " ".join(f"{name}={text}" for name, text in own.items())
     return type(error)(f"in the row {place}: {error}") if own else error
 
 
-def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
+def _make_row(flags: Mapping[str, str], own: Mapping[str, str]) -> RowOptions:
+    """Make a row from flags and its own settings. Raises UsageError for missing ones."""
     texts = {**flags, **own}
     for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
         if name not in texts:
@@ -156,13 +159,14 @@ def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
     try:
         made = Policy(**policy)
     except UsageError as error:
-        raise in_row(own, error) from None
+        raise prefix_row(own, error) from None
     if "limit" not in policy:
         made = made.with_usual_limit()
-    return Asked(policy=made, own=own, **others)
+    return RowOptions(policy=made, own=own, **others)
 
 
 def _read(name: str, text: str) -> Any:
+    """Parse the text of a setting into its value."""
     declared = SETTINGS[name]
     label, kind = f"--{name}", declared.kind
     if isinstance(kind, Knob):
@@ -173,6 +177,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def _read_row(text: str) -> dict[str, str]:
+    """Parse a --row into settings by name."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -189,6 +194,7 @@ def _read_row(text: str) -> dict[str, str]:
 
 
 def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
+    """Parse all --sweep options into values by setting."""
     axes: dict[str, list[str]] = {}
     for text in sweeps:
         name, values = _read_pair(
@@ -201,6 +207,7 @@ def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_pair(text: str, sentence: str) -> tuple[str, str]:
+    """Split `name=value`; raises UsageError with `sentence`, or for an unknown name."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(sentence)
@@ -213,13 +220,23 @@ def _read_pair(text: str, sentence: str) -> tuple[str, str]:
 
 
 _DECLARED = {
-    each.spelled: each for each in (*declared_knobs("", in_run=False), *declared_in("", Asked))
+    each.spelled: each for each in (*declared_knobs("", in_run=False), *declared_in("", RowOptions))
 }
 _FIRST = ("hint", "dispatch", "links", "pp", "microbatches", "chunks", "placement", "tp", "dp")
 
 SETTINGS: dict[str, Declared] = {name: _DECLARED[name] for name in _FIRST} | _DECLARED
-"""The settings of a row, by the names of their flags."""
+"""The settings of a row by the names of their flags."""
 
 
-_TELLING = ("hint", "dispatch", "links", "placement", "w", "agreement", "admit", "costs", "jitter")
-"""Settings whose texts need no name to be understood, but for `none`."""
+_SELF_EXPLANATORY = (
+    "hint",
+    "dispatch",
+    "links",
+    "placement",
+    "w",
+    "agreement",
+    "admit",
+    "costs",
+    "jitter",
+)
+"""Settings whose values identify them without a name, except `none`."""
