@@ -19,7 +19,7 @@ LOCK_VENV := build/lock-venv
 IMAGE := .venv-image
 
 .DEFAULT_GOAL := help
-.PHONY: help setup image train test test-core test-all test-gpu fuzz lint format bench docs pictures screenshots lock clean
+.PHONY: help setup image train test test-core test-all test-gpu fuzz lint types format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -100,6 +100,9 @@ lint: setup  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/mypy --no-error-summary
+
+types: setup  ## A second type checker, over the public API and the tests
+	$(VENV)/bin/basedpyright --level error
 
 format: setup  ## Format, and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix-only --quiet .

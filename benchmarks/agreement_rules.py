@@ -29,7 +29,7 @@ SEEDS = range(8)
 
 
 class Rounds(NamedTuple):
-    """What a rule did in some steps."""
+    """Counts and times of an agreement rule over some steps."""
 
     asked: int
     deferred: int
@@ -75,7 +75,7 @@ def _step(rule: AgreementRule, num_members: int, skew: float, seed: int) -> Roun
     ]
 
     def duration(_node: Node, task: Task) -> int:
-        # Of a task, whoever runs it and whenever: what a rule decides changes no time.
+        # The time depends on the task alone, so that a rule's decisions change no task time.
         return 1 + int(TASK_NS * random.Random(f"{seed} {task}").lognormvariate(0, 0.5))
 
     @cache

@@ -1,5 +1,5 @@
-"""What a paced link costs besides its modelled times: how late its messages come, and the processor
-time of a link that is full: `pytest benchmarks/bench_paced_links.py`."""
+"""Overhead of paced links: lateness of messages beyond the modelled times, and processor time of a
+saturated link: `pytest benchmarks/bench_paced_links.py`."""
 
 import time
 from statistics import median

@@ -1,4 +1,4 @@
-"""What recording costs: `pytest --benchmark-only benchmarks/bench_recording.py`.
+"""Overhead of recording: `pytest --benchmark-only benchmarks/bench_recording.py`.
 
 Shares and ratios are in `extra_info`, which `--benchmark-json FILE` writes.
 

@@ -1,6 +1,6 @@
-"""What the runtime itself costs a task: `pytest --benchmark-only benchmarks/bench_runtime.py`.
+"""Runtime overhead per task: `pytest --benchmark-only benchmarks/bench_runtime.py`.
 
-The figures are taken inside real ranks and handed to pytest-benchmark as if it had timed them.
+Real ranks measure the figures, and pytest-benchmark reports them like its own timings.
 
 *Own cost*: CPU time of the compute thread from the end of one task to the start of the next, apart
 from sending, in a pipeline of 8 ranks whose tasks do nothing.
@@ -164,7 +164,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class MemberReport:
-    """What one rank saw, its first steps apart."""
+    """The measurements of one rank; the first steps are separate."""
 
     runs: list[Run]
     step_ns: list[int]

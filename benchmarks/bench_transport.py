@@ -144,7 +144,7 @@ def test_there_and_back(
 def test_stream_of_16_messages_of_16_mb(
     benchmark: BenchmarkFixture, link: tuple[SocketTransport, Inbox], num_tensors: int
 ) -> None:
-    """Of one tensor, caches serve a part; different ones come from memory."""
+    """With one tensor, caches serve a part of the reads; different tensors come from memory."""
     transport, inbox = link
     tensors = [torch.ones(16_000_000, dtype=torch.uint8) for _ in range(num_tensors)]
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A simulated run with so many records, and as one that can be replayed."""
+    """A simulated run with at least this number of records, as a recording and as a replay."""
     settings = {"hint": "bf", "dispatch": "ready", "limit": PAPER_LIMIT}
     recording = new_recording(SHAPE, 1, 1, {"simulated": True, "settings": settings})
     policy = Policy(hint_named("bf").for_shape(SHAPE), limit=PAPER_LIMIT)

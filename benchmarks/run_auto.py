@@ -162,20 +162,20 @@ def main() -> None:
     with ProcessPoolExecutor(given.processes) as pool:
         for outcome in pool.map(run_cell, cells(given.cells)):
             outcomes.append(outcome)
-            print(_told(outcome), flush=True)
+            print(_format_outcome(outcome), flush=True)
     gains = [each.gain for each in outcomes]
     worst = min(outcomes, key=lambda each: each.gain)
     print(f"\n{len(outcomes)} cells, against the best peer of each:")
     print(f"mean gain {fmean(gains):.3f}x, geometric {geometric_mean(gains):.3f}x")
     print(f"slower than the best peer in {sum(gain < 1 for gain in gains)} cells, by more than 1% ")
-    print(f"in {sum(gain < 0.99 for gain in gains)}; worst cell: {_told(worst)}")
+    print(f"in {sum(gain < 0.99 for gain in gains)}; worst cell: {_format_outcome(worst)}")
     for profile in PROFILES:
         of_profile = [each.gain for each in outcomes if each.cell.profile == profile]
         if of_profile:
             print(f"{profile:<12} {fmean(of_profile):.3f}x, worst {min(of_profile):.3f}x")
 
 
-def _told(outcome: Outcome) -> str:
+def _format_outcome(outcome: Outcome) -> str:
     cell = outcome.cell
     return (
         f"{cell.ranks:>2} x {cell.microbatches:<2} {cell.profile:<10} {cell.budget:>3}x  "

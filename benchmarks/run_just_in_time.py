@@ -1,4 +1,4 @@
-"""When to decide on a device: just in time, at the launch before, and at the end before.
+"""Moments of decision on a device: just in time, at the previous launch, and at the previous end.
 
 `python -m benchmarks.run_just_in_time`. Eight real ranks with simulated devices, 32 microbatches,
 tasks of 20 ms with a lognormal factor of 0.5, and launches of 0, 1 and 5 ms, over real links. For
@@ -52,13 +52,13 @@ class Outcome:
     idle_ns: int
     """Between two tasks that were both ready."""
     ended_ns: dict[Task, int]
-    """When the device ended each task."""
+    """Time at which the device ended each task."""
     came_ns: dict[Task, int]
-    """When the input of each was here."""
+    """Time at which the input of each task arrived."""
 
 
 def times_of(step: int, sigma: float = SIGMA) -> TaskTimes:
-    """What tasks take in a step."""
+    """The task times of a step."""
     draw = Random(step)
     microbatches = range(SHAPE.num_microbatches)
     mean_ns = MEAN_MS * 1e6
@@ -83,7 +83,7 @@ class DeviceWork:
         self._times_ns = times.by_kind(split=True)
         self._launch_ns = round(launch_s * 1e9)
         self.ran: list[tuple[int, int, Task]] = []
-        """When the device began and ended each task."""
+        """Start and end of each task on the device."""
 
     def run(
         self, task: Task, inputs: tuple[torch.Tensor | None, ...]
@@ -158,7 +158,7 @@ def run_rank(hint_name: str, launch_s: float, risk: float, num_steps: int) -> li
 
 
 def hop_ns(shape: Shape, ranks: Sequence[Outcome]) -> int:
-    """What a message of the step took in the median, from the end of its task."""
+    """Median time of the step's messages, from the end of the sending task."""
     ended_ns = {task: end_ns for rank in ranks for task, end_ns in rank.ended_ns.items()}
     hops_ns = []
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What a layout of `rrfp tune` gains for real: `python -m benchmarks.run_layout [--rounds N]`.
+"""Real gain of a layout found by `rrfp tune`: `python -m benchmarks.run_layout [--rounds N]`.
 
 A GPT that computes, on two pipeline ranks of one thread each, whose last stage has the loss over
 16,384 tokens besides its layers. One run with equally many layers is what `rrfp tune` is given.
@@ -66,7 +66,7 @@ def proposal(run: Path) -> tuple[str, float, float]:
 
 
 def best_split(run: Path) -> Prediction:
-    """Of the run as it was, with its layers laid out anew."""
+    """Predictions for the recorded run with other splits of its layers."""
     source = source_of_run(read_trace(run / "trace.pftrace"))
     assert source.own is not None
     found = []

@@ -1,4 +1,4 @@
-"""What overtaking would gain under a hold in bytes: the figures of docs/memory.md.
+"""Gain of overtaking under a hold in bytes, for docs/memory.md.
 
 `RRFP_COMPILED=0 python -m benchmarks.run_overtaking`, because it replaces a method, which compiled
 code does not allow. A forward that does not fit may then be overtaken by the best of the next few
@@ -19,7 +19,7 @@ _NUM_AHEAD = (1, 2, 8, 32)
 
 
 def best_of(num_ahead: int) -> Callable[[Dispatcher, ReadySet], int]:
-    """`Dispatcher._best_of_set` with overtaking among so many."""
+    """`Dispatcher._best_of_set` with overtaking among this number of tasks."""
 
     def best(self: Dispatcher, ready: ReadySet) -> int:
         bounds, tracker = self._bounds, self._tracker

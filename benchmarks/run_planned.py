@@ -1,4 +1,4 @@
-"""What planned orders of entry gain, simulated: `python -m benchmarks.run_planned [--quick]`.
+"""Simulated gain of planned admission orders: `python -m benchmarks.run_planned [--quick]`.
 
 The `multimodal` costs with lognormal noise of 0.1 on top, 8 ranks, 32 microbatches: time over the
 load. A plan knows the costs and how large the noise is; the noise that the step then meets it never

@@ -44,7 +44,7 @@ JUDGED = range(900_000, 900_040)
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What the plain search draws from, and simulates."""
+    """The search space of a random search, which simulates its draws."""
 
     case: Case
     layered: Layered
@@ -173,7 +173,7 @@ def tuned(case: Case, path: Path, memory: int, *more: str) -> dict[str, object]:
 
 
 def as_setting(plain: Plain, flags: str, layers: list[int]) -> Setting:
-    """What the flags of a proposal say, read by themselves."""
+    """The settings in the flags of a proposal, parsed independently of rrfp."""
     parser = argparse.ArgumentParser()
     for name in ("hint", "hold", "layout", "microbatches", "pp", "layers", "micro-batch-size"):
         parser.add_argument(f"--{name}")

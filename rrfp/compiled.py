@@ -16,7 +16,7 @@ from types import ModuleType
 
 VARIABLE = "RRFP_COMPILED"
 DIGEST_FILE = f"compiled.{sys.implementation.cache_tag}.sha256"
-"""Beside this file: of which sources the extensions are."""
+"""The file beside this one with the digest of the sources of the extensions."""
 
 _SIMULATOR = ("engine", "transfers")
 
@@ -30,8 +30,8 @@ class Core(StrEnum):
 
 
 _INTERPRETED = ("__init__.py", "policy.py")
-"""What is never compiled of `rrfp.schedule`: a policy says in a sentence what is wrong with a
-value of any type, which compiled code would refuse by itself, without one."""
+"""The modules of `rrfp.schedule` that are not compiled. A policy must reject a value of a wrong
+type with a sentence; compiled code would raise TypeError by itself."""
 
 
 def sources(package: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Strictly decodes JSON from other processes: it has the expected structure, or raises ValueError.
 
-Nothing that is read is ever executed, so whoever can write to the store can at most end the run.
+Input is never executed, so a process that can write to the store can at most end the run.
 """
 
 import json
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
-# Parses JSON that another process, or nobody knows who, has written.
+# Parsing of JSON from an untrusted process.
 
 
 def parsed(data: bytes | str) -> Any:

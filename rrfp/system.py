@@ -1,4 +1,4 @@
-"""How many files, sockets included, the processes of a run may have open."""
+"""Limits and services of the operating system: open files, cores, C calls, temporary files."""
 
 import ctypes
 import errno
@@ -14,8 +14,8 @@ from rrfp.errors import UsageError
 
 
 def num_cores() -> int:
-    """On which this process may run: fewer than the machine's under taskset, or as a batch system
-    gives them out."""
+    """The number of cores on which this process may run. It can be less than the machine's, under
+    taskset or a batch system."""
     with suppress(AttributeError, OSError):  # the system may lack the call, or refuse it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -35,20 +35,21 @@ def call(name: str, *arguments: object) -> None:
 FILES_OF_A_RANK = 64
 """A rank of a plain run has 40 open."""
 _FILES_OF_A_PEER = 16
-"""Of a rank with connections to all others, in each of its groups."""
+"""The files that a rank needs for each peer, with connections to all peers in each of its
+groups."""
 _MOST_DESCRIPTORS = 2**31 - 1
 """Without a limit: a descriptor is an int of C."""
 _ADVICE = "raise the limit: ulimit -n 4096"
 
 
 def most_open_files() -> int:
-    """As many files as this process may ever have open: ranks raise their own limit that far."""
+    """The largest number of open files that this process may allow itself (the hard limit)."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else most
 
 
 def check_open_files() -> None:
-    """Raise UsageError if no rank could run with so few."""
+    """Raise UsageError if the limit on open files is too low for any rank."""
     most = most_open_files()
     if most < FILES_OF_A_RANK:
         raise UsageError(
@@ -75,8 +76,8 @@ def is_of_too_many(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Too many open files" in str(error)
 
 
-def told_of_too_many() -> str:
-    """What a process says that has come to its limit."""
+def describe_too_many_files() -> str:
+    """Describe, for an error, that this process has reached its limit on open files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"it needs more than the {allowed} files that it may have open; {_ADVICE}"
 

@@ -1,4 +1,4 @@
-"""What is measured on a GPU. Each function runs in a process of its own and returns JSON."""
+"""Measurements on a GPU. Each function runs in a process of its own and returns JSON."""
 
 import statistics
 import time
@@ -61,8 +61,8 @@ def bounced_message() -> float:
 
 
 def wake_ups() -> dict[str, float]:
-    """What a host takes, beyond a kernel's own time, to launch it and to see it done, in us; while
-    it waits it spins, or blocks."""
+    """Time in us that a host needs to launch a kernel and detect its end, without the kernel's own
+    time; the host spins or blocks while it waits."""
     import torch
 
     torch.cuda.current_device()

@@ -23,11 +23,11 @@ _MODELS = ("gpt", "moe")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured for a line."""
+    """The measurement for a line."""
 
     figure: str
     holds: bool = True
-    """Whether it is as good as the line asks."""
+    """True if it meets the line's requirement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Line:
     measure: Callable[[], Measured]
     """Raises NoAnswerError if it fails."""
     lacks: Callable[[], str | None] = lambda: None
-    """What this machine lacks to measure it; None where nothing."""
+    """The missing requirement of the measurement on this machine; None if it can run."""
     is_timed: bool = False
-    """Whether the figure is a time, so that nothing else may run meanwhile."""
+    """True if the figure is a time, so that nothing else may run meanwhile."""
 
 
 def _copies() -> Measured:

@@ -28,8 +28,8 @@ _CORRUPT = -1
 
 
 def one_way_us(device: str, transport: str, num_bytes: int, num_rounds: int) -> float:
-    """The median time of a message, from its hand-over until the other process' host has its data
-    on the other side's device, in us. Raises RrfpError or RuntimeError where there is none."""
+    """Median time in us of a message, from the send call until the receiving host sees its data on
+    the receiver's device. Raises RrfpError or RuntimeError if the measurement fails."""
     planes = _planes(device, transport, num_bytes)
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
@@ -124,7 +124,7 @@ def _answer(store: str, planes: RankPlanes, num_bytes: int, num_rounds: int) -> 
 
 
 def _filled(number: int, num_bytes: int, place: torch.device) -> torch.Tensor:
-    """Not as the round before, nor as new memory."""
+    """Data that differs from the last round's and from zeroed memory."""
     return torch.full((num_bytes,), number % 255 + 1, dtype=torch.uint8, device=place)
 
 

@@ -1,7 +1,7 @@
-"""What is measured of training: runs of `rrfp train` and of `rrfp verify`'s ranks.
+"""Measurements of training runs, of `rrfp train` and of `rrfp verify`'s ranks.
 
-Each function runs in a process of its own and returns JSON. The flags of where it trains come
-first, so that tests run the same on the CPU.
+Each function runs in a process of its own and returns JSON. The first argument has the flags of the
+device, so that tests can run the same function on the CPU.
 """
 
 import json
@@ -25,7 +25,7 @@ _LARGE: Flags = {"layers": 8, "hidden": 1024, "heads": 16, "seq_length": 1024, "
 _DROPOUT = 0.1
 _WARM_STEPS = 2
 _OUTBOX_MB = 8
-"""Of each rank, and no part of what is compared: room for two messages of the large model."""
+"""Outbox size of each rank, for two messages of the large model; not part of the comparison."""
 
 
 def differences(where: Flags, num_stages: int, model: str) -> list[str]:
@@ -74,7 +74,7 @@ def one_process(where: Flags, num_stages: int, model: str) -> list[str]:
 
 
 def _learned(layout: Flags, runs: Sequence[Flags]) -> list[list[Any]]:
-    """What each rank of a layout learns, by rank, in each of the runs."""
+    """The results of each rank of a layout, by rank, then by run."""
     from rrfp.train.launch.launcher import launch
     from rrfp.train.settings import TrainSettings
     from rrfp.verify.sameness import RANK_MODULE, learn
@@ -107,9 +107,9 @@ def _across(several: Sequence[Any], others: Sequence[Any], name: str) -> list[st
 
 
 def own_time(where: Flags) -> dict[str, float]:
-    """Of steps of tasks of 5 ms, which the device does nothing but wait for, on one rank that has
-    four stages: the share in which no task runs, and the median time between two tasks, in us. On
-    one rank every next task is ready, and a simulation's step is the sum of its tasks."""
+    """Measure steps with tasks of 5 ms, in which the device only waits, on one rank with four
+    stages: the fraction of time in which no task runs, and the median time between two tasks, in
+    us. On one rank the next task is always ready, and a simulated step is the sum of its tasks."""
     from rrfp.trace.perfetto.reader import read_trace
 
     with tempfile.TemporaryDirectory() as directory:
@@ -132,15 +132,15 @@ def own_time(where: Flags) -> dict[str, float]:
 
 
 def growth(where: Flags, num_steps: int) -> dict[str, list[float]]:
-    """What tensors took at least as a step ended, in the first and in the last tenth of a run, in
-    MB, by pipeline rank."""
+    """Least tensor memory at the end of a step, in the first and in the last tenth of a run, in MB
+    by pipeline rank."""
     with tempfile.TemporaryDirectory() as directory:
         flags = _SMALL | {"pp": 2, "layers": 2, "microbatches": 2, "no_trace": True}
         run = _train(directory, flags | {"steps": num_steps} | where)
         ended = [line["allocated_bytes"] for line in _metrics(run)]
     tenth = num_steps // 10
-    # The least, because a message may be on its way as a step ends. Adam's state comes with the
-    # first step.
+    # The minimum, because a message may be in flight as a step ends. Adam allocates its state in
+    # the first step.
     return {
         name: [min(of_rank) / 1e6 for of_rank in zip(*lines, strict=True)]
         for name, lines in (("first", ended[1 : 1 + tenth]), ("last", ended[-tenth:]))
@@ -148,8 +148,8 @@ def growth(where: Flags, num_steps: int) -> dict[str, list[float]]:
 
 
 def most_memory(where: Flags, num_ranks: int) -> dict[str, list[float]]:
-    """The most that tensors took under Megatron's own schedule and under its order as a fixed one
-    of ours, in MB, by pipeline rank."""
+    """Peak tensor memory under Megatron's own schedule and under rrfp with the same fixed order, in
+    MB by pipeline rank."""
     found = {}
     for dispatch in ("megatron", "fixed"):
         with tempfile.TemporaryDirectory() as directory:

@@ -51,9 +51,9 @@ class Chart:
 
     title: str
     across: str
-    """What the places are."""
+    """Title of the x axis."""
     up: str
-    """What the figures are."""
+    """Title of the y axis."""
     places: tuple[str, ...]
     curves: tuple[Curve, ...]
 
@@ -78,12 +78,12 @@ def _is_row(line: str) -> bool:
 
 
 def slowdowns(page: str) -> list[Chart]:
-    """What is drawn of Tables 6 and 7."""
+    """The charts of Tables 6 and 7."""
     return [_jitter(page), _hints(page)]
 
 
 def speedups(page: str) -> list[Chart]:
-    """What is drawn of Table 8 and Figure 5."""
+    """The charts of Table 8 and Figure 5."""
     return [*_scaling(page), _limits(page)]
 
 
@@ -116,7 +116,8 @@ def _hints(page: str) -> Chart:
 
 
 def _limits(page: str) -> Chart:
-    """Of this figure the paper has no numbers, but that it is flat from 16 on."""
+    """The chart of Figure 5. The paper gives no numbers for it, except that it is flat from 16
+    on."""
     head, *rows = table(page, "Figure 5")
     curves = tuple(
         Curve(name.upper(), _SIMULATED, tuple(value for cell in cells for value in _figures(cell)))

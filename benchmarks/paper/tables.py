@@ -1,4 +1,4 @@
-"""What the paper publishes beside what is simulated, as tables in Markdown."""
+"""Markdown tables of the paper's published figures beside simulated ones."""
 
 import json
 import shlex
@@ -38,7 +38,7 @@ class Comparison:
         return self.simulated[Method.BLOCKING_1F1B] / self.simulated[method]
 
     def error(self, method: Method) -> float:
-        """Of the speedup, as a share of the published one."""
+        """Relative error of the simulated speedup."""
         return self.speedup(method) / self.published_speedup(method) - 1
 
     @property
@@ -134,7 +134,7 @@ def wrong_signs(comparisons: Sequence[Comparison]) -> str:
 
 
 def alternatives(rows: Sequence[Mapping[str, Any]], assumptions: Mapping[str, Parameters]) -> str:
-    """What the predicted rows would be under other assumptions."""
+    """The predicted rows under other assumptions."""
     cells = []
     for what, parameters in assumptions.items():
         simulation = Simulation(parameters)

@@ -23,7 +23,7 @@ Parameters = Mapping[str, Any]
 
 
 class Method(StrEnum):
-    """What the paper compares, and the one that it lacks."""
+    """The paper's methods, and one that it does not have."""
 
     BLOCKING_1F1B = "1f1b"
     ZB = "zb"
@@ -46,7 +46,7 @@ _READY = (Method.BF, Method.BFW)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a row of a table trains, and on which ranks."""
+    """The models and ranks of a row in the paper's tables."""
 
     language: str
     tp: int

@@ -45,7 +45,7 @@ from rrfp.analyze.table import (
     outliers,
 )
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.blocking import BlockingRank, Meeting
+from rrfp.replay.blocking import BlockingRank, BlockingTransfer
 from rrfp.schedule.shape import sending_stage
 from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.trace.records import NS_PER_S, Phase, Window, in_order, step_name, told_step
@@ -340,12 +340,12 @@ class BlockingBacktrace(Backtrace):
 
 def _latest(
     rank: BlockingRank, gap: int, until_ns: int, passed: Collection[Task]
-) -> Meeting | None:
+) -> BlockingTransfer | None:
     """Return the last transfer that a rank waited for in a gap between tasks before `until_ns`."""
     return max(
         (
             each
-            for each in rank.meetings[gap]
+            for each in rank.transfers[gap]
             if rank.free_ns[gap] < each.passed_ns <= until_ns and each.task not in passed
         ),
         key=lambda each: each.passed_ns,

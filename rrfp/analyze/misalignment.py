@@ -18,7 +18,7 @@ import polars as pl
 from rrfp.analyze.frames import MESSAGES, Frames, Schema, numbers_of, recording_of
 from rrfp.analyze.table import TEXT, Column, Table, Unit, outliers, seconds
 from rrfp.errors import RrfpError
-from rrfp.replay.blocking import BlockingRank, meet
+from rrfp.replay.blocking import BlockingRank, find_transfers
 from rrfp.replay.recorded import RecordedLayout, RecordedSettings
 from rrfp.trace.records import NS_PER_S, Phase, Recording, Window
 
@@ -70,7 +70,7 @@ def blocking_replicas(
                 for members in replica
             ]
             members = [[member.info.rank for member in members] for members in replica]
-            met = meet(shape, replica, entries_ns, are_recorded=not is_imported(frames))
+            met = find_transfers(shape, replica, entries_ns, are_recorded=not is_imported(frames))
             found.append(BlockingReplica(met, members))
         yield records.step, found
 
@@ -227,7 +227,7 @@ def _blocking_messages(frames: Frames) -> pl.DataFrame:
         for step, replicas in met
         for replica in replicas
         for rank in replica.ranks
-        for meeting in chain.from_iterable(rank.meetings)
+        for meeting in chain.from_iterable(rank.transfers)
         if meeting.receiver.pp_rank == rank.pp_rank
     ]
     return pl.DataFrame(rows, schema={**MESSAGES, **_TIMES}, orient="row")

@@ -168,7 +168,7 @@ def _check_pace(settings: TrainSettings) -> None:
 
 def _run(settings: TrainSettings) -> None:
     """Train on this host: host 0 shows and records the run, other hosts join it."""
-    from rrfp.replay.cost_sources import settled
+    from rrfp.replay.cost_sources import stable_costs_name
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.checkpoints.run_start import has_trained_all, start_or_resume
     from rrfp.train.launch.launcher import launch
@@ -192,7 +192,7 @@ def _run(settings: TrainSettings) -> None:
         return
     if settings.run.nnodes == 1 and settings.run.pace is not None:
         # --pace may name the newest run, which is soon this one.
-        settings = settings.changed(pace=settled(settings.run.pace))
+        settings = settings.changed(pace=stable_costs_name(settings.run.pace))
     beginning = start_or_resume(settings, report=_note)
     if beginning.first_step < settings.num_steps:
         _train(beginning, settings)

@@ -26,7 +26,7 @@ from rrfp.schedule.policy import (
     KNOBS,
     Dispatch,
     Policy,
-    check_is_for_a_run,
+    check_hold_is_absolute,
     counts_microbatches,
     split_knobs,
 )
@@ -272,7 +272,7 @@ class DispatchSettings(StepSettings):
                 )
         if self.policy.dispatch is Dispatch.MEGATRON:
             raise UsageError("dispatch is 'megatron'; choose one of ready, fixed")
-        check_is_for_a_run(self.policy)
+        check_hold_is_absolute(self.policy.hold)
         check_step(self.policy, self, KEYWORDS)
 
 

@@ -70,7 +70,7 @@ class StepPolicies:
         if not self._has_warned:
             self._has_warned = True
             found = unfilled(self._policy, shape)
-            warning = unbounded(self._policy, shape) if found is None else found.told()
+            warning = unbounded(self._policy, shape) if found is None else found.describe()
             if warning is not None:
                 _log.warning("%s", warning)
 

@@ -15,8 +15,8 @@ from rrfp.errors import UsageError
 from rrfp.inputs import sha256_of
 from rrfp.race.entries import Entry
 from rrfp.race.presets import PAPER_BOUND, Contest, Measure, Preset, Scale
-from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, peer_problem
-from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
+from rrfp.race.systems import MEGATRON, PEERS, SYSTEMS, Project, System, peer_problem
+from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, stable_costs_name
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Hold, Policy, parse_hold
@@ -177,7 +177,7 @@ def _rows_of(preset: Preset, scale: Scale, asked: RaceOptions) -> Iterator[tuple
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
         for case in _cases(contest, scale, asked):
             varies = _microbatches_differ(case)
-            pace, file = settled(case.costs), costs_file(case.costs)
+            pace, file = stable_costs_name(case.costs), costs_file(case.costs)
             sha256 = None if file is None else sha256_of(file)
             for system, limit, hold, admit in _combinations(contest, case, asked, varies):
                 most = None if hold is None else _absolute_hold(hold, case, system, int(steps))
@@ -229,7 +229,8 @@ def _cases(contest: Contest, scale: Scale, asked: RaceOptions) -> Iterator[Case]
 def _combinations(
     contest: Contest, case: Case, asked: RaceOptions, varies: bool
 ) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
-    for system in contest.systems:
+    for name in contest.systems:
+        system = SYSTEMS[name]
         # Megatron's 1F1B always runs, because all others are compared with it.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
         if not is_asked or not _fits(system, case):
@@ -328,7 +329,7 @@ def _slowdown_baseline(
         return _name(replace(case, profile=profile), system, limit, hold, admit)
     if not system.is_ours:
         return None
-    return _name(case, BF, limit, hold, admit)
+    return _name(case, SYSTEMS["bf"], limit, hold, admit)
 
 
 def _name(case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit) -> str:

@@ -9,30 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rrfp.race.systems import (
-    B_FIRST,
-    BF,
-    BF_DEEP,
-    BFW,
-    BFW_DEEP,
-    DEEPSPEED_1F1B,
-    F_FIRST,
-    FB,
-    FIXED_1F1B,
-    FIXED_ZB_H1,
-    HINT_1F1B,
-    HINT_ZB_H1,
-    MEGATRON,
-    MEGATRON_INTERLEAVED,
-    TORCH_1F1B,
-    TORCH_DUALPIPEV,
-    TORCH_INTERLEAVED,
-    TORCH_INTERLEAVED_ZB,
-    TORCH_ZBV,
-    ZB_V,
-    ZB_V_PATIENT,
-    System,
-)
 from rrfp.schedule.admission import Admit
 
 PAPER_BOUND = "paper"
@@ -101,7 +77,8 @@ class Measure(StrEnum):
 class Contest:
     """Systems under equal conditions: every system under every bound, in every case."""
 
-    systems: tuple[System, ...]
+    systems: tuple[str, ...]
+    """Names in `rrfp.race.systems.SYSTEMS`."""
     profiles: tuple[str, ...]
     levels: tuple[str, ...] = ("",)
     """Jitter added to each profile."""
@@ -133,23 +110,23 @@ _IMAGES = "multimodal"
 _HOLDS = ("hold 1.0x", "hold 1.5x", "hold 2.0x")
 """At 1.0x, systems have as much memory as 1F1B needs in the heaviest of the steps."""
 _LIMITS = ("limit 4", "limit 8", "limit 16", "limit 32", "limit 48")
-_FEW = (MEGATRON, FIXED_1F1B, BF, BFW)
+_FEW = ("megatron-1f1b", "fixed-1f1b", "bf", "bfw")
 _ALL = (
-    MEGATRON,
-    MEGATRON_INTERLEAVED,
-    TORCH_1F1B,
-    TORCH_INTERLEAVED,
-    TORCH_INTERLEAVED_ZB,
-    TORCH_ZBV,
-    TORCH_DUALPIPEV,
-    DEEPSPEED_1F1B,
-    FIXED_1F1B,
-    FIXED_ZB_H1,
-    BF,
-    BFW,
-    BF_DEEP,
-    BFW_DEEP,
-    ZB_V,
+    "megatron-1f1b",
+    "megatron-interleaved",
+    "torch-1f1b",
+    "torch-interleaved",
+    "torch-interleaved-zb",
+    "torch-zbv",
+    "torch-dualpipev",
+    "deepspeed-1f1b",
+    "fixed-1f1b",
+    "fixed-zb-h1",
+    "bf",
+    "bfw",
+    "bf-deep",
+    "bfw-deep",
+    "zb-v",
 )
 
 PRESETS = {
@@ -167,7 +144,11 @@ PRESETS = {
                     admits=(Admit.GIVEN, Admit.PYRAMID),
                 ),
                 # Patience pays off only with even tasks.
-                Contest(systems=(MEGATRON, ZB_V_PATIENT), profiles=(_EVEN,), bounds=("hold 1.0x",)),
+                Contest(
+                    systems=("megatron-1f1b", "zb-v-patient"),
+                    profiles=(_EVEN,),
+                    bounds=("hold 1.0x",),
+                ),
             ),
         ),
         Preset(
@@ -188,7 +169,16 @@ PRESETS = {
             Measure.SLOWDOWN,
             (
                 Contest(
-                    systems=(MEGATRON, BF, FB, B_FIRST, F_FIRST, HINT_1F1B, BFW, HINT_ZB_H1),
+                    systems=(
+                        "megatron-1f1b",
+                        "bf",
+                        "fb",
+                        "b-first",
+                        "f-first",
+                        "1f1b",
+                        "bfw",
+                        "zb-h1",
+                    ),
                     profiles=(_VARYING, _IMAGES),
                 ),
             ),
@@ -197,7 +187,13 @@ PRESETS = {
             "rq5",
             "Does the gain grow with the pipeline and with the step?",
             Measure.SPEED,
-            (Contest(systems=(MEGATRON, BF, BFW), profiles=(_VARYING,), sizes=_growing_sizes),),
+            (
+                Contest(
+                    systems=("megatron-1f1b", "bf", "bfw"),
+                    profiles=(_VARYING,),
+                    sizes=_growing_sizes,
+                ),
+            ),
         ),
         Preset(
             "rq6",
@@ -205,7 +201,9 @@ PRESETS = {
             Measure.SPEED,
             (
                 Contest(
-                    systems=(MEGATRON, BF, BFW), profiles=(_IMAGES,), bounds=(*_LIMITS, *_HOLDS)
+                    systems=("megatron-1f1b", "bf", "bfw"),
+                    profiles=(_IMAGES,),
+                    bounds=(*_LIMITS, *_HOLDS),
                 ),
                 Contest(
                     systems=_ALL,

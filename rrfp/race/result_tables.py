@@ -56,16 +56,16 @@ def case_tables(preset: Preset, every_row: Sequence[ResultRow]) -> list[Table]:
 
 
 _INTERVAL = (
-    "95 of 100: where so many bootstrap medians of the rounds lie. x megatron: how many times as "
-    "fast as megatron-1f1b."
+    "95 of 100: bootstrap interval of the median over the rounds. x megatron: speedup over "
+    "megatron-1f1b."
 )
 _MEANING = {
-    Measure.SPEED: f"{_INTERVAL} over floor, over load: time over the least that any schedule "
-    "takes, and over the most loaded rank's work. held: the most microbatches on a "
-    "rank, or peak GB: the most that they take there, by the profile's sizes.",
-    Measure.TIME: f"Of a step, on average over the ranks. {_INTERVAL}",
-    Measure.SLOWDOWN: "slowdown: of a step, against the same system without jitter, or against bf "
-    f"under the same bound. {_INTERVAL} held: the most microbatches on a rank.",
+    Measure.SPEED: f"{_INTERVAL} over floor, over load: time relative to the lower bound of "
+    "all schedules, and to the most loaded rank's work. held: peak microbatches on a rank, or peak "
+    "GB: their bytes by the profile's sizes.",
+    Measure.TIME: f"Seconds per step, averaged over the ranks. {_INTERVAL}",
+    Measure.SLOWDOWN: "slowdown: additional step time over the same system without jitter, or over "
+    f"bf under the same bound. {_INTERVAL} held: peak microbatches on a rank.",
 }
 
 

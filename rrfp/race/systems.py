@@ -167,73 +167,54 @@ class System:
         return self.dispatch or PEERS[self.name].project
 
 
-def _system(name: str, hint: str, dispatch: Dispatch = Dispatch.READY, chunks: int = 1) -> System:
-    return System(name, Policy(HINTS[hint], dispatch=dispatch), chunks)
-
-
-def _v(name: str, hint: str) -> System:
-    return System(name, Policy(HINTS[hint]), 2, Placement.V)
+def _system(
+    name: str,
+    hint: str,
+    dispatch: Dispatch = Dispatch.READY,
+    chunks: int = 1,
+    placement: Placement = Placement.LOOP,
+) -> System:
+    return System(name, Policy(HINTS[hint], dispatch=dispatch), chunks, placement)
 
 
 def _peer(name: str, hint: str) -> System:
     """A peer; `hint` is one with the same tasks."""
-    peer = PEERS[name]
-    return System(name, Policy(HINTS[hint]), peer.chunks, peer.placement)
+    return _system(name, hint, chunks=PEERS[name].chunks, placement=PEERS[name].placement)
 
 
-MEGATRON = _system("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
-"""The reference that all other systems are compared with."""
-MEGATRON_INTERLEAVED = _system("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
-TORCH_1F1B = _peer("torch-1f1b", "1f1b")
-TORCH_INTERLEAVED = _peer("torch-interleaved", "interleaved")
-TORCH_INTERLEAVED_ZB = _peer("torch-interleaved-zb", "bfw")
-TORCH_ZBV = _peer("torch-zbv", "zb-v")
-TORCH_DUALPIPEV = _peer("torch-dualpipev", "zb-v")
-DEEPSPEED_1F1B = _peer("deepspeed-1f1b", "1f1b")
-FIXED_1F1B = _system("fixed-1f1b", "1f1b", Dispatch.FIXED)
-FIXED_ZB_H1 = _system("fixed-zb-h1", "zb-h1", Dispatch.FIXED)
-BF = _system("bf", "bf")
-FB = _system("fb", "fb")
-B_FIRST = _system("b-first", "b-first")
-F_FIRST = _system("f-first", "f-first")
-BFW = _system("bfw", "bfw")
-HINT_1F1B = _system("1f1b", "1f1b")
-HINT_ZB_H1 = _system("zb-h1", "zb-h1")
-BF_DEEP = _v("bf-deep", "bf-deep")
-BFW_DEEP = _v("bfw-deep", "bfw-deep")
-ZB_V = _v("zb-v", "zb-v")
-ZB_V_PATIENT = replace(
-    ZB_V,
-    name="zb-v-patient",
-    policy=replace(ZB_V.policy, w=WeightGradients.RANKED).waiting(),
-)
+_ZB_V = _system("zb-v", "zb-v", chunks=2, placement=Placement.V)
+_PATIENT = replace(_ZB_V.policy, w=WeightGradients.RANKED).waiting()
 
 SYSTEMS = {
     system.name: system
     for system in (
-        MEGATRON,
-        MEGATRON_INTERLEAVED,
-        TORCH_1F1B,
-        TORCH_INTERLEAVED,
-        TORCH_INTERLEAVED_ZB,
-        TORCH_ZBV,
-        TORCH_DUALPIPEV,
-        DEEPSPEED_1F1B,
-        FIXED_1F1B,
-        FIXED_ZB_H1,
-        BF,
-        FB,
-        B_FIRST,
-        F_FIRST,
-        BFW,
-        HINT_1F1B,
-        HINT_ZB_H1,
-        BF_DEEP,
-        BFW_DEEP,
-        ZB_V,
-        ZB_V_PATIENT,
+        _system("megatron-1f1b", "1f1b", Dispatch.MEGATRON),
+        _system("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2),
+        _peer("torch-1f1b", "1f1b"),
+        _peer("torch-interleaved", "interleaved"),
+        _peer("torch-interleaved-zb", "bfw"),
+        _peer("torch-zbv", "zb-v"),
+        _peer("torch-dualpipev", "zb-v"),
+        _peer("deepspeed-1f1b", "1f1b"),
+        _system("fixed-1f1b", "1f1b", Dispatch.FIXED),
+        _system("fixed-zb-h1", "zb-h1", Dispatch.FIXED),
+        _system("bf", "bf"),
+        _system("fb", "fb"),
+        _system("b-first", "b-first"),
+        _system("f-first", "f-first"),
+        _system("bfw", "bfw"),
+        _system("1f1b", "1f1b"),
+        _system("zb-h1", "zb-h1"),
+        _system("bf-deep", "bf-deep", chunks=2, placement=Placement.V),
+        _system("bfw-deep", "bfw-deep", chunks=2, placement=Placement.V),
+        _ZB_V,
+        replace(_ZB_V, name="zb-v-patient", policy=_PATIENT),
     )
 }
+"""The systems by name."""
+
+MEGATRON = SYSTEMS["megatron-1f1b"]
+"""The reference that all other systems are compared with."""
 
 
 def system_named(name: str) -> System:

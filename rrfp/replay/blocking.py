@@ -1,9 +1,9 @@
-"""Where the ranks of a run with blocking transfers met, message by message.
+"""The blocking transfers of a recorded run, reconstructed message by message.
 
-A transfer begins when both its ranks are there, and neither goes on until it has passed. Megatron's
-own schedules record only that a rank waited. Which messages a wait was for follows from the tasks
-around it: a rank sends what a task gave right after it, or after a later one, and receives what a
-task takes right before it, or before an earlier one.
+A transfer begins when both its ranks are ready, and blocks both until it is done. Megatron's own
+schedules record only that a rank waited. The messages of a wait follow from the tasks around it: a
+rank sends a task's output right after the task, or after a later one, and receives a task's input
+right before the task, or before an earlier one.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,67 +18,69 @@ from rrfp.schedule.tasks import Cause, Task
 from rrfp.trace.records import WaitRecord, task_of
 
 Span = tuple[int, int]
-"""From and to, in ns."""
+"""Start and end, in ns."""
 
 
 class End(NamedTuple):
-    """One of the two ranks of a message."""
+    """One of the two sides of a transfer."""
 
     pp_rank: int
     gap: int
-    """Before its task of that number the rank was there."""
+    """The number of the task before which the rank was ready to transfer."""
     there_ns: int
-    """When it was: its task before, and its transfers before, had ended."""
+    """The time at which it was ready: the end of its previous task and transfers."""
     free_ns: int
-    """When its task before had ended."""
+    """The end of its previous task."""
 
 
-class Meeting(NamedTuple):
-    """A message of a blocking run."""
+class BlockingTransfer(NamedTuple):
+    """A message between ranks with blocking transfers."""
 
     task: Task
-    """The task that takes it."""
+    """The task that consumes it."""
     sender: End
     receiver: End
     began_ns: int
-    """When both ends were there."""
+    """The time at which both sides were ready."""
     passed_ns: int
 
     @property
     def last(self) -> End:
-        """The end that came last: who was waited for."""
+        """The side that was ready last, for which the other one waited."""
         return max(self.receiver, self.sender, key=lambda end: (end.there_ns, end.free_ns))
 
 
 @dataclass(slots=True)
 class BlockingRank:
-    """The tasks of a rank, and its waits for transfers in the gaps before, between and after."""
+    """The tasks of a rank, and its waits for transfers in the gaps before, between and after
+    them."""
 
     pp_rank: int
     spans: dict[Task, Span]
-    """From when the last member began each task to when the last one ended it, in sequence."""
+    """The time of each task, from the last member's start to the last member's end, in sequence."""
     free_ns: list[int]
-    """By gap: when the rank has ended the task before; in the first one, when it can begin."""
+    """By gap: the end of the task before it; for the first gap, the time at which the rank could
+    begin."""
     waits: list[list[WaitRecord]]
     """By gap, in order of time."""
-    meetings: list[list[Meeting]] = field(default_factory=list)
+    transfers: list[list[BlockingTransfer]] = field(default_factory=list)
     """By gap, in the order in which they passed."""
 
 
-def meet(
+def find_transfers(
     shape: Shape, replica: Sequence[Members], entries_ns: Sequence[int], *, are_recorded: bool
 ) -> list[BlockingRank]:
-    """The pipeline ranks of one replica's step, with their meetings. `entries_ns` is when each of
-    them is free to begin.
+    """Reconstruct the transfers of one replica's step; return its pipeline ranks with them.
+    `entries_ns` is the time at which each rank could begin.
 
-    Where the messages themselves `are_recorded` (`ReceiveRecord`, from when both ends were there),
-    they are taken so. Otherwise a message has passed when the first of its ranks goes on.
+    If the messages themselves `are_recorded` (as `ReceiveRecord`, from the time at which both sides
+    were ready), those times count. Otherwise a transfer ends when the first of its ranks goes on.
     """
     return _Replica(shape, replica, entries_ns, are_recorded=are_recorded).ranks
 
 
 class _Place(NamedTuple):
-    """A wait of a rank: the gap that it is in, and which of the gap's waits; -1 if it has none."""
+    """A wait of a rank: its gap, and its number among the gap's waits; -1 if there is none."""
 
     pp_rank: int
     gap: int
@@ -90,16 +92,16 @@ class _Message(NamedTuple):
 
     task: Task
     link: tuple[int, int]
-    """Its sender and its receiver."""
+    """The sender and the receiver."""
     began_ns: int
     passed_ns: int
     asked: int = 0
-    """The receiver's gap in which it waits for it, if that is known. A small message may leave
-    before, where the transport keeps it."""
+    """The gap in which the receiver waits for it, if known. A small message may leave earlier, if
+    the transport buffers it."""
 
 
 class _Replica:
-    """Finds the meetings of one replica's step."""
+    """Reconstructs the transfers of one replica's step."""
 
     def __init__(
         self,
@@ -137,9 +139,9 @@ class _Replica:
     def _timed(
         self, untimed: Sequence[tuple[Task, _Place, _Place]], shape: Shape
     ) -> Iterator[_Message]:
-        """Messages whose times follow from the waits of their ends."""
+        """Derive the times of messages from the waits of both sides."""
         passed_ns: dict[Task, int] = {}
-        # When the messages that a rank waited for at a place had passed.
+        # The end of the transfers that a rank waited for at each place.
         place_passed_ns: defaultdict[_Place, int] = defaultdict(int)
         for task, sends, receives in untimed:
             sender = shape.sender(task)
@@ -167,27 +169,28 @@ class _Replica:
             yield _Message(task, link, began_ns, passed_ns[task], receives.gap)
 
     def _keep(self, messages: list[_Message]) -> None:
-        """Make meetings of messages."""
+        """Make the messages transfers, and add them to their ranks."""
         messages.sort(key=lambda each: each.passed_ns)
         passed: list[list[_Message]] = [[] for _ in self.ranks]
         for message in messages:
             for pp_rank in message.link:
                 passed[pp_rank].append(message)
         for rank in self.ranks:
-            rank.meetings = [[] for _ in rank.waits]
+            rank.transfers = [[] for _ in rank.waits]
         for message in messages:
             sender, receiver = (
                 self._end(message, pp_rank, passed[pp_rank]) for pp_rank in message.link
             )
-            meeting = Meeting(message.task, sender, receiver, message.began_ns, message.passed_ns)
+            transfer = BlockingTransfer(
+                message.task, sender, receiver, message.began_ns, message.passed_ns
+            )
             for pp_rank in message.link:
                 gap = self._gap_at(pp_rank, message.passed_ns)
                 if pp_rank == message.link[0] or gap >= message.asked:
-                    self.ranks[pp_rank].meetings[gap].append(meeting)
+                    self.ranks[pp_rank].transfers[gap].append(transfer)
 
     def _end(self, message: _Message, pp_rank: int, passed: Sequence[_Message]) -> End:
-        """An end of a message. It came when the last thing that it did before had ended: its task,
-        or another transfer."""
+        """One side of a message. It was ready at the end of its previous task or transfer."""
         gap = self._gap_at(pp_rank, message.began_ns)
         free_ns = self.ranks[pp_rank].free_ns
         num_before = bisect_right(passed, message.began_ns, key=lambda each: each.passed_ns)
@@ -197,21 +200,23 @@ class _Replica:
         return End(pp_rank, gap, there_ns, free_ns[gap])
 
     def _gap_at(self, pp_rank: int, time_ns: int) -> int:
-        """The gap that a rank is in at a time. If it runs a task then, a weight gradient that
-        transfers pass beside, the one before."""
+        """The gap in which a rank is at a time. While it runs a task (a weight gradient, which
+        overlaps with transfers), the gap before that."""
         gap = bisect_left(self._starts_ns[pp_rank], time_ns)
         while gap > 0 and self.ranks[pp_rank].free_ns[gap] > time_ns:
             gap -= 1
         return gap
 
     def _receives(self, pp_rank: int, task: Task) -> _Place:
-        """Where a rank waits for a task's input: right before it, or before an earlier task."""
+        """The wait of a rank for a task's input: right before the task, or before an earlier
+        one."""
         waits, own = self.ranks[pp_rank].waits, self._numbers[pp_rank][task]
         gap = next((gap for gap in range(own, -1, -1) if waits[gap]), own)
         return _Place(pp_rank, gap, len(waits[gap]) - 1)
 
     def _sends(self, pp_rank: int, task: Task) -> _Place:
-        """Where a rank waits for a task's output to go: right after it, or after a later task."""
+        """The wait of a rank for sending a task's output: right after the task, or after a later
+        one."""
         waits, after = self.ranks[pp_rank].waits, self._numbers[pp_rank][task] + 1
         gap = next((gap for gap in range(after, len(waits)) if waits[gap]), after)
         return _Place(pp_rank, gap, 0 if waits[gap] else -1)
@@ -233,7 +238,7 @@ def _rank(pp_rank: int, members: Members, entry_ns: int) -> BlockingRank:
 
 
 def _waits(member: RankStep, num_gaps: int) -> list[list[WaitRecord]]:
-    """A member's waits for transfers, by gap."""
+    """The waits of a member for transfers, by gap."""
     starts_ns = sorted(task.start_ns for task in member.tasks)
     waits: list[list[WaitRecord]] = [[] for _ in range(num_gaps)]
     for wait in sorted(member.waits):
@@ -243,8 +248,8 @@ def _waits(member: RankStep, num_gaps: int) -> list[list[WaitRecord]]:
 
 
 def spans_of(members: Members) -> dict[Task, Span]:
-    """From when the last member began each task to when the last one ended it, in the sequence in
-    which they ran."""
+    """The time of each task of a group, from the last member's start to the last member's end, in
+    the sequence in which the tasks ran."""
     spans: dict[Task, Span] = {}
     for rank in members:
         for record in rank.tasks:

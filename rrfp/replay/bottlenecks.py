@@ -1,14 +1,14 @@
-"""What is wrong with a run, by what mending it would save.
+"""The bottlenecks of a run, by the time that removing each would save.
 
-Every suspect is replayed as if it were like its peers: a stage like the median stage, a rank or a
-replica like the same ranks of the others, a link like the median link, microbatches and stages like
-each other; and the policy without its binding order, with twice its bound, or with a bound in bytes
-in the place of one that counts microbatches. What saves most is worth most, whoever seems to wait.
+The run is replayed with each candidate made like its peers: a stage like the median stage, a rank
+or a replica like the same ranks of the others, a link like the median link, microbatches and stages
+like each other; and with another policy: without its binding order, with twice its bound, or with a
+bound in bytes instead of one that counts microbatches. Bottlenecks are ranked by the saving, not by
+which rank waits.
 
-Some things make every step longer than its work, whatever is wrong with the run: that a pipeline
-fills and drains, that messages take time, and that task times scatter, so that a stage has a few
-long tasks. They count only where they hide nothing else: where they save more than twice what any
-other culprit does.
+Some effects make the steps of every run longer than their work: a pipeline fills and drains,
+messages take time, and task times scatter, so that a stage has a few long tasks. Such background
+effects are reported only if they save more than twice as much as any other bottleneck.
 """
 
 from collections import defaultdict
@@ -28,10 +28,7 @@ from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Auto, Bytes, Dispatch, doubled
 from rrfp.schedule.tasks import Kind
 
-# The two parts of a bubble: what the schedule leaves, and what jitter adds.
-#
-# They stand apart from the replay that finds them, so that who only prints them need not load the
-# simulator.
+# The two parts of a bubble: the part that the schedule leaves, and the part that jitter adds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class BubbleParts:
 
     @property
     def told(self) -> str:
-        """In two sentences, whose whole percents add up."""
+        """Describe the parts in two sentences, in whole percents that add up."""
         whole, structural = (round(100 * part) for part in (self.fraction, self.structural))
         excess = whole - structural
         jitter = f"{'added' if excess > 0 else 'took off'} {abs(excess)}%"
@@ -64,18 +61,19 @@ class BubbleParts:
         }
 
 
-# How much of a run's bubble its schedule leaves by itself, and how much jitter adds.
+# The structural part of a run's bubble, which its schedule leaves, and the excess, which jitter
+# adds.
 #
 # The *structural* part is the bubble that the same tasks would leave under the same policy if each
 # took the mean time of its stage and kind in the step; the rest is *excess*.
 #
 # Only the tasks' own times are averaged. Messages and the delays before tasks stay as they were,
 # and count as structural: many of them happen once, like a rank's late entry into the step, and a
-# mean would lay them upon every message of a link.
+# mean would spread them over all messages of a link.
 #
-# Excess may be negative, and usually is on ranks that share cores: there a task takes long because
-# others run beside it, and little where they wait. The recorded times then fit the recorded idling,
-# and the means do not.
+# Excess may be negative, and usually is on ranks that share cores: a task takes long while others
+# run beside it, and less time while they wait. The recorded times then match the recorded idle
+# time, and the means do not.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Structural:
 
     @property
     def whole(self) -> BubbleParts:
-        """Of all ranks together."""
+        """The mean over all ranks."""
         count = len(self.ranks)
         return BubbleParts(
             sum(rank.structural for rank in self.ranks) / count,
@@ -113,25 +111,27 @@ def structural(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Structural:
 
 
 LEAST_SAVING = 0.01
-"""Of a step; what saves less is not worth a word."""
+"""The smallest saving that is reported, as a share of a step."""
 
 _LEAST_EXCESS = 0.05
-"""Ranks, replicas and links are never quite equal; this much over their peers is no suspicion."""
+"""The excess over its peers up to which a rank, replica or link is not a candidate, because they
+are never quite equal."""
 LEAST_EXCESS_OF_STAGE = 0.02
-"""Stages differ by what they were given, and little by chance."""
+"""The same for a stage. Stages differ by their layers, and little by chance."""
 _MOST_OF_A_KIND = 3
-"""So many suspects of a kind are replayed, the worst ones."""
+"""The number of candidates of a kind that are replayed, the worst ones."""
 _BACKGROUND_FACTOR = 2
-"""What lies in the nature of a pipeline must save so many times what the worst culprit does."""
+"""A background effect must save more than this factor times the worst other bottleneck."""
 _SAME_SHARE = 0.8
-"""Two culprits are one if mending the smaller saves so much of what mending the larger does."""
+"""Two bottlenecks count as one if removing the smaller saves at least this share of the larger's
+saving."""
 _ONE_STAGE = 0.6
-"""One stage is to blame for uneven stages if mending it saves so much of what evening out all
-does."""
+"""Uneven stages count as one slow stage if speeding it up saves at least this share of the saving
+of evening out all."""
 
 
 class BottleneckKind(StrEnum):
-    """What may be wrong with a run."""
+    """The kinds of bottlenecks."""
 
     SLOW_STAGE = "slow_stage"
     SLOW_RANK = "slow_rank"
@@ -152,40 +152,40 @@ BACKGROUND = (BottleneckKind.LINKS, BottleneckKind.UNEVEN_TASKS, BottleneckKind.
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """One thing that is wrong, and what mending it would save."""
+    """One bottleneck, and the saving of removing it."""
 
     kind: BottleneckKind
     change: Change
     pp_rank: int | None = None
-    """Where: of a stage or a rank."""
+    """The pipeline rank of the stage, rank or link, if it is one."""
     excess: float = 0.0
-    """By how much more than its peers it takes, as a share of what they take."""
+    """The time that it takes beyond its peers, as a share of theirs."""
     saving: float = 0.0
-    """The share of a step that mending it saves in a replay, the median over the steps."""
+    """The share of a step that removing it saves in a replay, the median over the steps."""
     remedy: Change | None = None
-    """What is at hand to mend it, at least in part."""
+    """An available change that removes it, at least in part."""
     remedy_saving: float = 0.0
-    """What that saves, likewise."""
+    """The share of a step that the remedy saves."""
     hides: float = 0.0
-    """The share of a step that it takes if more than what mending it saves: heavy microbatches cost
-    what they weigh, and mending gives what they weigh too much to the others."""
+    """The share of a step that it costs, if that is more than the saving: evening out heavy
+    microbatches moves their excess work to the others."""
 
     is_scattered: bool = False
-    """A stage that has more work than its peers for a few long tasks alone."""
+    """Whether a stage has more work than its peers only because of a few long tasks."""
 
     @property
     def is_background(self) -> bool:
-        """Whether it makes every step longer, whatever is wrong with the run."""
+        """Whether this effect makes the steps of every run longer."""
         return self.kind in BACKGROUND or self.is_scattered
 
     @property
     def weight(self) -> float:
-        """What decides whether something in the nature of a pipeline stands behind it."""
+        """The share of a step that background effects must exceed by `_BACKGROUND_FACTOR`."""
         return max(self.saving, self.hides)
 
 
 def find_bottlenecks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Bottleneck]:
-    """What is worth mending, the largest saving first. `steps` are the run's, measured.
+    """Find the bottlenecks of a run, the largest saving first. `steps` are its measured steps.
 
     Raises RrfpError for a step that takes no time.
     """
@@ -195,19 +195,19 @@ def find_bottlenecks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Bo
     own_ns = [step.makespan_ns for step in own]
     most_bytes = max(max(step.peak_held_bytes) for step in own)
     found = []
-    for suspect in _suspects(run, steps, most_bytes):
-        saving = _saving(run, steps, own_ns, suspect.change)
+    for candidate in _candidates(run, steps, most_bytes):
+        saving = _saving(run, steps, own_ns, candidate.change)
         if saving < LEAST_SAVING:
             continue
-        mended = replace(suspect, saving=saving)
-        if suspect.remedy is not None:
-            remedy_saving = _saving(run, steps, own_ns, suspect.remedy)
-            mended = replace(mended, remedy_saving=remedy_saving)
-        if suspect.kind is BottleneckKind.UNEVEN_MICROBATCHES:
+        measured = replace(candidate, saving=saving)
+        if candidate.remedy is not None:
+            remedy_saving = _saving(run, steps, own_ns, candidate.remedy)
+            measured = replace(measured, remedy_saving=remedy_saving)
+        if candidate.kind is BottleneckKind.UNEVEN_MICROBATCHES:
             hides = _saving(run, steps, own_ns, Change(usual_microbatches=True))
-            mended = replace(mended, hides=hides)
-        found.append(mended)
-    found = _told_apart(run, found)
+            measured = replace(measured, hides=hides)
+        found.append(measured)
+    found = _without_consequences(run, found)
     most = max((each.weight for each in found if not each.is_background), default=0.0)
     return sorted(
         (
@@ -222,7 +222,7 @@ def find_bottlenecks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Bo
 def _saving(
     run: RecordedRun, steps: Sequence[MeasuredStep], own_ns: Sequence[int], change: Change
 ) -> float:
-    """What a change saves; nothing if the run cannot have it."""
+    """The share of a step that a change saves; 0 if the change does not apply to the run."""
     try:
         policy, shape = change.policy(run) if change.has_policy else (None, None)
         after_ns = [
@@ -234,11 +234,11 @@ def _saving(
     return median(1 - after / own for after, own in zip(after_ns, own_ns, strict=True))
 
 
-def _suspects(
+def _candidates(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
-    """What may be wrong, not replayed yet. `most_bytes` is what a rank held at most; 0 where that
-    is not known."""
+    """Yield the candidates, without savings. `most_bytes` is the largest peak of a rank's
+    activations; 0 if not known."""
     stages = list(_slow_stages(run, steps))
     whole = [each for each in stages if not each.is_scattered]
     yield from _worst(whole, LEAST_EXCESS_OF_STAGE)
@@ -271,8 +271,8 @@ def _suspects(
 def _bounds(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
-    """Twice the run's bound; and where that counts microbatches, one in bytes that lets every rank
-    hold what one of them has held."""
+    """Yield twice the run's bound; and if that counts microbatches, a bound in bytes at the largest
+    peak of a rank."""
     limit, hold = run.policy.limit, run.policy.hold
     if hold is Auto.AUTO:
         budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
@@ -289,24 +289,27 @@ def _bounds(
 
 
 def _rounded_down(num_bytes: int) -> Bytes:
-    """A size that is short to write, and at most a thousandth less."""
+    """Round down to a size that is short to write, by at most a thousandth."""
     unit = next((unit for unit in (2**20, 2**10) if num_bytes >= 1000 * unit), 1)
     return Bytes(num_bytes // unit * unit)
 
 
 def _own_ready_hint(run: RecordedRun) -> Hint:
-    """The hint of the same tasks that suits readiness."""
+    """The default hint for `ready` dispatch with the same kinds of tasks."""
     name = "bfw" if run.shape.splits_backward else "bf"
     return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
 
 
-def _worst(suspects: Iterable[Bottleneck], least_excess: float = _LEAST_EXCESS) -> list[Bottleneck]:
-    found = [each for each in suspects if each.excess > least_excess]
+def _worst(
+    candidates: Iterable[Bottleneck], least_excess: float = _LEAST_EXCESS
+) -> list[Bottleneck]:
+    found = [each for each in candidates if each.excess > least_excess]
     return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
 
 
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Stages with more work than the median one; some for a few long tasks alone."""
+    """Yield every stage with its work beyond the median one's, and whether a few long tasks cause
+    it."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -326,7 +329,8 @@ def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bo
 
 
 def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> list[float]:
-    """By how much more than the median one each stage works, by what its tasks take."""
+    """The work of each stage beyond the median stage's, as a share of that. `times_ns` are the task
+    times by stage and kind."""
     work_ns = [0.0] * run.shape.num_stages
     for (stage, _), ns in times_ns.items():
         work_ns[stage] += ns
@@ -335,13 +339,13 @@ def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> l
 
 
 def _usually_at_most(times_ns: Sequence[int]) -> int:
-    """Three of four take no longer."""
+    """The upper quartile."""
     return sorted(times_ns)[3 * (len(times_ns) - 1) // 4]
 
 
 def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Ranks with more work than the same ranks of the other replicas; in a run of one, than those
-    that run their tasks with them."""
+    """Yield every rank with its work beyond that of the same ranks of the other replicas; in a run
+    of one replica, beyond that of the members of its group."""
     busy_ns = _busy_ns(run, steps)
     if len(busy_ns) == 1:
         yield from _slow_members(run)
@@ -355,7 +359,7 @@ def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
 
 
 def _slow_members(run: RecordedRun) -> Iterator[Bottleneck]:
-    """Ranks whose tasks take longer than those of the ranks that run them with them."""
+    """Yield every rank with its work beyond that of the other members of its group."""
     for pp_rank in range(run.shape.num_ranks):
         work_ns = _members_work_ns(run, 0, pp_rank)
         for rank, ns in work_ns.items():
@@ -366,13 +370,13 @@ def _slow_members(run: RecordedRun) -> Iterator[Bottleneck]:
 
 
 def _slowest_member(run: RecordedRun, replica: int, pp_rank: int) -> int:
-    """The rank that works most of those that run a pipeline rank's tasks together."""
+    """The member of a pipeline rank's group that has most work."""
     work_ns = _members_work_ns(run, replica, pp_rank)
     return max(work_ns, key=lambda rank: (work_ns[rank], -rank))
 
 
 def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, int]:
-    """Time in tasks of each rank that runs a pipeline rank's tasks."""
+    """The time in tasks of each member of a pipeline rank's group."""
     work_ns: defaultdict[int, int] = defaultdict(int)
     for step in run.steps:
         for member in step.replicas[replica][pp_rank]:
@@ -381,7 +385,7 @@ def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, 
 
 
 def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Replicas with more work than the others."""
+    """Yield every replica with its work beyond the others'."""
     busy_ns = _busy_ns(run, steps)
     for number, of_ranks in enumerate(busy_ns):
         others = [sum(each) for each in busy_ns if each is not of_ranks]
@@ -401,7 +405,7 @@ def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]
 
 
 def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Links whose messages take longer than the median link's."""
+    """Yield every link with the time of its messages beyond the median link's."""
     times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -419,8 +423,8 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
         )
 
 
-def _told_apart(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
-    """Without what is part of another culprit, or only seems to be one because of it."""
+def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
+    """Drop bottlenecks that are part of another one, or only its consequence."""
     by_kind: defaultdict[BottleneckKind, list[Bottleneck]] = defaultdict(list)
     for each in found:
         by_kind[each.kind].append(each)
@@ -460,7 +464,8 @@ def _told_apart(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
 
 
 def _with_remedy(order: Bottleneck, depth: Bottleneck) -> Bottleneck:
-    """A binding order, mended by a hint that fills the drain too; readiness alone is the remedy."""
+    """A binding order, measured by a hint that fills the drain too; readiness alone is the
+    remedy."""
     return replace(
         order,
         change=depth.change,

@@ -42,7 +42,7 @@ class RecordedCosts:
     left_out: tuple[int, ...] = ()
     """The run's steps that are not whole training steps."""
     without_sizes: tuple[int, ...] = ()
-    """Those that are left out because the bytes of their microbatches were not known yet."""
+    """The steps that are left out because the bytes of their microbatches were not known yet."""
     drawn: bool = False
     w_share: float = W_SHARE
 
@@ -64,8 +64,8 @@ class RecordedCosts:
         )
 
     def _sizes(self, shape: Shape, seed: int, replica: int) -> ActivationSizes | None:
-        """What microbatches keep; drawn ones keep what one recorded microbatch did everywhere. None
-        where the run does not tell."""
+        """The activation sizes. A drawn microbatch has those of one recorded microbatch on all
+        stages. None if the run does not record them."""
         if not self.drawn:
             recorded = self.steps[seed % len(self.steps)].replicas
             return recorded[replica % len(recorded)].sizes
@@ -132,11 +132,11 @@ def costs_of(recording: Recording, *, drawn: bool = False) -> RecordedCosts:
     return RecordedCosts(run.shape, measure(run), run.left_out, run.without_sizes, drawn)
 
 
-# What `--costs` may name: a preset, a table, rows, a model, or a recorded run.
+# The values of `--costs`: a preset, a table, rows, a model, or a recorded run.
 
 
 DRAWN = "drawn:"
-"""Before the path of a run: draw task times from those recorded."""
+"""The prefix of a run's path that asks to draw task times from the recorded ones."""
 
 _OF_A_MODEL = {"language", "device"}
 """Keys that only a model's document has."""
@@ -191,8 +191,8 @@ def costs_file(text: str) -> Path | None:
     return None if text in PRESETS else _recorded_trace(text) or Path(text)
 
 
-def settled(text: str) -> str:
-    """A name that stands for the same costs even after `runs/latest` has moved on."""
+def stable_costs_name(text: str) -> str:
+    """A name of the same costs that stays valid when `runs/latest` changes."""
     trace = None if text in PRESETS else _recorded_trace(text)
     if trace is None:
         return text

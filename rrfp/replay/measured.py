@@ -1,6 +1,6 @@
-"""What the steps of a recorded run consisted of: tasks, the delays before them, and messages.
+"""Measures the steps of a recorded run: tasks, the delays before them, and messages.
 
-Measured of each step are
+The measurements of a step are
 
 - every task's own time. Ranks that run it together count as one: from when the last of them began
   it to when the last of them ended it.
@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from statistics import mean, median, median_low
 
 from rrfp.errors import RrfpError
-from rrfp.replay.blocking import Span, meet, spans_of
+from rrfp.replay.blocking import Span, find_transfers, spans_of
 from rrfp.replay.recorded import (
     Members,
     RecordedRun,
@@ -62,7 +62,7 @@ def evened(of_replicas: Sequence[ActivationSizes | None]) -> list[ActivationSize
 
 
 def without_heavy(sizes: ActivationSizes) -> ActivationSizes:
-    """No microbatch keeps more on a stage than the median one does."""
+    """Cap the bytes of each microbatch on a stage at those of the median one."""
 
     def rows(of: Rows) -> Rows:
         return [[min(size, median_low(row)) for size in row] for row in of]
@@ -75,8 +75,8 @@ def without_heavy(sizes: ActivationSizes) -> ActivationSizes:
 def divided(
     sizes: ActivationSizes, divide: Callable[[Sequence[int]], Sequence[float]]
 ) -> ActivationSizes:
-    """Each microbatch's bytes divided anew over the stages; `divide` gives the shares of one, from
-    what it keeps by stage."""
+    """Divide each microbatch's bytes over the stages in other shares. `divide` computes the shares
+    of one microbatch from its bytes by stage."""
     kept = _divided(sizes.activations, divide)
     if sizes.pending_w is None:
         return ActivationSizes(kept)
@@ -105,7 +105,7 @@ def _divided(rows: Rows, divide: Callable[[Sequence[int]], Sequence[float]]) -> 
 
 
 def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
-    """A whole number in whole parts, as near to these shares as their sum allows."""
+    """Divide a whole number into whole parts in proportion to these shares."""
     whole = sum(shares)
     if not whole:
         return [0] * len(shares)
@@ -117,8 +117,8 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def work_after(work_ns: Sequence[int], split: Sequence[int], even: Sequence[int]) -> list[float]:
-    """What stages with so much work under one split would have under another, both in layers a
-    stage.
+    """The work of each stage if the layers were split as `even` instead of `split` (layers by
+    stage).
 
     A stage in the middle consists of its layers. In the first and in the last one a layer takes as
     long as in the median stage of the middle, and the rest, the embedding or the loss, stays.
@@ -148,7 +148,7 @@ def even_split(work_ns: Sequence[int], split: Sequence[int], shape: Shape) -> tu
 
 
 def _stage_costs(work_ns: Sequence[int], split: Sequence[int]) -> list[tuple[float, float]]:
-    """By stage, what it does besides layers, and what a layer takes."""
+    """By stage: the work apart from layers, and the work of a layer."""
     rates = [ns / layers for ns, layers in zip(work_ns, split, strict=True)]
     usual = median_low(rates[1:-1] or [min(rates)])
     last = len(rates) - 1
@@ -158,7 +158,7 @@ def _stage_costs(work_ns: Sequence[int], split: Sequence[int]) -> list[tuple[flo
     ]
 
 
-# What a step consisted of, and the same step without what slowed it.
+# A measured step, and the same step with a bottleneck removed.
 
 
 Means = Mapping[tuple[int, Kind], int]
@@ -167,10 +167,10 @@ Means = Mapping[tuple[int, Kind], int]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStep:
-    """What one replica's step consisted of, in ns."""
+    """The measured times of one replica's step, in ns."""
 
     durations_ns: Mapping[Task, int]
-    """By task that ran."""
+    """The time of each task that ran."""
     overheads_ns: Mapping[Task, int]
     """The delay before each of them."""
     transfers_ns: Mapping[Task, int]
@@ -178,7 +178,7 @@ class ReplicaStep:
     members_ns: Mapping[int, Means] = field(default_factory=dict)
     """The mean times of each rank's own tasks, where several ranks run them together."""
     sizes: ActivationSizes | None = None
-    """What microbatches kept in memory, by stage; None where it is not known."""
+    """The activation sizes by stage; None if not known."""
     budgets: tuple[int, ...] = ()
     """The bounds in bytes that were in force, by pipeline rank; empty without any."""
 
@@ -431,13 +431,13 @@ def _link(task: Task, shape: Shape) -> tuple[int, int]:
     return link
 
 
-# A recorded step decided again: each rank's stimuli, handed to a dispatcher like its own.
+# Recorded stimuli, passed again to a dispatcher like the rank's own.
 
 
 def decisions(
     stimuli: Iterable[StimulusRecord], dispatcher: Dispatcher
 ) -> Iterator[tuple[StimulusRecord, Task | None]]:
-    """Hand one step's stimuli, in their recorded order, to a fresh dispatcher; yields each with the
+    """Pass one step's stimuli, in their recorded order, to a new dispatcher; yield each with the
     task that the dispatcher then runs, if any."""
     for record in stimuli:
         task = None
@@ -559,7 +559,8 @@ def _replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> R
 def _decided(
     run: RecordedRun, members: Members, spans: dict[Task, Span], start_ns: int
 ) -> tuple[dict[Task, int], dict[Task, int]]:
-    """When each task of a rank could run, and when the rank could act on each of its messages.
+    """The time at which each task of a rank could run, and the time at which the rank could act on
+    each of its messages.
 
     The leader's stimuli tell which messages each decision knew of. A decision that follows a task
     directly counts from the end of that task, and one that ends a wait from when it was taken.
@@ -609,12 +610,12 @@ def _decided(
 def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
     """A step over blocking transfers."""
     entries_ns = [start_ns] * len(replica)
-    ranks = meet(run.shape, replica, entries_ns, are_recorded=not run.is_imported)
-    meetings = {each.task: each for rank in ranks for gap in rank.meetings for each in gap}
+    ranks = find_transfers(run.shape, replica, entries_ns, are_recorded=not run.is_imported)
+    transfers = {each.task: each for rank in ranks for gap in rank.transfers for each in gap}
     overheads_ns: dict[Task, int] = {}
     for rank in ranks:
         for gap, (task, (begin_ns, _)) in enumerate(rank.spans.items()):
-            passed_ns = [each.passed_ns for each in rank.meetings[gap]]
+            passed_ns = [each.passed_ns for each in rank.transfers[gap]]
             could_run_ns = max(rank.free_ns[gap], *(ns for ns in passed_ns if ns <= begin_ns), 0)
             overheads_ns[task] = max(0, begin_ns - could_run_ns)
     return ReplicaStep(
@@ -624,7 +625,7 @@ def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: 
             for task, (begin_ns, end_ns) in rank.spans.items()
         },
         overheads_ns,
-        {task: each.passed_ns - each.began_ns for task, each in meetings.items()},
+        {task: each.passed_ns - each.began_ns for task, each in transfers.items()},
         _members_ns(replica),
     )
 
@@ -667,7 +668,7 @@ class StepSample:
     """How much of a run is replayed."""
 
     num_tasks: int
-    """As many steps as have so many tasks together, at least one."""
+    """The number of tasks to replay in all; at least one step is."""
     most_tasks_of_a_step: int
     """Larger steps are not replayed at all."""
 

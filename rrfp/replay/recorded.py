@@ -1,7 +1,6 @@
-"""What a recording tells of its run: the pipeline's shape, what steered it, and who ran together.
+"""A recorded run: its shape, its policy, its groups, and the records of its steps.
 
-The shape is that of the records themselves (`recorded_layout`); what steered the run stands in its
-description (`recorded_policy`).
+The shape comes from the records themselves, and the policy from the run's description.
 """
 
 from collections import defaultdict
@@ -55,16 +54,16 @@ from rrfp.trace.run_dir import expected_ranks
 from rrfp.trace.run_policy import stated_policy
 from rrfp.trace.sessions import description_of_steps, last_policy_begins
 
-# What a recording holds of one step, arranged by who ran it.
+# The records of one step, arranged by replica, pipeline rank and group.
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What one rank recorded of one step, each list in the order in which it was recorded."""
+    """The records of one rank in one step, in the order in which they were made."""
 
     info: RankInfo
     entry_ns: int
-    """When it entered the schedule."""
+    """The time at which it entered the schedule."""
     tasks: list[TaskRecord]
     waits: list[WaitRecord]
     receives: list[ReceiveRecord]
@@ -72,9 +71,10 @@ class RankStep:
     is_in_group: bool
     """Whether it agreed with other ranks on what to run."""
     budget_bytes: int = 0
-    """Its bound in bytes; 0 without one."""
+    """The rank's bound in bytes; 0 without one."""
     unknown_sizes: int = 0
-    """Of its microbatches on its chunks, when it had a bound in bytes."""
+    """The number of activation sizes that were not known when the step ran under a bound in
+    bytes."""
 
 
 Members = tuple[RankStep, ...]
@@ -125,7 +125,7 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
     return steps
 
 
-# What the microbatches of a recorded step kept in memory, and the bounds in force.
+# The activation sizes of a recorded step, and the bounds in force.
 
 
 def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
@@ -197,11 +197,11 @@ def _largest_rows(found: Sequence[Rows]) -> list[list[int]]:
     return [[max(each) for each in zip(*rows, strict=True)] for rows in zip(*found, strict=True)]
 
 
-# What steered a recorded run.
+# The policy of a recorded run.
 #
-# It stands in the run's description (`run.json`, and the trace) as `policy`, and in those of
-# earlier versions among the `settings`. Of an order that came from a file only the path stands
-# there; the order is read from the places that the tasks were recorded to have in it.
+# The run's description (`run.json`, and the trace) has it as `policy`, in earlier versions among
+# the `settings`. For an order from a file it has only the path; the order follows from the
+# positions that were recorded for the tasks.
 
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -286,7 +286,8 @@ class RecordedSettings:
 
 
 def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Policy:
-    """What steered every rank of the run."""
+    """The policy of a recorded run, with its order. Raises RrfpError if it does not match the
+    records."""
     name = settings.text("hint")
     hint = hint_named(name).for_shape(shape) if name in HINTS else _order_as_run(name, shape, step)
     order = order_of(hint, shape)
@@ -424,9 +425,10 @@ class RecordedRun:
     policy: Policy
     hint_name: str
     is_blocking: bool
-    """Its transfers lay on the compute path, like Megatron's own."""
+    """Whether transfers blocked the compute path, like Megatron's own."""
     is_imported: bool
-    """Its messages are not recorded: they follow from its tasks and waits."""
+    """Whether the run was imported. Then messages are not recorded but derived from tasks and
+    waits."""
     may_share_cores: bool
     """Several ranks computed on one host's CPU; traces do not tell how many cores it has."""
     num_members: int
@@ -437,17 +439,17 @@ class RecordedRun:
     without_sizes: tuple[int, ...] = ()
     """Whole steps that are left out because the bytes of their microbatches were not known yet."""
     layers: int | None = None
-    """Of the whole model, where the stages share them evenly; None where the run does not tell."""
+    """The number of layers of the model, if the stages share them evenly; None if not known."""
 
     @property
     def knows_arrivals(self) -> bool:
-        """Whether it is known when messages came. Of an imported run whose transfers do not block
-        it is only known when each left, and when it was taken up."""
+        """Whether the arrival times of messages are known. For an imported run whose transfers do
+        not block, only the times of sending and of use are known."""
         return self.is_blocking or not self.is_imported
 
     @property
     def told(self) -> str:
-        """Its policy in a few words: `bf ready, limit 32`."""
+        """A short description of the policy: `bf ready, limit 32`."""
         policy = self.policy
         words = [f"{self.hint_name} {policy.dispatch}"]
         if self.is_blocking:
@@ -493,14 +495,13 @@ class RecordedRun:
 
 
 def format_hold(hold: Hold) -> str:
-    """A hold in words; one in bytes is rounded."""
+    """Format a hold for people: bytes are rounded."""
     return format_bytes(hold.num) if isinstance(hold, Bytes) else str(hold)
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
-    """Find out what a recording's run was. `steps` chooses among its steps that train; None takes
-    all, or those under the policy that was chosen last. Evaluations are not replayed, as they have
-    no backward.
+    """Interpret a recording as a run. `steps` selects among its training steps; None selects all,
+    or those under the last chosen policy. Evaluations are not replayed, as they have no backward.
 
     Raises RrfpError when the trace does not tell, or no step is whole or has a backward, and
     UsageError when the run has none of the steps asked for.

@@ -1,4 +1,4 @@
-"""What a recorded run would have taken under another policy, or without what slowed it.
+"""Predicts the step time of a recorded run under another policy, or without a bottleneck.
 
 The run is replayed under its own policy first. What passed between its tasks comes from the run
 itself, so this replay should be off by next to nothing. Its error, which the report states, tells
@@ -22,12 +22,12 @@ from rrfp.simulate.step import SimulatedStep
 from rrfp.trace.records import Recording
 
 _LEAST_SAVING = 0.005
-"""A smaller saving is not worth a word."""
+"""The smallest saving that the conclusion mentions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one change would have made of the run."""
+    """The predicted run with one change."""
 
     what: str
     hint: str
@@ -55,7 +55,7 @@ class WhatIf:
     rows: tuple[Row, ...]
     bubble: Structural
     conclusion: str
-    """In a sentence."""
+    """The result in a sentence."""
     caution: str
     """Why the rows may not predict the run, in a sentence; empty if nothing speaks against them."""
 
@@ -161,7 +161,7 @@ class _WhatIf:
         return run.is_blocking or (policy.hint, policy.dispatch) != (own.hint, own.dispatch)
 
     def _conclusion(self, changes: Sequence[Change], rows: Sequence[Row]) -> str:
-        """What the best of the changed policies would save, and what is behind the rest."""
+        """State the saving of the best changed policy, and the causes of the remaining time."""
         policies = [
             (row, change) for row, change in zip(rows, changes, strict=True) if change.has_policy
         ]

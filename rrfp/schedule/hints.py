@@ -1,4 +1,4 @@
-"""What a hint is: a non-binding ranking of ready tasks (paper section 5).
+"""Hints, which rank ready tasks (paper section 5), and orders, which are hints that list all tasks.
 
 A dispatcher asks its hint for two things: `keys` rank tasks among each other, and `rounds` say
 which kinds go first. To add a hint, write a class with the members of `Hint`, and add a line to
@@ -18,33 +18,33 @@ from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Sh
 from rrfp.schedule.tasks import Kind, Task, Value, format_task, parse_task
 
 Tier = tuple[Kind, ...]
-"""Kinds whose ready tasks compete by their keys. A tier gets its chance when no task of the tiers
-before it may run (`Dispatcher._best`)."""
+"""Kinds whose ready tasks compete by their keys. A tier is tried when no task of the tiers before
+it may run."""
 
 
 class WeightGradients(StrEnum):
-    """When an order used as a hint runs the weight gradients that it splits off the backward."""
+    """The time at which an order used as a hint runs split-off weight gradients."""
 
     IDLE = "idle"
-    """Only when no forward or backward may run; the order ranks them among themselves."""
+    """When no forward or backward may run; the order ranks them among themselves."""
     RANKED = "ranked"
-    """By their places in the order, like any other task."""
+    """At their positions in the order, like any other task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds(Value):
-    """The tiers to try, in sequence, at each point of a round."""
+    """The tiers that a hint tries, in sequence, at each point of a round."""
 
     top: tuple[Tier, ...]
     """At the start of the step and of each round, and after a wait."""
     after: Mapping[Kind, tuple[Tier, ...]]
-    """After a task of this kind; a kind that is not listed starts a new round."""
+    """After a task of a kind; a kind that is not listed starts a new round."""
 
     def tiers(self, ran: Kind | None = None) -> tuple[Tier, ...]:
-        """The tiers to try after a task of that kind, or, with None, at the top of a round.
+        """The tiers to try after a task of kind `ran`, or, with None, at the top of a round.
 
-        Here it is decided that weight gradients fill idle time: unless the hint ranks them among
-        other tasks, they are the last tier, and run when nothing else may.
+        Weight gradients fill idle time: unless the hint ranks them among other tasks, this appends
+        them as the last tier.
         """
         tiers = self.top if ran is None else self.after.get(ran, self.top)
         ranks_weight_gradients = any(Kind.W in tier for tier in tiers)
@@ -64,7 +64,7 @@ class Hint(Protocol):
 
     @property
     def ranks_weight_gradients(self) -> bool:
-        """Whether weight gradients have places among the other tasks."""
+        """Whether the hint ranks weight gradients among the other tasks."""
         ...
 
     def for_shape(self, shape: Shape) -> "Hint":
@@ -78,7 +78,7 @@ class Hint(Protocol):
         ...
 
     def rounds(self, w: WeightGradients) -> Rounds:
-        """Which kinds go first, and when."""
+        """The kinds that go first, at each point of a round."""
         ...
 
 
@@ -95,8 +95,8 @@ def kinds_of(hint: Hint) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Order(Value):
-    """The tasks of every rank, in sequence. As a hint it ranks by place: the first ready entry is
-    best. Under fixed dispatch it binds."""
+    """The tasks of every rank, in sequence. As a hint it ranks tasks by position: the first ready
+    one is best. Under fixed dispatch it binds."""
 
     name: str
     shape: Shape
@@ -115,7 +115,7 @@ class Order(Value):
         return self.splits_backward
 
     def for_shape(self, shape: Shape) -> "Order":
-        """Itself; raises UsageError for a shape other than its own."""
+        """Return itself. Raises UsageError for a shape other than its own."""
         if replace(shape, kinds=self.shape.kinds) != self.shape:
             raise UsageError(
                 f"order {self.name} is for {self.shape}, not for {shape}; choose another hint"
@@ -123,7 +123,7 @@ class Order(Value):
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """Ranked by place in the rank's row."""
+        """The position of each task in the rank's row, by task number."""
         keys = self._keys.get(rank)
         if keys is None:
             keys = self._keys[rank] = [0] * shape.num_tasks_of_a_rank
@@ -132,7 +132,7 @@ class Order(Value):
         return keys
 
     def numbers(self, rank: int) -> list[int]:
-        """A rank's row as the indices of its tasks in `Shape.tasks_of`."""
+        """A rank's row as task numbers (`Shape.index_of`)."""
         numbers = self._numbers.get(rank)
         if numbers is None:
             numbers = self._numbers[rank] = [self.shape.index_of(task) for task in self.rows[rank]]
@@ -157,21 +157,22 @@ class Order(Value):
 
 
 def order_rounds(w: WeightGradients) -> Rounds:
-    """An order's rounds: all kinds compete by place, or weight gradients run only when nothing else
-    may."""
+    """The rounds of an order: all kinds compete by position, or weight gradients run only when no
+    other task may."""
     if w is WeightGradients.RANKED:
         return Rounds(((Kind.F, Kind.B, Kind.W),), {})
     return Rounds(((Kind.F, Kind.B),), {})
 
 
 def _peak(row: tuple[Task, ...], ends: Kind) -> int:
-    """The most forwards at once whose task of kind `ends` has not run yet."""
+    """The largest number of microbatches whose forward has run and whose task of kind `ends` has
+    not."""
     steps = {Kind.F: 1, ends: -1}
     return max(accumulate((steps.get(task.kind, 0) for task in row), initial=0))
 
 
 class OrderProgress:
-    """How far a rank has progressed through an order whose entries may run out of sequence."""
+    """Tracks a rank's progress through an order whose tasks may run out of sequence."""
 
     def __init__(self, numbers: list[int], positions: list[int], unmet: list[int]) -> None:
         """`numbers` are the order's tasks in sequence, `positions` the place of each number there,
@@ -180,23 +181,24 @@ class OrderProgress:
         self._positions = positions
         self._unmet = unmet
         self._best = 0
-        # Positions that `take` has counted: all before the first, and those ahead of it, sorted.
+        # `take` has counted all positions before `_first`, and those in `_taken_ahead` (sorted).
         self._first = 0
         self._taken_ahead: list[int] = []
 
     @property
     def best(self) -> int:
-        """The number of the first unfinished task, of which there must be one."""
+        """The number of the first unfinished task. At least one task must be unfinished."""
         while self._unmet[self._numbers[self._best]] < 0:
             self._best += 1
         return self._numbers[self._best]
 
     def unfinished(self) -> Iterator[int]:
-        """The numbers of the unfinished tasks, in the order's sequence."""
+        """Yield the numbers of the unfinished tasks, in the order's sequence."""
         return (number for number in self._numbers if self._unmet[number] >= 0)
 
     def take(self, number: int) -> tuple[int, int]:
-        """Count a dispatched task; return its position and how many uncounted tasks precede it."""
+        """Count a dispatched task. Return its position, and the number of uncounted tasks before
+        it."""
         position = self._positions[number]
         ahead = self._taken_ahead
         if position > self._first:
@@ -213,7 +215,7 @@ class OrderProgress:
 
 
 def parse_order(text: str, shape: Shape, name: str) -> Order:
-    """Read an order file for a pipeline of this shape; the file says whether backwards are split.
+    """Parse an order file for a pipeline of this shape. The file says whether backwards are split.
 
     If any backward of the file is split into I and W, a whole one (B) is read as I immediately
     followed by W. Raises UsageError, with the line, if a cell is not a task, is on the wrong rank's
@@ -236,12 +238,8 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
     return Order(name, shape, rows)
 
 
-def splits(text: str, name: str) -> bool:
-    """Whether an order file splits its backwards; raises UsageError if the text is not CSV."""
-    return _splits(_cells(text, name))
-
-
 def _cells(text: str, name: str) -> list[list[str]]:
+    """The cells of each line. Raises UsageError if the text is not CSV."""
     reader = csv.reader(text.splitlines(), strict=True)
     try:
         return [[cell.strip() for cell in row] for row in reader]
@@ -254,12 +252,13 @@ def _splits(lines: list[list[str]]) -> bool:
 
 
 def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """The tasks of one line, in sequence."""
+    """Parse one line into its tasks, in sequence. Raises UsageError for a missing or repeated
+    task."""
     cell_of: dict[Task, str] = {}
     for cell in filter(None, cells):
         for task in _parse_cell(cell, shape, rank, where):
             if task in cell_of:
-                raise UsageError(f"{where}: {_twice(cell_of[task], cell)}")
+                raise UsageError(f"{where}: {_repeated(cell_of[task], cell)}")
             cell_of[task] = cell
     for task in shape.tasks_of(rank):
         if task not in cell_of:
@@ -269,7 +268,8 @@ def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[T
 
 
 def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """The task of a cell; a whole backward in an order that splits others yields two."""
+    """Parse a cell into its task. A whole backward in an order that splits others becomes I and
+    W."""
     try:
         task, split = parse_task(cell)
     except ValueError as error:
@@ -285,8 +285,8 @@ def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, .
     return (task,)
 
 
-def _twice(before: str, cell: str) -> str:
-    """What is wrong with two cells for the same task."""
+def _repeated(before: str, cell: str) -> str:
+    """Describe the fault of two cells for the same task."""
     if ("B" in before) != ("B" in cell):
         return (
             f"{before} and {cell} cannot both be there; the backward of a microbatch on a stage "
@@ -296,7 +296,7 @@ def _twice(before: str, cell: str) -> str:
 
 
 def format_order(order: Order) -> str:
-    """Write an order as CSV, which `parse_order` reads back."""
+    """Format an order as CSV, which `parse_order` reads back."""
     split = order.shape.splits_backward
     lines = (",".join(format_task(task, split=split) for task in row) for row in order.rows)
     return "".join(f"{line}\n" for line in lines)
@@ -304,7 +304,7 @@ def format_order(order: Order) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OrderFile(Value):
-    """A hint that is the order in a file, parsed once the step's shape is known."""
+    """A hint from an order file, which is parsed once the step's shape is known."""
 
     name: str
     """The file's path."""
@@ -312,7 +312,8 @@ class OrderFile(Value):
 
     @property
     def splits_backward(self) -> bool:
-        return splits(self.text, self.name)
+        """Whether the file splits its backwards. Raises UsageError if the text is not CSV."""
+        return _splits(_cells(self.text, self.name))
 
     @property
     def ranks_weight_gradients(self) -> bool:

@@ -1,7 +1,7 @@
-"""The named orders: published schedules, generated for a pipeline's shape.
+"""The named hints: rules that alternate between kinds, and published schedules as orders.
 
-Each is a function from a shape and a rank to that rank's tasks. The table `ORDERS` says which
-layouts each supports and whether it splits the backward. None depends on how long tasks take.
+Each published schedule is a function from a shape and a rank to that rank's tasks. The table
+`ORDERS` lists them, with the layouts that each supports. None depends on the tasks' times.
 """
 
 from collections import deque
@@ -22,16 +22,18 @@ from rrfp.schedule.tasks import Kind, Task, Value
 
 @dataclass(frozen=True, slots=True)
 class Alternation(Value):
-    """Try `first`, then the other direction (paper section 5). Forwards prefer the smallest chunk
-    (the largest if `deep`), backwards the largest; within a chunk the smallest microbatch wins."""
+    """A rule that tries kind `first`, then the other direction (paper section 5). Forwards prefer
+    the smallest chunk (the largest if `deep`), backwards the largest. Within a chunk the smallest
+    microbatch goes first."""
 
     name: str
     first: Kind
     in_rounds: bool
-    """A round runs one task of each direction that has one ready; otherwise `first` always wins."""
+    """Whether a round runs one task of each direction that has one ready; otherwise `first` always
+    goes first."""
     deep: bool = False
-    """Forwards prefer the largest chunk, as backwards do, instead of the smallest (the paper's
-    rule)."""
+    """Whether forwards prefer the largest chunk, as backwards do, instead of the smallest (the
+    paper's rule)."""
     splits_backward: bool = False
 
     @property
@@ -43,11 +45,11 @@ class Alternation(Value):
         return False
 
     def for_shape(self, shape: Shape) -> Self:
-        """Itself: it fits any shape."""
+        """Return itself: it fits any shape."""
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """Ranked by chunk, then microbatch."""
+        """Keys by chunk, then microbatch."""
         num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
         keys: list[int] = []
         for kind in shape.kinds:
@@ -89,21 +91,21 @@ ALTERNATIONS = {
 # As in the paper, a building block says when each stage runs a microbatch's forward and backward if
 # every task takes a unit of time. It repeats every six units, which is a rank's work for a
 # microbatch, so that no two tasks of a rank coincide; weight gradients fill the gaps. The sooner a
-# block's backwards follow its forwards, the less is held.
+# block's backwards follow its forwards, the fewer activations a rank holds.
 #
-# The repeated blocks are then squeezed, each task starting once its rank is free and its inputs are
-# there, and reordered while the pipeline fills and drains: a task may overtake others of its rank
-# if the rest of the row, left as it is, still keeps within the peak. The first task of a row is
-# thus always allowed, and since the blocks respect what tasks need, some first task can always run:
-# there is no deadlock, with however many ranks and microbatches.
+# The repeated blocks are then compacted (each task starts once its rank is free and its inputs have
+# arrived) and reordered while the pipeline fills and drains: a task may overtake others of its rank
+# if the rest of the row, unchanged, still stays within the peak. So the first task of a row is
+# always allowed. Since the blocks respect dependencies, the first task of some row can always run:
+# no number of ranks and microbatches deadlocks.
 
 
 F, B, W = Kind.F, Kind.B, Kind.W
 
 _PERIOD = 6
 """Units of time from one microbatch's block to the next."""
-_NUM_LANES = 4
-"""A rank runs forwards and backwards on two stages."""
+_NUM_QUEUES = 4
+"""The queues of a rank in which microbatches do not overtake: F and B of each of its two stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class _Block(Value):
 
     starts: dict[Kind, tuple[int, ...]]
     peak: int
-    """The most that a rank holds in the repeated blocks, in slots of a chunk and a microbatch."""
+    """The largest number of activations that a rank holds in the repeated blocks, in slots of one
+    chunk and one microbatch."""
 
 
 def v_half(shape: Shape, rank: int) -> tuple[Task, ...]:
@@ -126,7 +129,7 @@ def v_min(shape: Shape, rank: int) -> tuple[Task, ...]:
 
 
 def _half_block(num_ranks: int) -> _Block:
-    """A microbatch's forward, and then its backward, takes two units for each rank on the way down
+    """The block of V-Half: forwards, and then backwards, take two units per rank on the way down
     the V, and one on the way up."""
     pause = 3 if num_ranks % 2 == 0 else 0  # Without it tasks of a rank would coincide.
     ranks = range(num_ranks)
@@ -137,7 +140,7 @@ def _half_block(num_ranks: int) -> _Block:
 
 
 def _min_block(num_ranks: int) -> _Block:
-    """Every stage follows the one before at once."""
+    """The block of V-Min: each stage starts one unit after the stage before it."""
     pause = 2 if num_ranks % 3 == 0 else 0  # Without it tasks of a rank would coincide.
     num_stages = 2 * num_ranks
     forwards = list(range(num_stages))
@@ -146,14 +149,14 @@ def _min_block(num_ranks: int) -> _Block:
 
 
 def _block(forwards: list[int], backwards: list[int], *, peak: int) -> _Block:
-    """The block with these starts in the sequence in which tasks run, the last stage's backward
-    first, and with this peak in microbatches."""
+    """Make a block from the starts of forwards and backwards, each in the sequence in which they
+    run (the last stage's backward first). `peak` is in microbatches."""
     return _Block({F: tuple(forwards), B: tuple(reversed(backwards))}, 2 * peak)
 
 
 class _Phase(Enum):
-    """A part of the step. Only the steady one keeps to the blocks' sequence: before it, fewer
-    microbatches are in flight than memory allows, and after it, no new ones come."""
+    """A phase of the step. Only the steady phase follows the blocks' sequence strictly: before it,
+    memory allows more microbatches in flight, and after it, no new ones start."""
 
     FILL = auto()
     STEADY = auto()
@@ -161,25 +164,25 @@ class _Phase(Enum):
 
 
 _Row = deque[tuple[_Phase, Task | None]]
-"""Tasks in sequence; None is the weight gradient that is owed the longest by then."""
+"""Tasks in sequence; None stands for the oldest pending weight gradient at that point."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank while its row is squeezed and reordered."""
+    """The state of a rank while its row is compacted and reordered."""
 
     row: _Row
-    """What it has yet to run."""
+    """The tasks that it has yet to run."""
     ran: list[Task] = field(default_factory=list)
-    owed: deque[Task] = field(default_factory=deque)
-    """Weight gradients whose backward has run."""
+    pending_w: deque[Task] = field(default_factory=deque)
+    """Weight gradients whose backward has run, the oldest first."""
     held: int = 0
     """Forwards run minus weight gradients run."""
 
     def choose(self, shape: Shape, peak: int, ran: set[Task]) -> int | None:
-        """The place in the row of the task to run in this unit, given what all ranks ran; None to
-        wait."""
-        held = largest = self.held  # With the row as it stands, up to the task looked at.
+        """Choose the task to run in this unit; return its index in the row, or None to wait. `ran`
+        are the tasks that all ranks have run."""
+        held = largest = self.held  # Under the unchanged row, up to the task at hand.
         overtaken: set[tuple[int, Kind]] = set()
         for place, (phase, task) in enumerate(self.row):
             if phase is not self.row[0][0] or (phase is _Phase.STEADY and place):
@@ -193,23 +196,23 @@ class _Rank:
                 if fits and ran.issuperset(shape.prerequisites(task)):
                     return place
                 overtaken.add((stage, kind))
-                if len(overtaken) == _NUM_LANES:
+                if len(overtaken) == _NUM_QUEUES:
                     break
             held += kind is F
             largest = max(largest, held)
-        if not self.owed:
+        if not self.pending_w:
             return None
         return next(place for place, (_, task) in enumerate(self.row) if task is None)
 
     def run(self, place: int) -> Task:
-        """Run the task at a place in the row."""
+        """Remove the task at this index of the row, record that it ran, and return it."""
         _, task = self.row[place]
         del self.row[place]
         if task is None:
-            task = self.owed.popleft()
+            task = self.pending_w.popleft()
             self.held -= 1
         elif task.kind is B:
-            self.owed.append(task._replace(kind=W))
+            self.pending_w.append(task._replace(kind=W))
         else:
             self.held += 1
         self.ran.append(task)
@@ -218,13 +221,13 @@ class _Rank:
 
 @lru_cache(maxsize=4)
 def _rows(shape: Shape, block_of: Callable[[int], _Block]) -> tuple[tuple[Task, ...], ...]:
-    """Each rank's tasks: the blocks repeated, squeezed and reordered. Cached, since a rank's row
-    comes with those of all others."""
+    """The tasks of all ranks: the blocks repeated, compacted and reordered. Cached, because all
+    rows are computed together."""
     block = block_of(shape.num_ranks)
     ranks = [_Rank(_repeated(shape, block, rank)) for rank in range(shape.num_ranks)]
     ran: set[Task] = set()
     while any(rank.row for rank in ranks):
-        # All ranks choose before any of them runs what it chose.
+        # All ranks choose before any of them runs its task.
         chosen = [rank.choose(shape, block.peak, ran) for rank in ranks]
         ran.update(
             rank.run(place) for rank, place in zip(ranks, chosen, strict=True) if place is not None
@@ -233,7 +236,7 @@ def _rows(shape: Shape, block_of: Callable[[int], _Block]) -> tuple[tuple[Task, 
 
 
 def _repeated(shape: Shape, block: _Block, rank: int) -> _Row:
-    """A rank's row in the repeated blocks, with weight gradients in the gaps."""
+    """The row of a rank in the repeated blocks, with weight gradients in the gaps."""
     at = {
         block.starts[kind][stage] + _PERIOD * microbatch: Task(stage, kind, microbatch)
         for kind in (F, B)
@@ -244,16 +247,16 @@ def _repeated(shape: Shape, block: _Block, rank: int) -> _Row:
     last = _PERIOD * (shape.num_microbatches - 1)  # The last microbatch starts.
     end = max(at)
     row: _Row = deque()
-    start, num_owed = min(at), 0
-    while num_owed or start <= end:
+    start, num_pending = min(at), 0
+    while num_pending or start <= end:
         phase = _Phase.DRAIN if start > last else _Phase.FILL if start < filled else _Phase.STEADY
         task = at.get(start)
         if task is not None:
             row.append((phase, task))
-            num_owed += task.kind is B
-        elif num_owed:
+            num_pending += task.kind is B
+        elif num_pending:
             row.append((phase, None))
-            num_owed -= 1
+            num_pending -= 1
         start += 1
     return row
 
@@ -263,7 +266,7 @@ class _Chunks(Value):
     """The chunks and placement that an order supports."""
 
     needed: str
-    """As an error names them."""
+    """The requirement, as errors state it."""
     min_chunks: int = 1
     max_chunks: int | None = None
     placement: Placement | None = None
@@ -284,7 +287,7 @@ _V = _Chunks("2 chunks per rank in placement v", 2, 2, Placement.V)
 
 @dataclass(frozen=True, slots=True)
 class NamedOrder(Value):
-    """A named order, and the pipelines that it can be generated for."""
+    """A published schedule, and the shapes that it can be generated for."""
 
     name: str
     row: Callable[[Shape, int], Iterable[Task]]
@@ -292,16 +295,16 @@ class NamedOrder(Value):
     kinds: tuple[Kind, ...]
     chunks: _Chunks
     in_whole_rounds: bool = False
-    """Whether it needs a multiple of the number of ranks as microbatches."""
+    """Whether the number of microbatches must be a multiple of the number of ranks."""
 
     def fits(self, shape: Shape) -> bool:
         """Whether this order can be generated for this shape."""
         return self.chunks.fits(shape) and self._fits_microbatches(shape)
 
     def for_shape(self, shape: Shape) -> Order:
-        """The order for a shape; the shape's kinds are replaced by this order's own.
+        """Generate the order for a shape, whose kinds are replaced by the order's own.
 
-        Raises UsageError, naming what it needs, for a shape that it does not fit.
+        Raises UsageError, with the requirement, for a shape that it does not support.
         """
         if not self.chunks.fits(shape):
             raise UsageError(
@@ -328,7 +331,7 @@ class NamedOrder(Value):
         return self.splits_backward
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """Ranked by place in the rank's row."""
+        """The position of each task in the rank's row, by task number."""
         return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
@@ -378,7 +381,7 @@ def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
 def _alternate(
     forwards: Sequence[Task], backwards: Sequence[Task], num_ahead: int
 ) -> Iterator[Task]:
-    """First `num_ahead` forwards, then forwards and backwards alternating, then the rest."""
+    """Yield `num_ahead` forwards, then alternate forwards and backwards, then the rest."""
     num_ahead = min(num_ahead, len(forwards))
     yield from forwards[:num_ahead]
     for forward, backward in zip(forwards[num_ahead:], backwards, strict=False):
@@ -393,14 +396,14 @@ def _zb_h1(shape: Shape, rank: int) -> Iterator[Task]:
     1F1B with weight gradients deferred, on rank r by r microbatches. Rank r of 1F1B holds r fewer
     activations than rank 0, so no rank comes to hold more than rank 0 did.
     """
-    owed: deque[Task] = deque()
+    pending: deque[Task] = deque()
     for task in _one_forward_one_backward(shape, rank):
         yield task
         if task.kind is B:
-            owed.append(task._replace(kind=W))
-            if len(owed) > rank:
-                yield owed.popleft()
-    yield from owed
+            pending.append(task._replace(kind=W))
+            if len(pending) > rank:
+                yield pending.popleft()
+    yield from pending
 
 
 def _zb_v(shape: Shape, rank: int) -> Iterator[Task]:
@@ -449,8 +452,7 @@ ORDERS = {
 }
 
 
-# Every named hint. A new one takes a line in `HINTS`, and one in `HINT_DESCRIPTIONS` that describes
-# it.
+# The table of named hints. A new hint needs a line in `HINTS` and one in `HINT_DESCRIPTIONS`.
 
 
 HINTS: dict[str, Hint] = {
@@ -475,7 +477,7 @@ HINT_DESCRIPTIONS: dict[str, str] = {
     "v-min": "over a V: a third of 1f1b's memory",
     "interleaved": "Megatron's 1f1b over several chunks",
 }
-"""What each hint is, in a few words."""
+"""A short description of each hint, for help texts."""
 
 AUTO_CHOICES: Final[tuple[str, ...]] = (
     "bf",
@@ -494,8 +496,8 @@ AUTO_CHOICES: Final[tuple[str, ...]] = (
 
 
 def hint_named(name: str, others: Sequence[str] = ()) -> Hint:
-    """The hint of that name; raises UsageError, with the list of names, if there is none. `others`
-    are names that the caller takes besides."""
+    """The hint of that name. Raises UsageError, which lists the known names and `others` (names
+    that the caller accepts besides), for an unknown one."""
     if name not in HINTS:
         names = [*HINTS, *others]
         raise UsageError(
@@ -505,28 +507,25 @@ def hint_named(name: str, others: Sequence[str] = ()) -> Hint:
     return HINTS[name]
 
 
-# The hint that is chosen while a run goes on, by simulation (`rrfp.planning`).
-
-
-NAME: Final = "auto"
+# The hint `auto`, which simulations choose during a run (`rrfp.planning`).
 
 
 @dataclass(frozen=True, slots=True)
 class AutoHint(Value):
-    """The wish for a choice. As a hint it is the one to begin with, which whatever knows of no
-    choice has as well, such as an evaluation."""
+    """The request to choose a hint during the run. As a hint it stands for the initial one, which
+    steps without a choice, such as evaluations, use throughout."""
 
     first: str | None = None
-    """The hint to begin with. None: `zb-v` on a V, `bfw` with one chunk, `bfw-deep` with several in
-    a loop."""
+    """The initial hint. None: `zb-v` on a V, `bfw` with one chunk, `bfw-deep` with several in a
+    loop."""
     every: int = 50
-    """Steps from one choice to the next."""
+    """The number of steps from one choice to the next."""
     waits: bool = False
-    """Whether the step after a question waits for the answer: then it does not depend on the
-    machine which steps have which hint, as far as their costs do not."""
+    """Whether the step after a request waits for the choice. Then the steps at which the hint
+    changes do not depend on the machine's speed."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for an unknown hint, and for steps that leave none to measure."""
+        """Raise UsageError for an unknown hint, and for fewer than two steps between choices."""
         if self.first is not None:
             hint_named(self.first)
         if self.every < 2:
@@ -537,7 +536,7 @@ class AutoHint(Value):
 
     @property
     def name(self) -> str:
-        return NAME
+        return "auto"
 
     @property
     def splits_backward(self) -> bool:
@@ -548,7 +547,7 @@ class AutoHint(Value):
         return False
 
     def for_shape(self, shape: Shape) -> Hint:
-        """The hint to begin with."""
+        """The initial hint for this shape."""
         name = self.first
         if name is None and shape.placement is Placement.V:
             name = "zb-v"
@@ -560,7 +559,7 @@ class AutoHint(Value):
         return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
-        raise TypeError("a choice of a hint is fitted to a shape before it steers anything")
+        raise TypeError("hint auto has no rounds; use the hint that for_shape returns")
 
 
 AUTO: Final = AutoHint()

@@ -1,4 +1,4 @@
-"""The policy: everything that steers a dispatcher, declared, read, checked and stated here.
+"""The policy: the values that control a dispatcher, with their parsing, checks and JSON.
 
 `Policy` has a field for each knob. The field declares the knob's reader, its description, its help
 and its default, and `KNOBS` collects the declarations. The options of the command line, TOML files,
@@ -21,14 +21,14 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import plain_integer
 
 PAPER_LIMIT = 32
-"""The paper's limit on D (its App. C), and the smallest usual limit."""
+"""The paper's limit on D (its App. C), and the smallest default limit."""
 
 
 class Dispatch(StrEnum):
-    """The part of the system that decides what a rank runs next."""
+    """The part of the system that decides which task a rank runs next."""
 
     READY = "ready"
-    """The dispatcher picks the best ready task by the hint."""
+    """The dispatcher picks the ready task that the hint ranks best."""
     FIXED = "fixed"
     """The hint's order binds."""
     MEGATRON = "megatron"
@@ -36,7 +36,7 @@ class Dispatch(StrEnum):
 
 
 class AgreementRule(StrEnum):
-    """The rule by which a group picks its next task from what is ready at each member."""
+    """The rule by which a group picks its next task from those ready at each member."""
 
     INTERSECTION = "intersection"
     """The best of the tasks that are ready at all members."""
@@ -87,18 +87,19 @@ class ShareOf1F1B:
 
 
 class Auto(StrEnum):
-    """What the device has left after parameters, gradients, optimizer states and a margin."""
+    """The memory that the device has left after parameters, gradients, optimizer states and a
+    margin."""
 
     AUTO = "auto"
 
 
 Hold = int | Fraction | Bytes | ShareOf1F1B | Auto
-"""A number is one of microbatches of the whole rank: with n chunks, 1/n is one chunk's."""
+"""A number counts microbatches of the whole rank: with n chunks, one chunk's is 1/n."""
 
 
 def parse_hold(text: str, name: str = "the hold", *, auto: bool = True) -> Hold:
-    """Read a hold; `name` is what errors call it. Raises UsageError for any other text, and for
-    `auto` where no device is used (`auto=False`)."""
+    """Parse a hold, which errors call `name`. Raises UsageError for any other text, and for `auto`
+    where no device is used (`auto=False`)."""
     text = text.strip()
     if text == Auto.AUTO and auto:
         return Auto.AUTO
@@ -118,7 +119,7 @@ def parse_hold(text: str, name: str = "the hold", *, auto: bool = True) -> Hold:
 
 
 def check_hold(hold: object) -> None:
-    """Raise UsageError for what is no hold; None withholds nothing."""
+    """Raise UsageError unless this is a hold or None (no bound)."""
     if hold is None or isinstance(hold, Bytes | ShareOf1F1B | Auto):
         return
     if type(hold) not in (int, Fraction) or hold < 1:  # type: ignore[operator]
@@ -128,7 +129,7 @@ def check_hold(hold: object) -> None:
 
 
 def check_hold_is_absolute(hold: object) -> None:
-    """Raise UsageError for a hold that means something only in a comparison."""
+    """Raise UsageError for a share of 1F1B's peak, which only a comparison can resolve."""
     if isinstance(hold, ShareOf1F1B):
         raise UsageError(
             f"a hold of {hold} is a share of what 1F1B keeps in a comparison, and a run compares "
@@ -137,38 +138,38 @@ def check_hold_is_absolute(hold: object) -> None:
 
 
 def counts_microbatches(hold: Hold | None) -> bool:
-    """Whether a hold, if there is one, is in microbatches."""
+    """Whether a hold is in microbatches. True for None."""
     return hold is None or isinstance(hold, int | Fraction)
 
 
 def doubled(hold: Hold) -> Hold:
-    """Twice a hold that is a number of microbatches or bytes; any other as it is."""
+    """Double a hold of microbatches or bytes; return any other unchanged."""
     if isinstance(hold, int | Fraction):
         return int(2 * hold)
     return Bytes(2 * hold.num) if isinstance(hold, Bytes) else hold
 
 
 def hold_as_json(hold: Hold | None) -> int | float | str | None:
-    """A hold as `run.json` and traces state it: a number of microbatches, or a text."""
+    """Convert a hold for `run.json` and traces: a number of microbatches, or a text."""
     if hold is None or isinstance(hold, int):
         return hold
     return float(hold) if isinstance(hold, Fraction) else str(hold)
 
 
 def byte_unit(num: float) -> tuple[str, int]:
-    """The unit in which a person reads so many bytes, and its size."""
+    """The largest binary unit not above this number of bytes, and the unit's size in bytes."""
     units = reversed(_UNITS.items())
     return next(((name, size) for name, size in units if abs(num) >= size), ("B", 1))
 
 
 def format_bytes(num: float) -> str:
-    """A number of bytes as a person reads it, such as 1.25 GiB."""
+    """Format a number of bytes with a binary unit, such as 1.25 GiB."""
     name, size = byte_unit(num)
     value = num / size
     return f"{value:.0f} {name}" if name == "B" or value >= 100 else f"{value:.3g} {name}"
 
 
-# Patience as a setting: `auto`, `0` (never wait), or a time such as `5ms`.
+# The patience: `auto`, `0` (never wait), or a time such as `5ms`.
 
 
 _NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
@@ -177,19 +178,19 @@ LONGEST_NS = 60 * 10**9
 
 
 class AutoPatience(StrEnum):
-    """Each rank follows the errors of what is announced to it (`Punctuality`)."""
+    """Each rank derives its patience from the errors of announcements (`Punctuality`)."""
 
     AUTO = "auto"
 
 
 Patience = int | AutoPatience
-"""A number is one of ns, and 0 never waits."""
+"""A number is in ns; 0 never waits."""
 
 IMPATIENT = 0
 
 
 def parse_patience(text: str, name: str = "the patience") -> Patience:
-    """Read a patience; `name` is what errors call it. Raises UsageError for any other text."""
+    """Parse a patience, which errors call `name`. Raises UsageError for any other text."""
     text = text.strip()
     if text == AutoPatience.AUTO:
         return AutoPatience.AUTO
@@ -203,7 +204,7 @@ def parse_patience(text: str, name: str = "the patience") -> Patience:
 
 
 def check_patience(patience: object) -> None:
-    """Raise UsageError for what is no patience."""
+    """Raise UsageError unless this is a patience."""
     if isinstance(patience, AutoPatience):
         return
     if type(patience) is not int or not 0 <= patience <= LONGEST_NS:
@@ -214,7 +215,7 @@ def check_patience(patience: object) -> None:
 
 
 def patience_as_json(patience: Patience) -> str:
-    """A patience as `run.json` and traces state it, so that reading it back is exact."""
+    """Format a patience for `run.json` and traces. Reading it back is exact."""
     if isinstance(patience, AutoPatience):
         return str(patience)
     if patience == 0:
@@ -223,7 +224,7 @@ def patience_as_json(patience: Patience) -> str:
     return f"{patience // _NS[unit]}{unit}"
 
 
-# How a knob is declared.
+# The declaration of a knob.
 
 
 class Panel(StrEnum):
@@ -234,8 +235,8 @@ class Panel(StrEnum):
 
 
 Reader = Callable[[str, str, bool], Any]
-"""Reads a text. The second argument is what errors call it, the third says whether it is for a run:
-a run has a device and a Megatron, and a simulation has neither."""
+"""Parses a text. The second argument is the name of the value in errors. The third says whether the
+value is for a run, which has a device and Megatron, or for a simulation, which has neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +248,9 @@ class Knob:
     default: Any
     parse: Reader
     describe: Callable[[Any], Any]
-    """Converts a value to JSON, so that reading it back is exact."""
+    """Converts a value to JSON. Reading it back is exact."""
     help: str
-    """The help text, up to what differs between runs and simulations."""
+    """The start of the help text, which is the same for runs and simulations."""
     in_runs: str
     """The end of the help text of commands that run a job."""
     in_simulations: str
@@ -257,18 +258,18 @@ class Knob:
     panel: Panel
     metavar: str
     kinds: tuple[type, ...]
-    """The types of its values in TOML files and JSON, besides null."""
+    """The types of its values in TOML files and JSON, apart from null."""
     choices: tuple[str, ...]
-    """The texts that a shell completes; empty where any text may stand."""
+    """The texts that a shell completes; empty if any text is allowed."""
     is_common: bool
-    """Whether a short help screen lists the flag."""
+    """Whether short help screens list the flag."""
 
     def help_text(self, *, in_run: bool) -> str:
-        """The help text of a command."""
+        """The help text for a command that runs a job, or for one that simulates."""
         return self.help + (self.in_runs if in_run else self.in_simulations) + "."
 
     def offered(self, *, in_run: bool) -> tuple[str, ...]:
-        """The texts that a shell completes for a command that runs a job, or for one that
+        """The texts that a shell completes, for a command that runs a job or for one that
         simulates."""
         found = []
         for choice in self.choices:
@@ -278,8 +279,8 @@ class Knob:
         return tuple(found)
 
     def read(self, value: Any, label: str, *, in_run: bool) -> Any:
-        """Convert a text to a value; any other value is returned as it is. Raises UsageError, in
-        which the text is called `label`."""
+        """Parse a text, which errors call `label`; return any other value unchanged. Raises
+        UsageError for an invalid text."""
         return self.parse(value, label, in_run) if type(value) is str else value
 
 
@@ -297,7 +298,7 @@ def knob(
     choices: tuple[str, ...] = (),
     is_common: bool = False,
 ) -> Any:
-    """A field of `Policy` that a user may set. The help text has no full stop at its end."""
+    """Declare a field of `Policy` that a user may set. The help text ends without a full stop."""
     return field(
         default=default,
         metadata={
@@ -316,7 +317,7 @@ def knob(
 
 
 def one_of(choices: type[StrEnum], *in_runs_only: StrEnum) -> Reader:
-    """Make the reader of a choice; a simulation does not offer `in_runs_only`."""
+    """Make the reader of a choice. Simulations do not offer `in_runs_only`."""
 
     def parse(text: str, label: str, in_run: bool) -> StrEnum:
         offered = [each for each in choices if in_run or each not in in_runs_only]
@@ -332,7 +333,7 @@ def one_of(choices: type[StrEnum], *in_runs_only: StrEnum) -> Reader:
 
 
 def _parse_hint(text: str, label: str, in_run: bool) -> Hint:
-    """Read a hint's name. `rrfp.inputs` has replaced the paths of order files before."""
+    """Parse a hint's name. `rrfp.inputs` resolves the paths of order files before."""
     return AUTO if text == AUTO.name else hint_named(text, (AUTO.name,))
 
 
@@ -349,7 +350,7 @@ def _parse_patience(text: str, label: str, in_run: bool) -> Patience:
 
 
 def parse_count(text: str, label: str) -> int:
-    """Read a whole number from 1 on. Raises UsageError for any other text."""
+    """Parse a whole number from 1 on. Raises UsageError for any other text."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
         raise UsageError(f"{label} is '{text}'; it must be a whole number from 1 to {10**9 - 1}")
     return int(text)
@@ -357,8 +358,8 @@ def parse_count(text: str, label: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The values that steer every rank of a step. A bound of None withholds nothing. Raises
-    UsageError for parts that do not fit together."""
+    """The values that control the dispatchers of a step. A bound of None withholds nothing. Raises
+    UsageError for values that exclude each other."""
 
     hint: Hint = knob(
         BF,
@@ -443,7 +444,7 @@ class Policy:
         choices=tuple(AutoPatience),
     )
     limits_by_shape: bool = False
-    """Whether the limit is `usual_limit`, which `of_shape` puts in."""
+    """Whether `of_shape` sets the limit, to `usual_limit`."""
 
     def __post_init__(self) -> None:
         for name, each in KNOBS.items():
@@ -469,7 +470,7 @@ class Policy:
             object.__setattr__(self, "order", self.hint)
 
     def _check_binding(self) -> None:
-        """Raise UsageError for what only a dispatcher that ranks ready tasks can do."""
+        """Raise UsageError for a knob that needs `ready` dispatch."""
         if not counts_microbatches(self.hold):
             raise UsageError(
                 f"a hold of {self.hold} withholds forwards by their size, and --dispatch "
@@ -498,13 +499,12 @@ class Policy:
             )
 
     def with_usual_limit(self) -> Self:
-        """This policy as a user asks for it: `ready` dispatch without a bound gets the usual
-        limit."""
+        """This policy with the usual limit, if it has `ready` dispatch and no bound."""
         is_bound = self.limit is not None or self.hold is not None
         return replace(self, limits_by_shape=not is_bound and self.dispatch is Dispatch.READY)
 
     def of_shape(self, shape: Shape) -> Self:
-        """This policy with the limit for steps of this shape, if it has the usual one. Raises
+        """This policy with the usual limit for steps of this shape, if `limits_by_shape`. Raises
         UsageError for a shape that the hint does not support."""
         if not self.limits_by_shape:
             return self
@@ -512,17 +512,16 @@ class Policy:
 
     @property
     def waits(self) -> bool:
-        """Whether a free rank may wait for a better task than those that are ready."""
+        """Whether a free rank may wait for an announced task although others are ready."""
         return self.patience != IMPATIENT
 
     def waiting(self, waits: bool = True) -> Self:
-        """This policy with ranks that wait for as long as announcements are punctual, or never."""
+        """This policy with a patience of `auto`, or of 0 if not `waits`."""
         return replace(self, patience=AutoPatience.AUTO if waits else IMPATIENT)
 
     def hold_slots(self, num_chunks: int) -> int | None:
-        """The hold in slots of one chunk and one microbatch, as the dispatcher counts it. Raises
-        ValueError for a fraction that is no whole number of slots. None without a hold that counts
-        microbatches."""
+        """The hold in slots of one chunk and one microbatch; None unless it counts microbatches.
+        Raises ValueError for a fraction that is no whole number of slots."""
         if not isinstance(self.hold, int | Fraction):
             return None
         if isinstance(self.hold, int):
@@ -534,11 +533,11 @@ class Policy:
 
     @property
     def hold_bytes(self) -> int | None:
-        """The hold in bytes; None where it is not in bytes."""
+        """The hold in bytes; None if it is not in bytes."""
         return self.hold.num if isinstance(self.hold, Bytes) else None
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
-        """How many messages of a step a link must be able to hold at once, so that a full link
+        """The number of messages that a link must be able to hold at once, so that a full link
         never constrains a decision.
 
         An activation waiting on a link counts in its sender's D and held slots, a gradient in its
@@ -556,11 +555,12 @@ class Policy:
         return bound if num_chunks == 1 else 2 * bound
 
     def values(self) -> dict[str, Any]:
-        """The value of each knob by its name."""
+        """The values of the knobs by name."""
         return {name: getattr(self, name) for name in KNOBS}
 
     def flags(self) -> list[str]:
-        """The flags that ask for this policy, each with its value."""
+        """The command-line flags of this policy, each with its value: the hint, and all values that
+        differ from the defaults."""
         values = self.described().items()
         usual = type(self)(hint=self.hint).described()
         return [
@@ -568,19 +568,19 @@ class Policy:
         ]
 
     def described(self) -> dict[str, Any]:
-        """The policy keyed by flag name, as `run.json` and traces state it; a null bound withholds
+        """The policy as JSON by flag name, for `run.json` and traces. A null bound withholds
         nothing."""
         return {name: each.describe(getattr(self, name)) for name, each in KNOBS.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The policy as JSON for the ranks, which read it by `from_json`: as `described`, with the
-        text of an order file, because a rank may not be able to read the file."""
+        """The policy as JSON for the ranks, which read it by `from_json`. In addition to
+        `described` it has the text of an order file, which a rank may not be able to read."""
         text = {_ORDER: self.hint.text} if isinstance(self.hint, OrderFile) else {}
         return self.described() | text
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote. A policy without a bound gets the usual limit."""
+        """Read the JSON of `to_json`. A policy without a bound gets the usual limit."""
         given = {
             name: each.read(values[name], f"--{name}", in_run=True)
             for name, each in KNOBS.items()
@@ -591,43 +591,40 @@ class Policy:
         return cls(**given).with_usual_limit()
 
 
-def check_is_for_a_run(policy: Policy) -> None:
-    """Raise UsageError for a bound that only a comparison can resolve."""
-    check_hold_is_absolute(policy.hold)
-
-
 _ORDER = "order"
-"""The key of the text of an order file."""
+"""The JSON key of the text of an order file."""
 
 KNOBS: dict[str, Knob] = {
     each.name: Knob(name=each.name, default=each.default, **each.metadata)
     for each in fields(Policy)
     if each.metadata
 }
-"""Every knob by its name."""
+"""The knobs by name."""
 
 
 def split_knobs(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide keyword arguments into those that set knobs, and all others."""
+    """Divide keyword arguments into those that set knobs, and the others."""
     given = {name: value for name, value in values.items() if name in KNOBS}
     return given, {name: value for name, value in values.items() if name not in KNOBS}
 
 
 def usual_limit(hint: Hint, shape: Shape) -> int | None:
-    """The limit of `ready` dispatch where no bound is set: the paper's, or what fills the pipeline,
-    if that is more. None withholds nothing. `hint` is fitted to the shape."""
+    """The default limit of `ready` dispatch: the paper's, or the one that fills the pipeline, if
+    that is larger; None if no limit fills it. `hint` must be that of the shape
+    (`Hint.for_shape`)."""
     filling = filling_limit(hint, shape)
     return None if filling is None else max(PAPER_LIMIT, filling)
 
 
 def filling_limit(hint: Hint, shape: Shape) -> int | None:
-    """A limit under which steps of equal tasks are no slower than 1F1B's of the same chunks, by
-    simulation (docs/decisions/0036-usual-limit.md). None: no number suffices for all steps."""
+    """A limit under which steps of equal tasks are no slower than 1F1B's with the same chunks, by
+    simulation (docs/decisions/0036-usual-limit.md). None if no limit suffices for all steps."""
     if shape.num_chunks == 1:
         return 2 * shape.num_ranks
     if isinstance(hint, Order):
         return 2 * max(map(hint.peak_depth, range(shape.num_ranks)))
     if isinstance(hint, Alternation) and not hint.deep:
-        # It runs the first chunks far ahead, and a rank that drains runs microbatches one by one.
+        # This hint runs the first chunks far ahead, and a draining rank runs microbatches one by
+        # one.
         return None
     return 3 * shape.num_stages

@@ -1,9 +1,9 @@
 """A step rehearsed in lockstep: every task takes one unit of time, and messages take none.
 
 A rehearsal turns a round-based hint into an order, the one it produces "when all times are equal".
-A task's `hint_position` is its place in that order, and `fixed` dispatch binds to it. A rehearsal
-also finds out whether a binding order can run at all, and where it gets stuck if not. Durations do
-not matter for that: what a rank waits for arrives under every timing or under none.
+A task's `hint_position` is its position in that order, and `fixed` dispatch binds to it. A
+rehearsal also shows whether a binding order can run at all, and where it deadlocks if not.
+Durations do not matter for that: a message arrives under every timing or under none.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import ComputeIdle, InputArrived, RunTask, Task, Value, format_task
 
 Timeline = tuple[tuple[Task | None, ...], ...]
-"""What each rank ran in each unit of time, None where it was idle; equally long for all ranks."""
+"""The task of each rank in each unit of time, or None where it was idle, `[rank][unit]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked(Value):
-    """Where a rank is stuck in a deadlock."""
+    """A rank that is stuck in a deadlock, and the task that it cannot run."""
 
     rank: int
     task: Task
     """The next task of its row."""
     lacks: tuple[Task, ...]
-    """The prerequisites that never run; those of this rank come later in its row."""
+    """The prerequisites that never run. Prerequisites on this rank come later in its row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal(Value):
-    """A binding order run in lockstep, to its end or until it deadlocks."""
+    """The result of running a binding order in lockstep, to its end or until it deadlocks."""
 
     order: Order
     timeline: Timeline
@@ -69,7 +69,7 @@ class Rehearsal(Value):
 
 
 def order_of(hint: Hint, shape: Shape) -> Order:
-    """The order that a hint produces when all times are equal; an order produces itself.
+    """The order that a hint produces when all times are equal. For an order it is the order itself.
 
     The hint says whether the backward is split; the kinds of `shape` are ignored. Raises UsageError
     for a shape that the hint does not support.
@@ -92,10 +92,10 @@ def rehearse(order: Order) -> Rehearsal:
 
 
 def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
-    """A policy for steps of this shape, and the shape with the kinds of its hint.
+    """Complete a policy for steps of this shape; also return the shape with the kinds of its hint.
 
-    The policy gets its hint and its limit fitted to the shape, and the hint's order. Without
-    `counts_places`, a policy that does not bind gets no order: for a million tasks, making one
+    The policy gets the hint and the limit for the shape, and the hint's order. With
+    `counts_places=False` a policy that does not bind gets no order: for a million tasks, making one
     takes as long as the step. Raises UsageError for a shape that the hint does not support, and for
     a binding order that deadlocks or exceeds a bound.
     """
@@ -136,7 +136,7 @@ def check_binding(order: Order, policy: Policy) -> None:
 
 
 def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
-    """A sentence: that an order deadlocks, where each rank is stuck, and what to do."""
+    """Describe a deadlock in a sentence: the order, where each rank is stuck, and the remedy."""
     split = order.shape.splits_backward
     places = ", ".join(f"rank {b.rank} at {format_task(b.task, split=split)}" for b in blocked)
     return (
@@ -146,7 +146,7 @@ def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
 
 
 def _play(dispatchers: list[Dispatcher]) -> Timeline:
-    """Advance unit by unit until no rank starts anything."""
+    """Run all dispatchers unit by unit until no rank starts a task."""
     shape = dispatchers[0].shape
     units: list[list[Task | None]] = []
     while True:
@@ -165,7 +165,7 @@ def _play(dispatchers: list[Dispatcher]) -> Timeline:
 
 
 def _decide(dispatcher: Dispatcher, now: int) -> Task | None:
-    """The task that a rank starts at this instant, if any."""
+    """The task that a rank starts in this unit; None if it starts none."""
     for instruction in dispatcher.handle(now, ComputeIdle()):
         if isinstance(instruction, RunTask):
             return instruction.task
@@ -177,18 +177,18 @@ def _decide(dispatcher: Dispatcher, now: int) -> Task | None:
 
 IDLE = "."
 BLOCKED = "!"
-"""Marks the task at which a rank deadlocks."""
+"""The mark before the task at which a rank deadlocks."""
 
 
 def format_grid(rehearsal: Rehearsal, width: int) -> str:
-    """The grid, wrapped into blocks of columns that fit `width` characters.
+    """Format a rehearsal as a grid, wrapped into blocks of columns that fit `width` characters.
 
     A cell is a task, `.` where the rank was idle, and `!` before a task at which it deadlocks.
     """
     rows = _rows(rehearsal)
     labels = ["time", *(f"rank {rank}" for rank in range(len(rows)))]
     label_width = max(map(len, labels))
-    # Each column has its time, then what each rank ran then.
+    # A column has its time, then the cell of each rank.
     columns = list(zip_longest(map(str, range(max(map(len, rows)))), *rows, fillvalue=""))
     cell_width = 1 + max(len(cell) for column in columns for cell in column)
     num_columns = max(1, (width - label_width) // cell_width)
@@ -200,21 +200,21 @@ def format_grid(rehearsal: Rehearsal, width: int) -> str:
 
 
 def format_blocked(shape: Shape, blocked: Blocked) -> str:
-    """A sentence: the task at which a rank is stuck, and what that task lacks."""
+    """Describe a stuck rank in a sentence: its task, and the prerequisites that the task lacks."""
     split = shape.splits_backward
     lacks = " and ".join(
-        f"{format_task(task, split=split)} of {_whose(shape.rank_of(task.stage), blocked.rank)}"
+        f"{format_task(task, split=split)} of {_owner(shape.rank_of(task.stage), blocked.rank)}"
         for task in blocked.lacks
     )
     return f"rank {blocked.rank} stands at {format_task(blocked.task, split=split)}, lacks {lacks}"
 
 
-def _whose(rank: int, here: int) -> str:
+def _owner(rank: int, here: int) -> str:
     return "its own, further on in the row" if rank == here else f"rank {rank}"
 
 
 def _rows(rehearsal: Rehearsal) -> list[list[str]]:
-    """Each rank's cells, up to the end of the step or to where it deadlocks."""
+    """The cells of each rank, up to the end of the step or to its deadlock."""
     split = rehearsal.order.shape.splits_backward
     rows = [
         [IDLE if task is None else format_task(task, split=split) for task in row]

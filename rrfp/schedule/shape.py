@@ -1,4 +1,4 @@
-"""The pipeline's shape: which tasks a step has, where they run, and what each needs."""
+"""The pipeline's shape: the tasks of a step, their ranks, and their dependencies."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rrfp.schedule.tasks import Kind, Task, Value, whole_number
 
 
 class Placement(StrEnum):
-    """Which stages a pipeline rank holds when it holds several chunks."""
+    """The placement of stages on pipeline ranks of several chunks."""
 
     LOOP = "loop"
     """stage = chunk * num_ranks + rank (Megatron's interleaving)."""
@@ -41,7 +41,7 @@ class Shape(Value):
         placement: Placement = Placement.LOOP,
         kinds: tuple[Kind, ...] = WHOLE_BACKWARD,
     ) -> None:
-        """Numbers may be those of any library. Raises UsageError for what is no shape."""
+        """Numbers may be of any library. Raises UsageError for an impossible shape."""
         object.__setattr__(self, "num_ranks", whole_number(num_ranks, "num_ranks"))
         microbatches = whole_number(num_microbatches, "num_microbatches")
         object.__setattr__(self, "num_microbatches", microbatches)
@@ -86,7 +86,7 @@ class Shape(Value):
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def tasks_of(self, rank: int) -> Iterator[Task]:
-        """Every task of a rank, ordered by kind, chunk and microbatch."""
+        """Yield the tasks of a rank, ordered by kind, chunk and microbatch."""
         for kind in self.kinds:
             for stage in self.stages_of(rank):
                 for microbatch in range(self.num_microbatches):
@@ -95,10 +95,10 @@ class Shape(Value):
     def index_of(self, task: Task) -> int:
         """The index of a task in its rank's `tasks_of`."""
         stage, kind, microbatch = task
-        lane = stage // self.num_ranks
+        row = stage // self.num_ranks
         if kind is not Kind.F:
-            lane += self.num_chunks * (1 if kind is Kind.B else 2)
-        return lane * self.num_microbatches + microbatch
+            row += self.num_chunks * (1 if kind is Kind.B else 2)
+        return row * self.num_microbatches + microbatch
 
     @property
     def num_tasks_of_a_rank(self) -> int:
@@ -123,17 +123,17 @@ class Shape(Value):
         return received if kind is Kind.F else (Task(stage, Kind.F, microbatch), *received)
 
     def sender(self, task: Task) -> Task | None:
-        """The task on a neighbouring stage whose output this one takes, or None."""
+        """The task on a neighboring stage whose output this one consumes, or None."""
         return self._on_stage(sending_stage(task.kind, task.stage), task)
 
     def receiver(self, task: Task) -> Task | None:
-        """The task on a neighbouring stage that takes this one's output, or None."""
+        """The task on a neighboring stage that consumes this one's output, or None."""
         return self._on_stage(receiving_stage(task.kind, task.stage), task)
 
     def link(self, task: Task) -> tuple[int, int] | None:
         """The pipeline ranks that send and receive the message for a task.
 
-        None if it needs no message: it takes no other stage's output, or one from its own rank.
+        None if it needs no message: it consumes no other stage's output, or one of its own rank.
         """
         sender = self.sender(task)
         if sender is None:
@@ -153,16 +153,16 @@ class Shape(Value):
 
 
 def sending_stage(kind: str, stage: int) -> int | None:
-    """The stage whose output a task of this kind and stage takes, perhaps beyond the pipeline's
-    ends; None for a weight gradient."""
+    """The stage whose output a task of this kind and stage consumes; None for a weight gradient.
+    The stage may lie beyond the pipeline's ends."""
     if kind == Kind.F:
         return stage - 1
     return stage + 1 if kind == Kind.B else None
 
 
 def receiving_stage(kind: str, stage: int) -> int | None:
-    """The stage that takes the output of a task of this kind and stage, perhaps beyond the
-    pipeline's ends; None for a weight gradient."""
+    """The stage that consumes the output of a task of this kind and stage; None for a weight
+    gradient. The stage may lie beyond the pipeline's ends."""
     if kind == Kind.F:
         return stage + 1
     return stage - 1 if kind == Kind.B else None
@@ -171,8 +171,8 @@ def receiving_stage(kind: str, stage: int) -> int | None:
 def shape_of_stages(
     stages: Mapping[int, tuple[int, ...]], num_microbatches: int, kinds: tuple[Kind, ...]
 ) -> Shape | None:
-    """The shape in which each pipeline rank holds these stages; None if no placement puts them
-    there."""
+    """Find the shape in which each pipeline rank holds these stages (by rank); None if no placement
+    does that."""
     num_ranks, num_chunks = 1 + max(stages), len(next(iter(stages.values())))
     for placement in Placement:
         if placement is Placement.V and num_chunks != 2:

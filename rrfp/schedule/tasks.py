@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from rrfp.errors import UsageError
 
-# What the core's values have in common.
+# The base class of values, and conversions of numbers.
 
 
 class Value:
-    """The base of frozen dataclasses. They are pickled and copied by the arguments that make them:
-    compiled, they have no other way to get their fields back."""
+    """The base of frozen dataclasses in compiled modules. It makes them picklable and copyable, by
+    their constructors' arguments."""
 
     __slots__ = ()
 
@@ -31,8 +31,8 @@ class Value:
 
 
 def whole_number(value: SupportsIndex, name: str) -> int:
-    """A whole number of any library, such as numpy's or a tensor, as Python's own. Raises
-    UsageError, in which it is called `name`, for anything else."""
+    """Convert a whole number of any library, such as numpy's or a tensor, to an int. Raises
+    UsageError, which calls it `name`, for anything else."""
     try:
         return index(value)
     except TypeError:
@@ -40,7 +40,7 @@ def whole_number(value: SupportsIndex, name: str) -> int:
 
 
 def plain_integer(value: Any) -> object:
-    """A whole number of any library as Python's own; anything else as it is."""
+    """Convert a whole number of any library to an int; return anything else as it is."""
     if isinstance(value, bool):  # in a conditional expression, compiled, it would be a number
         return value
     try:
@@ -50,7 +50,7 @@ def plain_integer(value: Any) -> object:
 
 
 def plain_real(value: object) -> object:
-    """A number of any library as Python's own; anything else as it is."""
+    """Convert a number of any library to an int or a float; return anything else as it is."""
     if isinstance(plain_integer(value), int) or not isinstance(value, SupportsFloat):
         return plain_integer(value)
     try:
@@ -60,14 +60,14 @@ def plain_real(value: object) -> object:
 
 
 class Kind(StrEnum):
-    """What a task computes."""
+    """The kind of a task: the computation that it does."""
 
     F = "F"
     """Forward."""
     B = "B"
     """Backward: all of it, or only the input gradient when W is split off."""
     W = "W"
-    """Weight gradient, where it is split off the backward."""
+    """Weight gradient, if it is split off the backward."""
 
 
 class Task(NamedTuple):
@@ -82,13 +82,13 @@ class Task(NamedTuple):
 
 
 _MAX_QUOTED = 30
-"""How many characters of a text an error quotes."""
+"""The number of characters of a text that an error quotes."""
 
 _TASK = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
 def parse_task(text: str) -> tuple[Task, bool]:
-    """Read ``2F0``; also return whether the letter belongs to a split backward (``I`` or ``W``).
+    """Parse ``2F0``. Also return whether the letter belongs to a split backward (``I`` or ``W``).
 
     Raises ValueError when the text is not a task.
     """
@@ -104,12 +104,12 @@ def parse_task(text: str) -> tuple[Task, bool]:
 
 
 def format_task(task: Task, *, split: bool = False) -> str:
-    """Write a task in torch's letters; `split` means that backwards leave W to another task."""
+    """Format a task in torch's letters. `split` means that the backward is split into I and W."""
     letter = "I" if split and task.kind is Kind.B else task.kind
     return f"{task.stage}{letter}{task.microbatch}"
 
 
-# Why a rank is idle: every idle interval has exactly one of these causes.
+# The reasons why a rank is idle: every idle interval has exactly one of these causes.
 
 
 class Cause(StrEnum):
@@ -118,13 +118,13 @@ class Cause(StrEnum):
     WARMUP = "warmup"
     """Before the rank's first task of the step."""
     FORWARD_INPUT = "forward_input"
-    """Nothing is ready; the hint's best unfinished task waits for an activation."""
+    """No task is ready; the hint's best unfinished task waits for an activation."""
     BACKWARD_INPUT = "backward_input"
-    """Nothing is ready; the hint's best unfinished task waits for a gradient."""
+    """No task is ready; the hint's best unfinished task waits for a gradient."""
     LIMIT = "limit"
-    """A task was here and the limit on D withheld it."""
+    """A task had all inputs, but the limit on D withheld it."""
     HOLD = "hold"
-    """A forward was here and the bound on held activations withheld it."""
+    """A forward had its input, but the bound on held activations withheld it."""
     PATIENCE = "patience"
     """A task could run, but a better one was announced and will be here soon."""
     COORDINATION = "coordination"
@@ -139,7 +139,7 @@ class Cause(StrEnum):
     """After the rank's last task of the step."""
 
 
-# Stimuli: what a dispatcher takes in.
+# Stimuli: the inputs of a dispatcher.
 
 
 class InputArrived(NamedTuple):
@@ -151,21 +151,21 @@ class InputArrived(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """The task whose output this one takes has begun on another rank."""
+    """Another rank has begun the task whose output this one consumes."""
 
     task: Task
     expected_ns: int
-    """When the input is expected here, on the clock of `Dispatcher.handle`."""
+    """The expected arrival of the input, on the clock of `Dispatcher.handle`."""
     patience_ns: int
-    """How long this rank would wait for it."""
+    """The time that this rank would wait for it beyond that."""
 
 
 class ComputeIdle(NamedTuple):
-    """The compute thread is free, and everything that has arrived was passed in."""
+    """The compute thread is free, and the dispatcher has been given everything that arrived."""
 
 
 class DecideAhead(NamedTuple):
-    """A task is running; decide on the next one already, if something is ready."""
+    """A task is running; decide on the next one now, if a task is ready."""
 
 
 class TaskAgreed(NamedTuple):
@@ -177,7 +177,7 @@ class TaskAgreed(NamedTuple):
 Stimulus = InputArrived | Announced | ComputeIdle | DecideAhead | TaskAgreed
 
 
-# Instructions: what a dispatcher answers with.
+# Instructions: the outputs of a dispatcher.
 
 
 class RunTask(NamedTuple):
@@ -186,13 +186,13 @@ class RunTask(NamedTuple):
     task: Task
     chunk: int
     hint_position: int
-    """Its place in the hint's order; -1 if the dispatcher has no order."""
+    """The task's position in the hint's order; -1 if the dispatcher has no order."""
     ready: int
-    """How many tasks were ready, this one included; a task that a bound withholds is not."""
+    """The number of ready tasks, this one included. A task that a bound withholds is not ready."""
     skipped: int
-    """How many unfinished tasks the hint's order puts before it; -1 without an order."""
+    """The number of unfinished tasks before it in the hint's order; -1 without an order."""
     depth: int
-    """D, this task included."""
+    """D (chunk-forwards minus chunk-backwards run), this task included."""
     held: int
     """Activations held, this task included, in slots of one chunk."""
     ready_forwards: int
@@ -204,16 +204,16 @@ class RunTask(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Run nothing; ask again when something arrives."""
+    """Run nothing, and ask again when a message arrives."""
 
     cause: Cause
     deadline_ns: int | None = None
-    """Ask again at this time at the latest, because something may run by then; None: nothing may
-    before something arrives."""
+    """The latest time to ask again, because a task may run then. None: no task may run before a
+    message arrives."""
 
 
 class Waited(NamedTuple):
-    """An idle interval has ended; attribute it to this cause."""
+    """An idle interval that has ended, and its cause."""
 
     cause: Cause
     start_ns: int

@@ -2,10 +2,10 @@
 
 Events are ordered by time, then priority. At one instant tasks end first, then messages arrive,
 then free ranks decide, so that a decision takes everything that has arrived into account, as in the
-runtime. Nothing depends on the machine.
+runtime. The result does not depend on the machine.
 
-What is simulated without a record goes by the numbers of tasks (`rrfp.schedule.ready_tracker`) and
-asks dispatchers to `decide`, which leaves out what only records tell.
+A simulation without a log identifies tasks by numbers (`rrfp.schedule.ready_tracker`) and calls
+`Dispatcher.decide`, which skips everything that only records need.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ from rrfp.schedule.tasks import (
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes(Value):
-    """Nanoseconds of every task of a step, `[stage][microbatch]`.
+    """The times of the tasks of a step in ns, `[stage][microbatch]`.
 
-    `input_gradient` and `weight_gradient` are the two parts of a backward; a whole one takes their
-    sum.
+    `input_gradient` and `weight_gradient` are the two parts of a backward. A whole backward takes
+    their sum.
     """
 
     forward: Sequence[Sequence[int]]
@@ -51,7 +51,7 @@ class TaskTimes(Value):
     weight_gradient: Sequence[Sequence[int]]
 
     def by_kind(self, *, split: bool) -> dict[Kind, Sequence[Sequence[int]]]:
-        """The times of F, B and W tasks, or of F and whole B ones."""
+        """The times by kind: of F, B and W if `split`, else of F and whole B."""
         if split:
             return {
                 Kind.F: self.forward,
@@ -66,72 +66,75 @@ class TaskTimes(Value):
 
 
 class Transfer(Protocol):
-    """How long the message for a task takes from one pipeline rank to another, in ns."""
+    """Returns the time of the message for a task from one pipeline rank to another, in ns."""
 
-    def __call__(self, sender: int, receiver: int, task: Task) -> int: ...
+    def __call__(self, sender: int, receiver: int, task: Task, /) -> int: ...
 
 
 class Stretch(Protocol):
-    """How long a task really takes, which may depend on what its rank ran before and on when it
-    starts. Called once per task, in the order in which a rank starts them."""
+    """Returns the real time of a task in ns, given its nominal time. The result may depend on the
+    earlier tasks of its rank and on its start. Called once per task, in the order in which a rank
+    starts them."""
 
-    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int: ...
+    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int, /) -> int: ...
 
 
 class Lateness(Protocol):
-    """How much later a message reaches this member than its group's first member, in ns."""
+    """Returns the delay with which a message reaches this member, after its group's first member,
+    in ns."""
 
-    def __call__(self, member: int, task: Task) -> int: ...
+    def __call__(self, member: int, task: Task, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepConditions(Value):
-    """Everything about one pipeline's step that dispatchers do not decide."""
+    """The inputs of one pipeline's step that dispatchers do not decide."""
 
     times: TaskTimes
     transfer: Transfer | None = None
     """None: messages take no time."""
     stretch: Stretch | None = None
     blocking: bool = False
-    """A transfer starts when both ranks are there and blocks both, as in Megatron's own schedules.
-    Otherwise messages travel while ranks compute, one at a time on a directed link, in order."""
+    """Whether a transfer starts when both ranks are ready and blocks both, as in Megatron's own
+    schedules. Otherwise messages travel while ranks compute, one at a time on a directed link, in
+    order."""
     num_members: int = 1
     """Ranks that run each pipeline rank's tasks together and must agree (tensor parallelism)."""
     lateness: Lateness | None = None
     num_bytes: Sequence[int] = ()
     """Message sizes by microbatch, for the records; empty: 0."""
     sizes: ActivationSizes | None = None
-    """What microbatches keep in memory, by stage; None: not known."""
+    """The activation sizes by stage; None if not known."""
     budgets: Sequence[int] = ()
-    """Bounds in bytes, by pipeline rank, in the place of the policy's; empty: the policy's."""
+    """Bounds in bytes by pipeline rank, which replace the policy's; empty: the policy's holds."""
     expected: TaskTimes | None = None
-    """What ranks know of their tasks' times beforehand, if they announce when they will be done;
-    None: only what their earlier tasks took."""
+    """The task times that ranks expect, and announce the ends of tasks by. None: they expect the
+    mean of their earlier tasks."""
     launch_ns: int = 0
-    """How long a rank's host takes to launch a task on its device, which decides just in time
-    (`rrfp.schedule.punctuality`). 0: ranks decide when a task has ended."""
+    """The time of launching a task on a device. If above 0, a rank decides just before the running
+    task ends (`JustInTime`), else when it has ended."""
     launch_risk: float = RISK
-    """What a rank risks by waiting with its decision (`JustInTime`)."""
+    """The `risk` of `JustInTime`."""
     agreement_ns: int = 0
-    """The time of a round of agreement. It is hidden if it is over before the task that runs
-    meanwhile; otherwise the group waits."""
+    """The time of a round of agreement. The group waits only for the part that the running task
+    does not hide."""
 
 
 # The event loop.
 
 
 ENDED: Final = 0
-CAME: Final = 1
+ARRIVED: Final = 1
 DECIDES_AHEAD: Final = 2
 ANNOUNCED: Final = 3
 WAIT_ENDS: Final = 4
-"""What an event is, and its priority among those of one instant."""
+"""The types of events, which are also their priorities at one instant, the smallest first."""
 
 IDLE = ComputeIdle()
 AHEAD = DecideAhead()
 
-_NUM_TOLD = 3
-"""How many ranks an error names."""
+_NUM_LISTED = 3
+"""The number of ranks that an error names."""
 
 # Compiled code finds these faster than a module's globals.
 _pop: Final = heappop
@@ -143,13 +146,13 @@ class PipelineRun(Value):
     """The outcome of one pipeline's step, by pipeline rank."""
 
     ends_ns: tuple[int, ...]
-    """When its last task ended, since the start of the step."""
+    """The end of the last task, since the start of the step."""
     busy_ns: tuple[int, ...]
     """Time in F, B and W."""
     peak_held: tuple[int, ...]
     """The most activations held, in slots of one chunk and one microbatch."""
     peak_held_bytes: tuple[int, ...]
-    """The most bytes of activations held; zeros where sizes are not known."""
+    """The most bytes of activations held; zeros if sizes are not known."""
 
     @property
     def makespan_ns(self) -> int:
@@ -157,38 +160,41 @@ class PipelineRun(Value):
 
 
 class Log(Protocol):
-    """Keeps what happens on every member of every pipeline rank."""
+    """Receives the events on every member of every pipeline rank."""
 
-    def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None: ...
+    def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
+        """A member's dispatcher processed a stimulus."""
 
-    def waited(self, rank: int, member: int, waited: Waited) -> None: ...
+    def waited(self, rank: int, member: int, waited: Waited) -> None:
+        """A member's idle interval ended."""
 
     def ran(self, rank: int, start_ns: int, end_ns: int, run: RunTask) -> None:
         """Every member of a rank ran a task."""
 
     def agreed(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
-        """A group's round on a task; another task may run meanwhile."""
+        """A group agreed on its next task, perhaps while another one ran."""
 
     def passed(
         self, sender: int, receiver: int, member: int, start_ns: int, end_ns: int, task: Task
     ) -> None:
-        """The message for a task passed from a member of one rank to that member of another."""
+        """The message for a task went from a member of one rank to that member of another."""
 
 
 class Step:
-    """The ranks of a step: what travelling and blocking transfers have in common."""
+    """The state of a simulated step, with dispatchers and events: the base of both kinds of
+    transfers."""
 
     deadlock: str
-    """Why a step of this kind gets stuck, and what to do."""
+    """The cause of a deadlock and its remedy, for errors."""
 
     def __init__(
-        self, shape: Shape, policy: Policy, world: StepConditions, log: Log | None
+        self, shape: Shape, policy: Policy, conditions: StepConditions, log: Log | None
     ) -> None:
         self.shape = shape
-        self.world = world
+        self.conditions = conditions
         self.log = log
-        # Followers decide nothing, and without a log the causes of their waits are not needed.
-        num_members = world.num_members if log is not None else 1
+        # Followers decide nothing. Only a log needs the causes of their waits.
+        num_members = conditions.num_members if log is not None else 1
         self.members = [
             [self._dispatcher(policy, rank, member) for member in range(num_members)]
             for rank in range(shape.num_ranks)
@@ -196,11 +202,11 @@ class Step:
         """The dispatchers of each rank, its leader's first."""
         self.leaders = [of_rank[0] for of_rank in self.members]
         self.indices = [task_index(shape, rank) for rank in range(shape.num_ranks)]
-        # Future events, each packed into one integer: its time, what it is, its rank and member,
-        # and the number of its task on that rank.
+        # Future events, each packed into one integer: time, type, rank, member, and the number of
+        # the task on that rank.
         self._events: list[int] = []
         self._member_shift = shape.num_tasks_of_a_rank.bit_length()
-        self._rank_shift = self._member_shift + world.num_members.bit_length()
+        self._rank_shift = self._member_shift + conditions.num_members.bit_length()
         self._what_shift = self._rank_shift + shape.num_ranks.bit_length()
         self._time_shift = self._what_shift + WAIT_ENDS.bit_length()
         self._number_bits = (1 << self._member_shift) - 1
@@ -210,22 +216,22 @@ class Step:
         self._num_left = shape.num_ranks * shape.num_tasks_of_a_rank
         self._ends_ns = [0] * shape.num_ranks
         self._busy_ns = [0] * shape.num_ranks
-        self._times = world.times.by_kind(split=shape.splits_backward)
+        self._times = conditions.times.by_kind(split=shape.splits_backward)
         self._times_ns = [self._times_of(index) for index in self.indices]
-        # With a log: what each rank decided last.
+        # With a log: the last decision of each rank.
         self._runs: list[RunTask | None] = [None] * shape.num_ranks
 
     def _dispatcher(self, policy: Policy, rank: int, member: int) -> Dispatcher:
-        world, shape = self.world, self.shape
+        conditions, shape = self.conditions, self.shape
         sizes: ActivationSizes | None = None
-        if world.sizes is not None:
-            sizes = world.sizes.of(shape.stages_of(rank))
-        group = Group(world.num_members, member == 0) if world.num_members > 1 else None
-        budget = world.budgets[rank] if world.budgets else None
+        if conditions.sizes is not None:
+            sizes = conditions.sizes.of(shape.stages_of(rank))
+        group = Group(conditions.num_members, member == 0) if conditions.num_members > 1 else None
+        budget = conditions.budgets[rank] if conditions.budgets else None
         return Dispatcher(shape, rank, policy, group, sizes=sizes, budget=budget)
 
     def _times_of(self, index: TaskIndex) -> list[int]:
-        """The times of a rank's tasks, by number."""
+        """The nominal times of a rank's tasks in ns, by task number."""
         times = self._times
         times_ns: list[int] = []
         for kind, stage in zip(index.kinds, index.stages, strict=True):
@@ -233,7 +239,7 @@ class Step:
         return times_ns
 
     def push(self, time_ns: int, what: int, rank: int, member: int, number: int) -> None:
-        """Add an event: what happens then to the task of this number."""
+        """Schedule an event of type `what` for the task `number`."""
         _push(
             self._events,
             time_ns << self._time_shift
@@ -247,8 +253,8 @@ class Step:
         """The time of the next event; `NEVER` without one."""
         return self._events[0] >> self._time_shift if self._events else NEVER
 
-    def take(self) -> tuple[int, int, int, int]:
-        """Take the next event: what it is, and of which rank, member and task."""
+    def pop(self) -> tuple[int, int, int, int]:
+        """Remove the next event; return its type, rank, member and task number."""
         event = _pop(self._events)
         return (
             (event & self._what_bits) >> self._what_shift,
@@ -258,7 +264,7 @@ class Step:
         )
 
     def decide(self, rank: int, now_ns: int, *, is_idle: bool = True) -> int:
-        """Let a rank decide; the number of the task to run next, or `NO_TASK`."""
+        """Let a rank decide; return the number of the task to run next, or `NO_TASK`."""
         if self.log is None:
             return self.leaders[rank].decide(now_ns, is_idle=is_idle)
         run = self.handle(rank, 0, now_ns, IDLE if is_idle else AHEAD)
@@ -266,7 +272,8 @@ class Step:
         return NO_TASK if run is None else self.indices[rank].number(run.task)
 
     def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
-        """Pass a stimulus to a dispatcher and log what follows; return what it says to run now."""
+        """Pass a stimulus to a dispatcher, log it and the end of a wait, and return the decision to
+        run a task, if any."""
         assert self.log is not None
         instructions = self.members[rank][member].handle(now_ns, stimulus)
         self.log.took_in(rank, member, now_ns, stimulus)
@@ -278,11 +285,11 @@ class Step:
         return None
 
     def run(self, rank: int, start_ns: int, number: int) -> int:
-        """Let every member of a rank run the task that it decided; return when it ends."""
+        """Start the decided task on every member of a rank and schedule its end; return the end."""
         time_ns = self._times_ns[rank][number]
-        if self.world.stretch is not None:
+        if self.conditions.stretch is not None:
             task = self.indices[rank].task(number)
-            time_ns = self.world.stretch(rank, start_ns, task, time_ns)
+            time_ns = self.conditions.stretch(rank, start_ns, task, time_ns)
         end_ns = start_ns + time_ns
         self._num_left -= 1
         self._ends_ns[rank] = end_ns
@@ -291,14 +298,13 @@ class Step:
         if self.log is not None:
             run = self._runs[rank]
             assert run is not None
-            for member in range(1, self.world.num_members):
+            for member in range(1, self.conditions.num_members):
                 self.handle(rank, member, start_ns, TaskAgreed(run.task))
             self.log.ran(rank, start_ns, end_ns, run)
         return end_ns
 
-    def came(self, rank: int, member: int, now_ns: int, number: int) -> None:
-        """The input of a task has arrived at a member: the member counts it, and so does its
-        leader."""
+    def deliver(self, rank: int, member: int, now_ns: int, number: int) -> None:
+        """Deliver the input of a task to a member: the member and its leader count it."""
         if self.log is None:
             self.leaders[rank].input_arrived(number, member)
             return
@@ -308,14 +314,14 @@ class Step:
             self.handle(rank, member, now_ns, InputArrived(task))
 
     def result(self) -> PipelineRun:
-        """The outcome of the step; raises RrfpError if it got stuck before its end."""
+        """The outcome of the step. Raises RrfpError if tasks are left (a deadlock)."""
         if self._num_left:
             firsts = [leader.unfinished()[:1] for leader in self.leaders]
             places = [f"rank {rank} at {left[0][0]}" for rank, left in enumerate(firsts) if left]
-            more = f" and {len(places) - _NUM_TOLD} more" if len(places) > _NUM_TOLD else ""
+            more = f" and {len(places) - _NUM_LISTED} more" if len(places) > _NUM_LISTED else ""
             raise RrfpError(
                 f"the step is stuck with {self._num_left} tasks left, "
-                f"{', '.join(places[:_NUM_TOLD])}{more}: {self.deadlock}"
+                f"{', '.join(places[:_NUM_LISTED])}{more}: {self.deadlock}"
             )
         return PipelineRun(
             tuple(self._ends_ns),

@@ -1,4 +1,4 @@
-"""Jitter: why tasks and messages take other times than their costs say.
+"""Jitter: random and systematic deviations of task and message times from their costs.
 
 A spec is parts joined by ``+``, such as ``lognormal:0.5+stop:3:0.2:0.1``. Every draw is keyed by
 the seed, the replica, the part and the task, so that methods compared under one seed meet the same
@@ -42,7 +42,8 @@ from rrfp.trace.records import NS_PER_S
 
 
 LARGEST_SIGMA = 3.0
-"""Of a lognormal factor. One deviation is a factor of e**3 = 20; more is a typing error."""
+"""The largest sigma of a lognormal factor. One deviation is a factor of e**3 = 20; more is a typing
+error."""
 
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """ln 2 in two parts; the first ends in zeros, so that a whole number times it is exact."""
@@ -332,7 +333,7 @@ class _Stretch:
         return self._drawn[key]
 
     def _end_ns(self, rank: int, start_ns: int, time_ns: int) -> int:
-        """When a task ends that needs `time_ns` of work while its rank is not stopped."""
+        """The end of a task that needs `time_ns` of work, given the stops of its rank."""
         now_ns, left_ns = start_ns, time_ns
         for stop in self._stops[rank]:
             if now_ns < stop.until_ns and now_ns + left_ns > stop.from_ns:
@@ -354,7 +355,7 @@ _DISTRIBUTIONS: dict[str, tuple[_Draw, float, float]] = {
 }
 """By name: how its factors are drawn, and the range of their parameter."""
 _LIST_ITEM = re.compile(r"\d{1,6}(-\d{1,6})?", re.ASCII)
-"""What splitting a spec at its commas leaves of a part's ranks."""
+"""A rank or a range of ranks, into which a part breaks if a spec is split at its commas."""
 
 
 def parse_jitter(spec: str) -> Jitter:

@@ -1,10 +1,10 @@
-"""What a bound on memory costs that is too low to fill the pipeline.
+"""The price of a memory bound that is too low to fill the pipeline, and holds relative to 1F1B.
 
-It is told by simulating a step of equal tasks: F, B and W of one length, and free messages. The
-measure is 1F1B of the same chunks (interleaved, if there are several), whose time is known:
+The price is found by simulating a step of equal tasks: F, B and W of one length, and free messages.
+The measure is 1F1B of the same chunks (interleaved, if there are several), whose time is known:
 with C chunks on each of N ranks, M microbatches take C * max(M, N) + min(M, N) - 1 times as long as
 one microbatch takes on one chunk. A hint that takes longer even without a bound is measured against
-that, so that only what the bound itself costs is told.
+that, so that the price covers only the bound itself.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ _TOLERANCE = 1.01
 """How many times as long as 1F1B a step may take under a bound that fills the pipeline."""
 
 _MOST_FORWARDS = 2**15
-"""Of a simulated step, which then takes some 60 ms. A larger one is simulated with fewer ranks and
+"""The largest number of forwards of a simulated step, which then takes some 60 ms. A larger step is
+simulated with fewer ranks and
 a bound that is lower in proportion. Where ranks of several chunks drain, more of them pay more."""
 
 _NUM_ROUNDS = 8
@@ -40,16 +41,16 @@ class UnfilledPipeline:
     """A bound that cannot fill the pipeline."""
 
     flag: str
-    """Which bound it is: limit or hold."""
+    """The name of the bound: limit or hold."""
     bound: int
     num_stages: int
     price: float
     """How many times as long a step takes."""
     enough: int | None
-    """A higher bound, which fills it; None if there is none under this hint."""
+    """A higher bound, which fills the pipeline; None if no bound does under this hint."""
 
-    def told(self) -> str:
-        """A sentence for whoever has set it."""
+    def describe(self) -> str:
+        """Describe the bound, its price and a remedy in a sentence."""
         instead = (
             "choose a hint that needs less, such as bfw-deep"
             if self.enough is None
@@ -110,7 +111,7 @@ def unbounded(policy: Policy, shape: Shape) -> str | None:
 
 
 def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
-    """What fills the pipeline, if it is more than this bound."""
+    """A bound that fills the pipeline, if one above `bound` does."""
     limit = filling_limit(policy.hint.for_shape(shape), shape)
     if limit is None:
         return None
@@ -241,6 +242,6 @@ def by_rank(sizes: ActivationSizes, shape: Shape) -> ActivationSizes:
 
 
 def _widest(row: Sequence[int], width: int) -> int:
-    """The largest sum of so many neighbours."""
+    """The largest sum of `width` consecutive entries."""
     sums = [0, *accumulate(row)]
     return max(sums[end] - sums[max(0, end - width)] for end in range(1, len(sums)))

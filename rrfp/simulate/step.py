@@ -50,7 +50,7 @@ def new_recording(
 
 
 def end_of(recording: Recording) -> int:
-    """When the last recorded step ended, in ns."""
+    """The end of the last recorded step, in ns; 0 without steps."""
     return max((phase.end_ns for r in recording.ranks for phase in r.phases[-1:]), default=0)
 
 
@@ -179,7 +179,7 @@ def _announcing_after_a_step(
     if not patient:
         return None
     announcing = AnnouncementModel(shape, world, patient)
-    # What stretches tasks counts what was run, and begins anew with the step that counts.
+    # The stretch has state, so the rehearsal step gets a copy.
     before = replace(world, stretch=deepcopy(world.stretch))
     AsyncStep(shape, policy, before, None, announcing).play()
     return announcing

@@ -1,4 +1,4 @@
-"""What no schedule can beat (the floor), and what readiness-first never exceeds.
+"""Bounds on a step's time: the floor that no schedule can beat, and the paper's upper bound.
 
 Every microbatch passes through one chain: F of stage 0, 1, .., S-1, then B of stage S-1, .., 1, 0.
 Between two tasks of the chain on different ranks there is a message. If the backward is split, a W

@@ -1,16 +1,15 @@
-"""One pipeline's step whose messages travel while ranks compute.
+"""The two kinds of simulated steps: messages travel while ranks compute, or transfers block.
 
-They travel one at a time on a directed link, in the order in which they were sent.
-`rrfp.simulate.transfers` models transfers that block.
+Travelling messages use a directed link one at a time, in the order in which they were sent.
 
 The members of a group (tensor parallelism) run each task together, because it contains collectives;
-only their messages arrive at different times. The leader's dispatcher counts them all. It decides
-on the next task while one runs, just early enough for the round of agreement to be over when that
-task ends. If nothing was ready by then, the group waits for a decision and its round.
+only their messages arrive at different times. The leader's dispatcher counts all arrivals. It
+decides on the next task while one runs, just early enough for the round of agreement to end with
+that task. If no task was ready by then, the group waits for a decision and its round.
 
-Where a device works beside its host and launches take time, every rank decides on its next task
-while one runs, as late as it dares, and again with every arrival from then on. At most one task
-waits behind the running one.
+If launches on the device take time, every rank decides on its next task shortly before the running
+one ends (`JustInTime`), and decides again with every arrival from then on. At most one task waits
+behind the running one.
 """
 
 from collections import defaultdict
@@ -26,7 +25,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Announced, Cause, Kind, Task, Waited
 from rrfp.simulate.engine import (
     ANNOUNCED,
-    CAME,
+    ARRIVED,
     DECIDES_AHEAD,
     ENDED,
     IDLE,
@@ -38,26 +37,30 @@ from rrfp.simulate.engine import (
     TaskTimes,
 )
 
-# Announcements in virtual time: what ranks expect of their tasks, and make of what they hear.
+# Announcements in virtual time.
 
 
 class AnnouncementModel:
-    """The announcements of steps of the same costs. As in the runtime, ranks learn from what came
-    how punctual announcements are."""
+    """The announcements between ranks, in steps of the same costs. As in the runtime, ranks learn
+    from arrivals how accurate announcements are."""
 
-    def __init__(self, shape: Shape, world: StepConditions, heard: Sequence[Punctuality]) -> None:
-        """`heard` is what each rank makes of announcements."""
+    def __init__(
+        self, shape: Shape, conditions: StepConditions, punctualities: Sequence[Punctuality]
+    ) -> None:
+        """`punctualities` are by rank."""
         self._shape = shape
         self._known_ns = (
-            None if world.expected is None else world.expected.by_kind(split=shape.splits_backward)
+            None
+            if conditions.expected is None
+            else conditions.expected.by_kind(split=shape.splits_backward)
         )
         self._durations = [Durations() for _ in range(shape.num_ranks)]
-        self._heard = heard
+        self._punctualities = punctualities
         self._left_ns: dict[Task, int] = {}
 
-    def taking_ns(self, rank: int, task: Task, time_ns: int) -> int | None:
-        """How long a rank expects the task to take that it begins; None: it has no idea. It will
-        learn from the time that it takes, `time_ns`."""
+    def expected_ns(self, rank: int, task: Task, time_ns: int) -> int | None:
+        """The time that a rank expects the task that it begins to take; None without an estimate.
+        Its real time, `time_ns`, updates the estimate for later tasks."""
         stage, kind, microbatch = task
         if self._known_ns is not None:
             return self._known_ns[kind][stage][microbatch]
@@ -67,70 +70,73 @@ class AnnouncementModel:
         return None if mean_ns is None else int(mean_ns)
 
     def announce(self, task: Task, left_ns: int) -> None:
-        """Tell a task's rank that its input will come `left_ns` after the announcement."""
+        """Send the announcement that a task's input will arrive `left_ns` after it."""
         self._left_ns[task] = left_ns
 
-    def heard(self, rank: int, task: Task, now_ns: int) -> Announced:
-        """The announcement of a task has reached its rank."""
-        return self._heard[rank].announced(task, now_ns, self._left_ns.pop(task))
+    def receive(self, rank: int, task: Task, now_ns: int) -> Announced:
+        """Deliver the announcement of a task to its rank; return it as a stimulus."""
+        return self._punctualities[rank].announced(task, now_ns, self._left_ns.pop(task))
 
     def arrived(self, rank: int, task: Task, now_ns: int) -> None:
-        """The input of a task has reached its rank."""
-        self._heard[rank].arrived(task, now_ns)
+        """Record that the input of a task has reached its rank."""
+        self._punctualities[rank].arrived(task, now_ns)
 
 
 # One pipeline's step whose transfers block the compute path, as in Megatron's own schedules.
 #
-# A transfer starts when both its sender and its receiver are there, and neither goes on until it
-# has passed. What a rank sends after a task, and receives for its next one, follows the calls in
-# Megatron-Core's schedules.py:
+# A transfer starts when both its sender and its receiver are ready, and blocks both until it is
+# done. The send after a task and the receive for the next one follow the calls in Megatron-Core's
+# schedules.py:
 #
-# - One chunk per rank: the two overlap if they go to and come from the same rank
-# (`send_forward_recv_backward`, `send_backward_recv_forward`); otherwise the send goes first. -
-# Several chunks: they always overlap, and if a forward is followed by a backward, all four messages
-# of the pair pass after the backward (`send_forward_backward_recv_forward_backward`). - A weight
-# gradient has no transfers: it runs while those before it pass.
+# - One chunk per rank: the two overlap if they use the same peer (`send_forward_recv_backward`,
+#   `send_backward_recv_forward`); otherwise the send goes first.
+# - Several chunks: they always overlap, and if a forward is followed by a backward, all four
+#   messages of the pair are transferred after the backward
+#   (`send_forward_backward_recv_forward_backward`).
+# - A weight gradient has no transfers: it runs during those before it.
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The state of a rank. A message is named by the task that consumes it."""
+    """The state of a rank with blocking transfers. A message is identified by the task that
+    consumes it."""
 
     row: tuple[Task, ...]
     sends: dict[Task, list[Task]]
-    """Messages that it sends, by the task after which they leave."""
+    """The messages that it sends, by the task after which it sends them."""
     receives: dict[Task | None, list[Task]]
-    """Messages that it receives, by the task after which it asks for them; None: at the start."""
+    """The messages that it receives, by the task after which it posts the receive; None: at the
+    start."""
     num_run: int = 0
     is_busy: bool = False
     ended_ns: int = 0
     open: set[Task] = field(default_factory=set)
-    """Messages that the rank is ready to transfer and that have not passed."""
-    asks_later: list[Task] = field(default_factory=list)
-    """Messages to receive once the open ones have passed."""
+    """The messages whose transfer the rank has posted and that are not done."""
+    receive_later: list[Task] = field(default_factory=list)
+    """The messages to receive once the open ones are done."""
 
 
 class BlockingStep(Step):
-    """A step whose ranks meet for every message. Its order must bind, because a receiver must know
-    beforehand which message has_remote_input next."""
+    """A step with blocking transfers. Its order must bind, because a receiver must know beforehand
+    which message is next."""
 
     deadlock = "its order deadlocks over blocking transfers; choose --links async or another hint"
 
     def __init__(
-        self, shape: Shape, policy: Policy, world: StepConditions, log: Log | None
+        self, shape: Shape, policy: Policy, conditions: StepConditions, log: Log | None
     ) -> None:
         if policy.dispatch is not Dispatch.FIXED or policy.order is None:
             raise UsageError(
                 "blocking links need a binding order; add --dispatch fixed or choose --links async"
             )
-        super().__init__(shape, policy, world, log)
+        super().__init__(shape, policy, conditions, log)
         # The sending and the receiving rank of each message.
         self._links: dict[Task, tuple[int, int]] = {}
         self._ranks = [self._rank_of(row) for row in policy.order.rows]
-        self._half_met: set[Task] = set()
+        self._half_posted: set[Task] = set()
 
     def _rank_of(self, row: tuple[Task, ...]) -> _Rank:
-        """A rank with this row: what it sends and receives between which tasks."""
+        """The initial state of a rank, with its transfers between the tasks of this row."""
         units: list[list[Task]] = []
         pairs = self._pairs(row)
         for task in row:
@@ -156,8 +162,8 @@ class BlockingStep(Step):
         return rank
 
     def _pairs(self, row: tuple[Task, ...]) -> bool:
-        """Whether a forward and the backward after it form a pair: with several chunks, unless
-        Megatron's warmup covers all forwards."""
+        """Whether the transfers of a forward and of the backward after it are combined: with
+        several chunks, unless Megatron's warmup covers all forwards."""
         shape = self.shape
         rank = shape.rank_of(row[0].stage)
         num_forwards = shape.num_chunks * shape.num_microbatches
@@ -169,18 +175,18 @@ class BlockingStep(Step):
         for rank in range(self.shape.num_ranks):
             self._exchange(rank, 0, None)
         while (now_ns := self.next_ns()) != NEVER:
-            what, rank, _, number = self.take()
+            what, rank, _, number = self.pop()
             task = self.indices[rank].task(number)
             if what == ENDED:
                 self._ranks[rank].is_busy = False
                 self._ranks[rank].ended_ns = now_ns
                 self._exchange(rank, now_ns, task)
             else:
-                self._passed(now_ns, task)
+                self._finish_transfer(now_ns, task)
         return self.result()
 
     def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:
-        """Send the outputs of the tasks up to this one, and receive the inputs of the next ones."""
+        """Post the sends and receives that follow the task `ended` (None: the start), and go on."""
         this = self._ranks[rank]
         sent = [] if ended is None else this.sends[ended]
         needed = this.receives[ended]
@@ -189,55 +195,56 @@ class BlockingStep(Step):
         if not sent or self.shape.num_chunks > 1 or len(peers) == 1:
             self._open(rank, now_ns, needed)
         else:
-            this.asks_later = needed
+            this.receive_later = needed
         self._go_on(rank, now_ns)
 
     def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
-        """A rank is ready for messages; each passes once its other rank is ready too."""
+        """Post a rank's side of these transfers. A transfer starts once both sides are posted."""
         for task in messages:
             self._ranks[rank].open.add(task)
-            if task not in self._half_met:
-                self._half_met.add(task)
+            if task not in self._half_posted:
+                self._half_posted.add(task)
                 continue
-            self._half_met.remove(task)
+            self._half_posted.remove(task)
             sender, receiver = self._links[task]
             end_ns = now_ns
-            if self.world.transfer is not None:
-                end_ns += self.world.transfer(sender, receiver, task)
-            if self.world.lateness is not None:
-                # Members run as one: all continue when the last one's message has passed.
-                others = range(1, self.world.num_members)
-                end_ns += max((self.world.lateness(each, task) for each in others), default=0)
+            if self.conditions.transfer is not None:
+                end_ns += self.conditions.transfer(sender, receiver, task)
+            if self.conditions.lateness is not None:
+                # Members run together: all continue when the last one's message has arrived.
+                others = range(1, self.conditions.num_members)
+                end_ns += max((self.conditions.lateness(each, task) for each in others), default=0)
             if self.log is not None:
-                for member in range(self.world.num_members):
+                for member in range(self.conditions.num_members):
                     self.log.passed(sender, receiver, member, now_ns, end_ns, task)
-            self.push(end_ns, CAME, receiver, 0, self.indices[receiver].number(task))
+            self.push(end_ns, ARRIVED, receiver, 0, self.indices[receiver].number(task))
 
-    def _passed(self, now_ns: int, task: Task) -> None:
+    def _finish_transfer(self, now_ns: int, task: Task) -> None:
+        """Deliver a message and let both of its ranks go on."""
         sender, receiver = self._links[task]
         number = self.indices[receiver].number(task)
-        for member in range(self.world.num_members):
-            self.came(receiver, member, now_ns, number)
+        for member in range(self.conditions.num_members):
+            self.deliver(receiver, member, now_ns, number)
         for rank in (sender, receiver):
             this = self._ranks[rank]
             this.open.remove(task)
             if not this.open:
-                later, this.asks_later = this.asks_later, []
+                later, this.receive_later = this.receive_later, []
                 self._open(rank, now_ns, later)
             self._go_on(rank, now_ns)
 
     def _go_on(self, rank: int, now_ns: int) -> None:
-        """Run the next task of the row, if the rank is free."""
+        """Run the next task of the row, if the rank is free and its transfers are done."""
         this = self._ranks[rank]
         if this.is_busy or this.num_run == len(this.row):
             return
         if this.open and this.row[this.num_run].kind is not Kind.W:
             return
         number = self.decide(rank, now_ns)
-        assert number != NO_TASK, "its input has passed, and its row binds"
+        assert number != NO_TASK, "its input has arrived, and its row binds"
         if self.log is not None and now_ns > this.ended_ns:
             cause = Cause.TRANSFER if this.num_run else Cause.WARMUP
-            for member in range(self.world.num_members):
+            for member in range(self.conditions.num_members):
                 self.log.waited(rank, member, Waited(cause, this.ended_ns, now_ns))
         this.num_run += 1
         this.is_busy = True
@@ -245,8 +252,8 @@ class BlockingStep(Step):
 
 
 def check_blocking_transfers(order: Order) -> None:
-    """Raise RrfpError if an order deadlocks over blocking transfers. Durations do not matter: what
-    a rank sends and receives after each task follows from its row alone."""
+    """Raise RrfpError if an order deadlocks over blocking transfers. Durations do not matter: the
+    transfers after each task follow from the row alone."""
     shape = order.shape
     times = [[1] * shape.num_microbatches] * shape.num_stages
     policy = Policy(order, dispatch=Dispatch.FIXED)
@@ -262,32 +269,32 @@ class AsyncStep(Step):
         self,
         shape: Shape,
         policy: Policy,
-        world: StepConditions,
+        conditions: StepConditions,
         log: Log | None,
         announcing: AnnouncementModel | None = None,
     ) -> None:
-        """With `announcing`, ranks tell each other when to expect their output."""
-        super().__init__(shape, policy, world, log)
-        self._agreement_ns = world.agreement_ns if world.num_members > 1 else 0
-        self._launch_ns = world.launch_ns
-        # By rank, where launches take time: what it knows, when it may decide on its next task, and
-        # when its device began what it runs.
-        num_deciding = shape.num_ranks if world.launch_ns else 0
-        self._in_time = [JustInTime(world.launch_risk) for _ in range(num_deciding)]
+        """With `announcing`, ranks announce to each other when to expect their output."""
+        super().__init__(shape, policy, conditions, log)
+        self._agreement_ns = conditions.agreement_ns if conditions.num_members > 1 else 0
+        self._launch_ns = conditions.launch_ns
+        # By rank, if launches take time: its decision times, the next of them, and the start of the
+        # running task on its device.
+        num_deciding = shape.num_ranks if conditions.launch_ns else 0
+        self._in_time = [JustInTime(conditions.launch_risk) for _ in range(num_deciding)]
         self._due_ns = [NEVER] * shape.num_ranks
         self._began_ns = [0] * shape.num_ranks
         self._is_busy = [False] * shape.num_ranks
-        # Ranks that something happened to, each once.
+        # The ranks that must decide, each once.
         self._to_decide = list(range(shape.num_ranks))
         self._is_to_decide = [True] * shape.num_ranks
-        # By group: its next task, decided ahead, and when that round is over.
+        # By group: the next task, decided ahead, and the end of that round of agreement.
         self._ahead: dict[int, tuple[int, int]] = {}
         self._announcing = announcing
-        # By rank: when it decides anew at the latest, although nothing came.
+        # By rank: the latest time of its next decision, even if nothing arrives.
         self._deadline_ns = [NEVER] * shape.num_ranks
-        # By link, and by link and member.
+        # By link: the time from which it is free. By link and member: the last arrival.
         self._free_ns: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self._last_came_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        self._last_arrival_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
     def play(self) -> PipelineRun:
         now_ns = 0
@@ -297,31 +304,32 @@ class AsyncStep(Step):
             if now_ns == NEVER:
                 return self.result()
             while self.next_ns() == now_ns:
-                what, rank, member, number = self.take()
+                what, rank, member, number = self.pop()
                 if what == ENDED:
                     self._is_busy[rank] = False
-                    self._ask(rank)
+                    self._request_decision(rank)
                     if self._launch_ns:
-                        self._ran(rank, now_ns, number)
+                        self._observe_run(rank, now_ns, number)
                     self._send_output(rank, now_ns, number)
-                elif what == CAME:
-                    self._came(rank, member, now_ns, number)
+                elif what == ARRIVED:
+                    self._deliver_input(rank, member, now_ns, number)
                 elif what == DECIDES_AHEAD:
-                    # It may be over, if the task took less than was expected.
+                    # The task may be over, if it took less time than expected.
                     if self._is_busy[rank] and rank not in self._ahead:
                         self._decide_ahead(rank, now_ns)
                 elif what == ANNOUNCED:
-                    self._heard(rank, now_ns, number)
+                    self._deliver_announcement(rank, now_ns, number)
                 elif self._deadline_ns[rank] == now_ns:
-                    self._ask(rank)
+                    self._request_decision(rank)
 
-    def _ask(self, rank: int) -> None:
-        """Let a rank decide, if it is free, once everything of this instant has happened."""
+    def _request_decision(self, rank: int) -> None:
+        """Let a rank decide after all events of this instant."""
         if not self._is_to_decide[rank]:
             self._is_to_decide[rank] = True
             self._to_decide.append(rank)
 
     def _decide_all(self, now_ns: int) -> None:
+        """Let the ranks decide for which a decision was requested."""
         for rank in self._to_decide:
             self._is_to_decide[rank] = False
             if not self._is_busy[rank]:
@@ -331,7 +339,7 @@ class AsyncStep(Step):
         self._to_decide.clear()
 
     def _decide(self, rank: int, now_ns: int) -> None:
-        """Let a free rank begin a task, if one may run."""
+        """Let a free rank start its next task, if one may run."""
         if self._ahead and rank in self._ahead:
             number, agreed_ns = self._ahead.pop(rank)
         else:
@@ -347,7 +355,7 @@ class AsyncStep(Step):
             self._log_round(rank, now_ns, agreed_ns, number)
         if agreed_ns > now_ns and self.log is not None:
             self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, agreed_ns))
-            # The followers have the task's input too, and wait for the decision.
+            # The followers have the task's input, too, and wait for the decision.
             self._idle_followers(rank, now_ns)
         self._is_busy[rank] = True
         start_ns = max(now_ns, agreed_ns + self._launch_ns)
@@ -361,7 +369,7 @@ class AsyncStep(Step):
             self.push(max(start_ns, end_ns - self._agreement_ns), DECIDES_AHEAD, rank, 0, number)
 
     def _decide_in_time(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
-        """Let a rank decide on its next task while its device runs this one."""
+        """Schedule the decision on a rank's next task while its device runs this one."""
         index, in_time = self.indices[rank], self._in_time[rank]
         row = number // index.num_microbatches
         kind, chunk = KINDS[index.kinds[row]], index.chunks[row]
@@ -373,8 +381,8 @@ class AsyncStep(Step):
             self._due_ns[rank] = due_ns
             self.push(due_ns, DECIDES_AHEAD, rank, 0, number)
 
-    def _ran(self, rank: int, now_ns: int, number: int) -> None:
-        """The device of a rank has ended a task."""
+    def _observe_run(self, rank: int, now_ns: int, number: int) -> None:
+        """Record how long the device of a rank ran a task that ends now."""
         index = self.indices[rank]
         row = number // index.num_microbatches
         taken_ns = now_ns - self._began_ns[rank]
@@ -386,6 +394,7 @@ class AsyncStep(Step):
             self.handle(rank, member, now_ns, IDLE)
 
     def _decide_ahead(self, rank: int, now_ns: int) -> None:
+        """Let a rank that runs a task decide on the next one, if one may run."""
         number = self.decide(rank, now_ns, is_idle=False)
         if number != NO_TASK:
             agreed_ns = now_ns + self._agreement_ns
@@ -393,71 +402,71 @@ class AsyncStep(Step):
             self._log_round(rank, now_ns, agreed_ns, number)
 
     def _log_round(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
-        if self.log is not None and self.world.num_members > 1:
+        if self.log is not None and self.conditions.num_members > 1:
             self.log.agreed(rank, start_ns, end_ns, self.indices[rank].task(number))
 
     def _announce(
         self, announcing: AnnouncementModel, rank: int, start_ns: int, end_ns: int, number: int
     ) -> None:
-        """Tell the rank of the task that takes this one's output when to expect it."""
+        """Announce the output of a task that starts to the rank that consumes it."""
         index = self.indices[rank]
-        taking_ns = announcing.taking_ns(rank, index.task(number), end_ns - start_ns)
+        expected_ns = announcing.expected_ns(rank, index.task(number), end_ns - start_ns)
         row, microbatch = divmod(number, index.num_microbatches)
         output_rank = index.output_rank[row]
-        if output_rank == NO_RANK or taking_ns is None:
+        if output_rank == NO_RANK or expected_ns is None:
             return
-        takes = index.output_row[row] * index.num_microbatches + microbatch
-        receiver = self.indices[output_rank].task(takes)
-        transfer = self.world.transfer
+        consumer = index.output_row[row] * index.num_microbatches + microbatch
+        receiver = self.indices[output_rank].task(consumer)
+        transfer = self.conditions.transfer
         hop_ns = 0 if transfer is None else transfer(rank, output_rank, receiver)
-        # It overtakes messages and takes as long as one, so that its hop is the output's, too.
-        announcing.announce(receiver, taking_ns)
-        self.push(start_ns + hop_ns, ANNOUNCED, output_rank, 0, takes)
+        # An announcement overtakes messages and takes as long as the output's message.
+        announcing.announce(receiver, expected_ns)
+        self.push(start_ns + hop_ns, ANNOUNCED, output_rank, 0, consumer)
 
-    def _heard(self, rank: int, now_ns: int, number: int) -> None:
-        """An announcement has reached a rank."""
+    def _deliver_announcement(self, rank: int, now_ns: int, number: int) -> None:
+        """Pass an announcement to a rank's dispatcher."""
         assert self._announcing is not None
-        announced = self._announcing.heard(rank, self.indices[rank].task(number), now_ns)
+        announced = self._announcing.receive(rank, self.indices[rank].task(number), now_ns)
         if self.log is None:
             self.leaders[rank].handle(now_ns, announced)
         else:
             self.handle(rank, 0, now_ns, announced)
 
-    def _came(self, rank: int, member: int, now_ns: int, number: int) -> None:
-        """The input of a task has reached a member of its rank."""
+    def _deliver_input(self, rank: int, member: int, now_ns: int, number: int) -> None:
+        """Deliver the input of a task to a member, and let its rank decide."""
         if self._announcing is not None and member == 0:
             self._announcing.arrived(rank, self.indices[rank].task(number), now_ns)
-        self.came(rank, member, now_ns, number)
-        self._ask(rank)
+        self.deliver(rank, member, now_ns, number)
+        self._request_decision(rank)
 
     def _send_output(self, rank: int, now_ns: int, number: int) -> None:
-        """Deliver a task's output to the rank of the task that takes it."""
-        index, world = self.indices[rank], self.world
+        """Send the output of a task that ends to the rank that consumes it."""
+        index, conditions = self.indices[rank], self.conditions
         row = number // index.num_microbatches
         output_rank = index.output_rank[row]
         if output_rank == NO_RANK:
             return
-        takes = number + (index.output_row[row] - row) * index.num_microbatches
+        consumer = number + (index.output_row[row] - row) * index.num_microbatches
         start_ns = end_ns = now_ns
-        if world.transfer is not None:
+        if conditions.transfer is not None:
             link = rank, output_rank
             start_ns = max(now_ns, self._free_ns[link])
-            receiver = self.indices[output_rank].task(takes)
-            end_ns = start_ns + world.transfer(rank, output_rank, receiver)
+            receiver = self.indices[output_rank].task(consumer)
+            end_ns = start_ns + conditions.transfer(rank, output_rank, receiver)
             self._free_ns[link] = end_ns
-        for member in range(world.num_members):
-            came_ns = end_ns
-            if member and world.lateness is not None:
+        for member in range(conditions.num_members):
+            arrival_ns = end_ns
+            if member and conditions.lateness is not None:
                 # A member's own link stays in order too.
                 end = rank, output_rank, member
-                late_ns = world.lateness(member, self.indices[output_rank].task(takes))
-                came_ns = max(self._last_came_ns[end], end_ns + late_ns)
-                self._last_came_ns[end] = came_ns
+                late_ns = conditions.lateness(member, self.indices[output_rank].task(consumer))
+                arrival_ns = max(self._last_arrival_ns[end], end_ns + late_ns)
+                self._last_arrival_ns[end] = arrival_ns
             if self.log is not None:
-                task = self.indices[output_rank].task(takes)
-                self.log.passed(rank, output_rank, member, start_ns, came_ns, task)
-            if came_ns == now_ns:
-                # It arrives at this instant, before any rank decides, so it needs no event.
-                self._came(output_rank, member, now_ns, takes)
+                task = self.indices[output_rank].task(consumer)
+                self.log.passed(rank, output_rank, member, start_ns, arrival_ns, task)
+            if arrival_ns == now_ns:
+                # The message arrives now, before any rank decides, so it needs no event.
+                self._deliver_input(output_rank, member, now_ns, consumer)
             else:
-                self.push(came_ns, CAME, output_rank, member, takes)
+                self.push(arrival_ns, ARRIVED, output_rank, member, consumer)

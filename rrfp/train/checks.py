@@ -11,7 +11,7 @@ from rrfp.runtime.device.cuda_runtime import Gpu, check_cuda, has_bindings
 from rrfp.runtime.net import tls
 from rrfp.runtime.planes.registry import TransportName, is_installed
 from rrfp.schedule.admission import Admit, AdmitAcross
-from rrfp.schedule.policy import Dispatch, check_is_for_a_run
+from rrfp.schedule.policy import Dispatch, check_hold_is_absolute
 from rrfp.schedule.shape import Placement
 from rrfp.system import check_open_files, num_cores, temporary_directory
 from rrfp.trace.spill import LEAST_MB_OF_A_RANK
@@ -83,7 +83,7 @@ def check_settings(settings: TrainSettings) -> None:
     ):
         for sentence in conflicts(settings):
             raise UsageError(sentence)
-    check_is_for_a_run(settings.policy)
+    check_hold_is_absolute(settings.policy.hold)
     check_step(settings.policy, settings.step, FLAGS)
     _check_layout(settings.layout, settings.model)
     if settings.layout.stages is not None:

@@ -163,7 +163,7 @@ def test_what_is_written_is_named(
     for rank in range(4):
         reduced = ("all_reduce", WORLD, 1, DONE)
         entries = [reduced] if rank == 2 else [reduced, ("all_reduce", WORLD, 2, STARTED)]
-        Path(f"dumps/nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(entries)))
+        Path(f"dumps/nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(entries)))  # pyright: ignore[reportArgumentType]
     held(name, *run(*WRITING[name]))
 
 

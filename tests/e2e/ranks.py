@@ -133,7 +133,7 @@ def _start(
     )
     process.start()
     there.close()
-    return _Rank(index, process, here)
+    return _Rank(index, process, here)  # pyright: ignore[reportArgumentType]
 
 
 @cache

@@ -31,7 +31,7 @@ MISSING = (
 """Why there is no trace processor here, or None."""
 
 _SCRIPT = Path(__file__).with_suffix(".js")
-_DESCRIPTOR = Path(perfetto.trace_processor.__file__).with_name("trace_processor.descriptor")
+_DESCRIPTOR = Path(perfetto.trace_processor.__file__).with_name("trace_processor.descriptor")  # pyright: ignore[reportArgumentType]
 
 _messages = descriptor_pool.DescriptorPool()
 for _file in descriptor_pb2.FileDescriptorSet.FromString(_DESCRIPTOR.read_bytes()).file:

@@ -293,7 +293,7 @@ def _perfetto(draw: random.Random, data: bytes) -> bytes:
             case 3:
                 packets[index].trusted_packet_sequence_id = draw.choice((0, 1, 2, 2**32 - 1))
             case 4:
-                event.type = draw.choice((0, 1, 2, 3, 4))
+                event.type = draw.choice((0, 1, 2, 3, 4))  # pyright: ignore[reportAttributeAccessIssue]
             case 5:
                 event.categories[:] = [draw.choice(("task", "wait", "run", "rank", "loss", "x"))]
             case _ if notes:

@@ -49,7 +49,7 @@ def _fuzz(name: str, num_inputs: str) -> None:
     import atheris
     from polars.exceptions import PanicException
 
-    with atheris.instrument_imports(include=list(_GUIDING)):
+    with atheris.instrument_imports(include=list(_GUIDING)):  # pyright: ignore[reportAttributeAccessIssue]
         from tests.fuzz.readers import READERS
     from tests.fuzz.damage import damaged, damaged_inside
 

@@ -436,7 +436,7 @@ def hang_on_gloo(directory: str) -> None:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(8))
     work = dist.all_reduce(torch.ones(8), async_op=True) if rank != 1 else None
-    own: Any = torch._C._distributed_c10d
+    own: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
     deadline = time.monotonic() + 20
     while not pickle.loads(own._dump_fr_trace())["entries"][0]["retired"]:
         assert time.monotonic() < deadline

@@ -102,7 +102,7 @@ class Rig:
         self.settings = TrainSettings(**settings)
         check_settings(self.settings)
         self.layout = layout
-        self.model = build_model(self.settings, layout, VOCABULARY)
+        self.model = build_model(self.settings, layout, VOCABULARY)  # pyright: ignore[reportArgumentType]
         self.batches = some_batches(
             self.settings.data.microbatches, multiple=self.settings.layout.tp
         )

@@ -55,7 +55,7 @@ class Chunk:
         from rrfp.train.models.model import build_model
 
         chosen = TrainSettings(**{**SMALL, **settings})
-        built = build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY))
+        built = build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY))  # pyright: ignore[reportArgumentType]
         self.config = built.config
         (self.model,) = built.chunks
         if ddp:

@@ -410,7 +410,7 @@ def leave_a_weight_out(layout: Any, settings: dict[str, Any], hint: str) -> list
             output = output + model.module.tower(torch.ones(4)).mean()
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
-    vars(gpt)["build_chunk"] = with_tower
+    vars(gpt)["build_chunk"] = with_tower  # pyright: ignore[reportIndexIssue]
     found: list[list[Any]] = []
     schedules = [native(), native(), ours(), ours(hint="bfw"), ours(hint=hint)]
     for schedule in schedules:

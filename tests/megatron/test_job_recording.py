@@ -68,9 +68,9 @@ def record_some(
     if rank == restarted:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if rank == broken:
-        vars(module)["describe_program"] = lambda: 1 // 0
+        vars(module)["describe_program"] = lambda: 1 // 0  # pyright: ignore[reportIndexIssue]
     if full:
-        vars(module)["describe_run"] = no_room
+        vars(module)["describe_run"] = no_room  # pyright: ignore[reportIndexIssue]
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     steps: list[int | None] = []
     with redirect_stderr(io.StringIO()) as said:

@@ -316,7 +316,7 @@ def each_of(*tuples: tuple[Row, ...]) -> pytest.MarkDecorator:
         [
             pytest.param(
                 rows,
-                id=rows[-1].id if len(rows) < 3 else rows[0].layout,
+                id=rows[-1].id if len(rows) < 3 else rows[0].layout,  # pyright: ignore[reportGeneralTypeIssues]
                 marks=[
                     *([pytest.mark.slow] * any(row.is_slow for row in rows)),
                     *(

@@ -327,7 +327,7 @@ def fail_in_a_step() -> bool:
     settings = TrainSettings(**{**SMALL, "pp": 1})
     before = functions()
     with parallel_groups(settings) as layout:
-        gpt = build_model(settings, layout, SimpleNamespace(vocab_size=257))
+        gpt = build_model(settings, layout, SimpleNamespace(vocab_size=257))  # pyright: ignore[reportArgumentType]
         finalize = gpt.config.finalize_model_grads_func
         with pytest.raises(ZeroDivisionError):
             NativeSchedule(0, lambda _: None)(

@@ -371,7 +371,7 @@ class Saved(NamedTuple):
     python: Any
     numpy: Any
     torch: torch.Tensor
-    named: dict[str, torch.Tensor]
+    named: dict[str, torch.Tensor]  # pyright: ignore[reportInvalidTypeForm]
 
     @classmethod
     def now(cls) -> "Saved":

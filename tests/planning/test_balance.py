@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,6 +260,7 @@ def test_a_cost_may_weigh_what_is_dealt() -> None:
 
 
 def test_a_job_is_refused_the_same() -> None:
+    wrong: dict[str, Any]
     for wrong, complaint in (
         ({"admit_across": 3}, "admit_across is 3; it must be a name or a path"),
         ({"admit_across": "replicas", "admit": "plan"}, "than admit 'plan' orders; choose admit"),

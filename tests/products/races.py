@@ -38,7 +38,7 @@ def tiny_lineup(
 def turn(
     entry: str, number: int, seconds: float = 1.0, difference: float = 0.0, over: int = 0
 ) -> Turn:
-    """A turn of so many seconds."""
+    """A turn with this step time."""
     return Turn(
         entry,
         number,

@@ -134,7 +134,7 @@ def test_a_checkpoint_that_a_session_before_left_is_not_being_written() -> None:
 def failed(
     injected: Injected, culprit: Culprit | None, output: str = "rrfp: it failed"
 ) -> Observation:
-    """What a run leaves that has failed a second after a fault."""
+    """The observation of a run that failed one second after a fault."""
     ending = Ending(Outcome.FAILED, output, culprit)
     return Observation(injected, 1.0, 35.0, 1, False, ending, output, steps_lost=2)
 
@@ -358,7 +358,7 @@ def test_a_file_of_settings_may_not_say_where_to_save(tmp_path: Path) -> None:
 
 
 def borne(directory: Path, *flags: str) -> list[dict[str, Any]]:
-    """What a short training made of faults, which all passed and left nothing."""
+    """Run a short campaign whose faults all pass; returns its verdicts."""
     short = ("--steps=12", "--save-every=4", "--no-trace", "--format=json")
     done = rrfp(directory, "chaos", *short, *flags, timeout_s=800)
     assert done.returncode == 0, done.stderr

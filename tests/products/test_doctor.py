@@ -77,12 +77,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     """`answers(file, told)`: what the checks of a file are answered, or the reason why nothing."""
 
     def answer(file: Any, told: object) -> None:
-        def told_or_raised(*_: object, **__: object) -> object:
+        def answer_or_raise(*_: object, **__: object) -> object:
             if isinstance(told, Exception):
                 raise told
             return told
 
-        monkeypatch.setattr(file, "call_isolated", told_or_raised)
+        monkeypatch.setattr(file, "call_isolated", answer_or_raise)
 
     return answer
 
@@ -236,7 +236,7 @@ def test_the_clock_is_named(tmp_path: Path) -> None:
     assert "clock source is unknown" in clock(tmp_path / "none").advice
 
 
-def test_a_pid_namespace_is_told_from_the_hosts(tmp_path: Path) -> None:
+def test_a_containers_pid_namespace_differs_from_the_hosts(tmp_path: Path) -> None:
     for name, number in (("host", 4026531836), ("container", 4026532999)):
         (tmp_path / name).symlink_to(f"pid:[{number}]")
     assert pid_namespace(tmp_path / "host").advice == "that of the host"
@@ -504,7 +504,7 @@ def test_bare_calls_carry_messages(tmp_path: Path) -> None:
         (cuda_in_files.GONE, "RuntimeError: the importing process is gone"),
     ],
 )
-def test_what_goes_wrong_in_the_importing_process_is_told(
+def test_errors_of_the_importing_process_are_reported(
     in_files: Callable[[str], None], fault: str, reason: str
 ) -> None:
     in_files(fault)
@@ -513,7 +513,7 @@ def test_what_goes_wrong_in_the_importing_process_is_told(
     assert reason in str(refused.value)
 
 
-def test_cuda_ipc_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_ipc_check(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_ipc(NO_GPU).state is State.ABSENT
     monkeypatch.setattr(ipc_file, "has_bindings", lambda: False)
     assert "pip install '.[cuda]' in a checkout of rrfp" in cuda_ipc(TWO_GPUS).advice

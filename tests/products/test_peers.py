@@ -163,7 +163,7 @@ PATIENCE_S = 20.0
 
 
 class Work:
-    """What waits for a transfer."""
+    """A handle of a transfer."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -290,9 +290,9 @@ class Run(NamedTuple):
     """One peer on one rank, beside our own schedule on the same chunks."""
 
     difference: float
-    """Of the gradients of the last step; each step ends with its own alone."""
+    """Relative differences of the last step's gradients; gradients are cleared after each step."""
     norms: dict[str, float]
-    """Of our own gradients, by parameter."""
+    """Norms of rrfp's own gradients, by parameter."""
     losses: list[float]
     own_losses: list[float]
     summaries: list[StepSummary]

@@ -37,7 +37,7 @@ def entries_of(num: int, steps: int) -> list[Entry]:
 
 @examples(quick=30, thorough=300)
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_every_turn_is_taken_once_and_rounds_stay_together(
+def test_every_turn_runs_once_and_rounds_stay_together(
     num: int, steps: int, data: st.DataObject
 ) -> None:
     entries = entries_of(num, steps)
@@ -58,7 +58,7 @@ def test_no_entry_always_goes_first_or_after_the_same_one() -> None:
 
 
 def test_a_rank_that_is_done_waits_for_the_last_one() -> None:
-    """As it does before its own call, when another rank has been called already."""
+    """Time after the last task counts like time before a rank's own entry."""
     ns = torch.tensor(
         [[0, 8, 5, 1, 0, 3, 10, 0, 70], [1, 10, 6, 2, 1, 4, 10, 1, 50]], dtype=torch.float64
     ) * torch.tensor([10**9] * 5 + [1] * 4)
@@ -197,7 +197,7 @@ def test_what_was_begun_with_other_software_is_not_mixed_with_it(
         bench.prepare(lineup, force=False)
 
 
-def test_the_logs_of_a_failure_are_kept(tmp_path: Path) -> None:
+def test_the_logs_of_a_failure_remain(tmp_path: Path) -> None:
     lineup = tiny_lineup("rq3", systems=("bf",))
     logs = BenchDir(tmp_path / "o").race(3, 1).path / "logs"
 
@@ -261,7 +261,7 @@ def test_without_megatron_there_is_no_race(tmp_path: Path) -> None:
 def test_a_reference_that_fails_is_the_one_that_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gradients are had before the first turn, whosever that is."""
+    """The reference's gradients are computed before the first turn of any entry."""
 
     class FailingRace:
         def __init__(self, _layout: Any, entries: Sequence[Entry], _offset_ns: int) -> None:
@@ -420,7 +420,7 @@ def test_hints_are_held_against_bf_under_the_same_bound() -> None:
     assert rows["megatron-1f1b"].slowdown is None
 
 
-def test_models_are_those_of_the_same_steps_and_are_kept(tmp_path: Path) -> None:
+def test_models_have_the_same_steps_and_are_cached(tmp_path: Path) -> None:
     lineup = tiny_lineup("rq1", systems=("bf", "torch-zbv"), profiles=("multimodal",))
     models = model_entries(lineup.entries.values(), tmp_path / "models.jsonl")
     for row in lineup.rows:

@@ -132,7 +132,7 @@ class TestCommand:
         assert (code, out) == (2, "")
         assert told in err
 
-    def test_bytes_need_costs_that_tell_them(self, run: Run, tmp_path: Path) -> None:
+    def test_a_memory_in_bytes_needs_costs_with_sizes(self, run: Run, tmp_path: Path) -> None:
         written(tmp_path, "seconds = { F = 0.02, B = 0.02, W = 0.01 }\n")
         code, _, err = run("tune", "costs.toml", *self.SMALL, "--memory", "1GiB")
         assert code == 2
@@ -202,7 +202,7 @@ def found_of(
 
 
 class TestSearch:
-    """What is found."""
+    """Results of searches."""
 
     def test_the_same_every_time(self, tmp_path: Path) -> None:
         path = str(written(tmp_path, UNEVEN))
@@ -267,7 +267,7 @@ class TestSearch:
             found_of(path, below, layers=(16,))
 
     def test_microbatches_of_any_size_of_a_model(self, tmp_path: Path) -> None:
-        """Where every task takes long whatever its length, few large microbatches are better."""
+        """With a large fixed time per task, few large microbatches are better."""
         text = MODEL.split("[vision]")[0] + "[device]\nflops_per_s = 1e15\nlayer_s = 1e-2\n"
         found = found_of(str(written(tmp_path, text)), "100x", microbatches=16)
         assert found.proposals[0].candidate.joined > 1

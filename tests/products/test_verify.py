@@ -38,7 +38,7 @@ IN_LONG_RUNS_ONLY = (
     "vlm-pp4",
     "vlm-pp2-c2-v",
 )
-"""What they lay out is met by shorter tests of chunks, reduction and the multimodal model, too."""
+"""Shorter tests of chunks, reduction and the multimodal model also cover these layouts."""
 
 
 @pytest.mark.timeout(200)

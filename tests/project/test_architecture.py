@@ -38,7 +38,8 @@ IMPORTS = {
     "cli": "verify chaos doctor tune watch race",
     "__main__": "cli",
 }
-"""What each package imports, besides what those may import (docs/decisions/0037-packages.md)."""
+"""The direct imports of each package; it may also import what those packages may import
+(docs/decisions/0037-packages.md)."""
 
 THIRD_PARTIES = {
     "trace": "perfetto google numpy viztracer",
@@ -60,16 +61,16 @@ THIRD_PARTIES = {
 """The third-party packages that each may import."""
 
 IN_A_JOB = re.compile(r"rrfp\.(__main__|cli\.main|cli\.run|megatron|planning|runtime|schedule)\b")
-"""What runs in the processes of somebody's job, with all that it imports: its environment has what
-Megatron needs, and none of our other packages."""
+"""Modules that run in the processes of a user's job, with all that they import. The job's
+environment has the packages that Megatron needs and none of rrfp's other dependencies."""
 
 OF_A_JOB = {"torch", "megatron", "numpy"}
 
 MOST_FILES = 20
-"""Of a package, so that its directory can be taken in at a glance."""
+"""Most files in a package, so that its directory stays easy to survey."""
 
 MOST_LINES = 1000
-"""Of a file."""
+"""Most lines in a file."""
 
 
 def module_name(path: Path) -> str:
@@ -189,7 +190,7 @@ def test_every_package_is_in_the_table() -> None:
 
 
 def graph() -> dict[str, set[str]]:
-    """Every module of ours with those that it imports, wherever in the file."""
+    """The modules of rrfp that each module of rrfp imports, anywhere in its file."""
     edges: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         edges[module] = set()
@@ -238,18 +239,18 @@ def test_the_drop_in_needs_neither_the_recorder_of_native_schedules_nor_the_cpu(
 
 
 MEETS_MEGATRON = re.compile(r"rrfp\.(megatron\.(adapters|cpu)|train\.(models|checkpoints))\b")
-"""What imports Megatron-Core itself. All else states in its own terms what it needs of it."""
+"""The packages that may import Megatron-Core; all others use their interfaces."""
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_megatron_is_met_in_few_places(module: str) -> None:
+def test_few_packages_import_megatron(module: str) -> None:
     if not MEETS_MEGATRON.match(module):
         found = imports(ast.parse(MODULES[module].read_text()))
         assert [name for name in found if name.partition(".")[0] == "megatron"] == []
 
 
 def at_start(module: str) -> set[str]:
-    """What a module imports when it is imported itself: not in functions, nor for types alone."""
+    """The imports that run when a module is imported; not those in functions or for types only."""
     found: set[str] = set()
     left: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
     while left:

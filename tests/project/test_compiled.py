@@ -86,7 +86,7 @@ for hint in HINTS.values():
 
 
 def printed(code: str, path: Path = PACKAGE.parent, *, interpreted: bool = False) -> str:
-    """What Python prints for that code, with the package in that directory."""
+    """Run code in a new Python with the package in this directory; returns its output."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
     environment.pop(compiled.VARIABLE, None)
     if interpreted:

@@ -78,7 +78,7 @@ def _commands(page: Path) -> list[str]:
 
 
 def _mentions(page: Path) -> list[str]:
-    """Those that stand in its text; some are only the name of a verb."""
+    """The commands in a page's text; some are only the name of a subcommand."""
     return [" ".join(command.split()) for command in _INLINE.findall(page.read_text())]
 
 
@@ -268,8 +268,8 @@ def test_every_parameter_says_where_it_comes_from() -> None:
 
 def test_signs_and_errors() -> None:
     workload = Workload("GPT3-Large", 1, 8, 1, 64, "ViT-H")
-    published = dict(zip(tables.COMPARED, (4.0, 3.0, 2.0, 1.0), strict=True))
-    simulated = dict(zip(tables.COMPARED, (4.0, 1.0, 2.0, 2.5), strict=True))
+    published: dict[Method, float] = dict(zip(tables.COMPARED, (4.0, 3.0, 2.0, 1.0), strict=True))
+    simulated: dict[Method, float] = dict(zip(tables.COMPARED, (4.0, 1.0, 2.0, 2.5), strict=True))
     comparison = tables.Comparison(workload, published, simulated)
     assert comparison.wrong_signs == [
         (Method.ZB, Method.BF),
@@ -331,7 +331,7 @@ def test_every_figure_of_the_tables_is_drawn() -> None:
     assert [curve.name for curve in limits.curves] == ["BF", "BFW"]
 
 
-def test_a_page_without_a_table_is_told() -> None:
+def test_a_page_without_a_table_is_refused() -> None:
     pytest.importorskip("altair", reason="the picture needs the extra `report`")
     from benchmarks.paper import charts
 
@@ -348,7 +348,7 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def example(of: str) -> dict[str, Any]:
-    """What the Python under this heading defines."""
+    """Run the Python code under this heading; returns the names that it defines."""
     section = EXTENDING.partition(f"\n## {of}\n")[2].partition("\n## ")[0]
     names: dict[str, Any] = {"__name__": "example"}
     for block in _PYTHON.findall(section):
@@ -436,7 +436,7 @@ def patched(of: str, directory: Path) -> set[str]:
 
 
 def output_of(directory: Path, script: str) -> str:
-    """What a script prints that imports the package there."""
+    """Run a script with the package in this directory; returns its output."""
     run = subprocess.run(
         [sys.executable, "-c", script],
         cwd=directory,
@@ -537,7 +537,7 @@ def with_field(tmp_path: Path, section: str, file: str, before: str) -> Path:
 
 
 def run_in(directory: Path, program: str, *arguments: str) -> str:
-    """What a program prints that imports the package in a directory."""
+    """Run a program with the package in this directory; returns its output."""
     environment = os.environ | {"PYTHONPATH": str(directory), "RRFP_COMPILED": "0"}
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -826,7 +826,7 @@ def test_a_ranks_own_time_is_what_no_task_takes() -> None:
     assert told["gap_us"] == pytest.approx(5e3 * told["share"] / (1 - told["share"]), rel=0.5)
 
 
-def test_what_a_runs_metrics_tell_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_a_runs_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def run(directory: str, flags: dict[str, Any]) -> Path:

@@ -417,7 +417,7 @@ class World:
         if end.link.channel.is_broken and (self.is_parted or self.source.is_closed):
             end.outputs += end.link.channel.fail_by_gone_peer()
 
-    ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (
+    ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (  # pyright: ignore[reportAssignmentType]
         *(send, send, send, send, announce, consume, consume, grant),
         *(begin_write, carry, write, write, write, read, read, read, look, look),
         *(pass_time, serve, serve, serve, stop_or_resume, close, part),

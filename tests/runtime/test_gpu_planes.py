@@ -408,7 +408,7 @@ def test_a_copy_that_fails_is_a_refusal_and_the_memory_is_closed(cuda: Path) -> 
             raise RuntimeError("CUDA error: peer mapping resources exhausted")
 
     device = Fails()
-    plane = CudaIpcPlane(device, 1024)
+    plane = CudaIpcPlane(device, 1024)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlaneRefusal) as refusal:
         plane.attach(plane.offer(), 4, 1.0)
     assert str(refusal.value) == (

@@ -270,7 +270,7 @@ def test_a_group_may_be_ahead_by_a_step_of_either_sort() -> None:
 
 def test_a_leader_decides_when_all_members_have_the_input() -> None:
     world = World(members=(1, 4), script=[[arrived("1F0"), arrived("1F1")]])
-    world.script += [[InputReported(4, 0, task("1F1"))], [InputReported(4, 0, task("1F0"))]]
+    world.script.extend([[InputReported(4, 0, task("1F1"))], [InputReported(4, 0, task("1F0"))]])
     world.run_step(Shape(3, 2, kinds=FORWARD_ONLY))
     assert world.calls[:4] == [
         "decide 0 1F1 to 4",
@@ -303,7 +303,7 @@ def test_a_leader_does_not_blame_a_member_that_reported() -> None:
 
 def test_a_follower_reports_and_runs_what_is_decided() -> None:
     world = World(members=(4, 1), script=[[arrived("1F0"), arrived("1F1")]])
-    world.script += [[TaskDecided(4, 0, 0, task("1F1"))], [TaskDecided(4, 0, 1, task("1F0"))]]
+    world.script.extend([[TaskDecided(4, 0, 0, task("1F1"))], [TaskDecided(4, 0, 1, task("1F0"))]])
     world.run_step(Shape(3, 2, kinds=FORWARD_ONLY))
     assert world.calls == [
         *("report 1F0 to 4", "report 1F1 to 4"),
@@ -415,7 +415,7 @@ def patient_world(*after_1f0: Event, patience: Patience = 10_000) -> World:
     """Runs 1F0 while 1F1 arrives, and then what is given; all else comes when it waits."""
     world = World(script=[[arrived("1F0")]], patience=patience)
     world.during[F0] = [arrived("1F1"), *after_1f0]
-    world.script += [[arrived("1B0", peer=2)], [arrived("1B1", peer=2)]]
+    world.script.extend([[arrived("1B0", peer=2)], [arrived("1B1", peer=2)]])
     return world
 
 
@@ -476,8 +476,8 @@ def test_what_is_announced_for_the_next_step_waits_for_it() -> None:
     shape = Shape(3, 2)
     world.run_step(shape, 0)
     assert "patience" not in world.causes()
-    world.script += [[arrived("1F0", step=1)], [arrived("1B0", step=1, peer=2)]]
-    world.script += [[arrived("1B1", step=1, peer=2)]]
+    world.script.extend([[arrived("1F0", step=1)], [arrived("1B0", step=1, peer=2)]])
+    world.script.extend([[arrived("1B1", step=1, peer=2)]])
     world.during[F0] = [arrived("1F1", step=1), forecast("1B0", world.now_ns, 900, 1, 2)]
     world.run_step(shape, 1)
     stimuli = [r for r in world.records if isinstance(r, StimulusRecord) and r.step == 1]
@@ -487,7 +487,7 @@ def test_what_is_announced_for_the_next_step_waits_for_it() -> None:
 def test_a_group_s_follower_announces_nothing_and_takes_no_notice() -> None:
     world = World(members=(4, 1), patience=10_000)
     world.inbox.put(forecast("1F0", 0, 500))
-    world.script += [[arrived("1F0"), TaskDecided(4, 0, 0, F0)]]
+    world.script.extend([[arrived("1F0"), TaskDecided(4, 0, 0, F0)]])
     world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
     names = {record.name for record in world.records if isinstance(record, StimulusRecord)}
     assert names == {"ComputeIdle", "InputArrived", "TaskAgreed"}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.cost_sources import costs_of, resolve_costs, settled
+from rrfp.replay.cost_sources import costs_of, resolve_costs, stable_costs_name
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.language_models import FlopCosts
@@ -430,13 +430,17 @@ def test_settled_costs_are_those_of_the_run_that_was_the_newest(
     trace.parent.mkdir(parents=True)
     trace.touch()
     Path("runs/latest").symlink_to("a")
-    assert settled("runs/latest") == settled("runs/latest/trace.pftrace") == str(trace)
-    assert settled("drawn:runs/latest") == f"drawn:{trace}"
-    assert settled("a") == settled("@-1") == str(trace)
-    assert settled("drawn:@-1") == f"drawn:{trace}"
+    assert (
+        stable_costs_name("runs/latest")
+        == stable_costs_name("runs/latest/trace.pftrace")
+        == str(trace)
+    )
+    assert stable_costs_name("drawn:runs/latest") == f"drawn:{trace}"
+    assert stable_costs_name("a") == stable_costs_name("@-1") == str(trace)
+    assert stable_costs_name("drawn:@-1") == f"drawn:{trace}"
     with pytest.raises(RrfpError, match="there is no @-2 among the 1 run in runs"):
         resolve_costs("@-2")
-    assert [settled(text) for text in ("uniform", "mine.csv")] == ["uniform", "mine.csv"]
+    assert [stable_costs_name(text) for text in ("uniform", "mine.csv")] == ["uniform", "mine.csv"]
 
 
 @pytest.mark.parametrize("drawn", ["", "drawn:"])

@@ -356,7 +356,7 @@ def best_makespan(shape: Shape, times: TaskTimes, message: int) -> int:
                 time = time_of[task.kind][task.stage][task.microbatch]
                 for way in of_ran:
                     free, ends = list(way), dict(zip(came, way[shape.num_ranks :], strict=True))
-                    arrival = ends[sender] + message if sender in ends else 0
+                    arrival = ends[sender] + message if sender in ends else 0  # pyright: ignore[reportArgumentType]
                     free[rank] = ends[task] = max(free[rank], arrival) + time
                     longer[then].add((*free[: shape.num_ranks], *(ends[each] for each in still)))
         ways = {ran: set(_undominated(of_ran)) for ran, of_ran in longer.items()}

@@ -273,7 +273,7 @@ def save_again(settings: str, source: str, target: str) -> None:
         load(checkpoint, told, layout, tensors)
         run = RunDir(Path(source).parent / "run")
         copy = partial(shutil.copyfile, run.metrics)
-        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors, copy)
+        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors, copy)  # pyright: ignore[reportArgumentType]
         saver.save(checkpoint.step)
 
 

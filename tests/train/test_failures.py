@@ -369,7 +369,7 @@ def address_of_gloo() -> list[str]:
     with one_device_at("127.0.0.1"):
         dist.init_process_group("gloo")
         # A rank that closed its group here would end the other's connecting to it.
-        dist.barrier(dist.new_group([0, 1]))
+        dist.barrier(dist.new_group([0, 1]))  # pyright: ignore[reportArgumentType]
         dist.destroy_process_group()
         return sorted({listener.address for listener in listeners_of(os.getpid())})
 

@@ -16,7 +16,7 @@ import pytest
 
 import rrfp
 from rrfp.cli.train import _merge_partial_records
-from rrfp.system import FILES_OF_A_RANK, allow_open_files, is_of_too_many, told_of_too_many
+from rrfp.system import FILES_OF_A_RANK, allow_open_files, describe_too_many_files, is_of_too_many
 from rrfp.trace import locate
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import read_contents, read_trace
@@ -181,7 +181,7 @@ def test_too_many_open_files_are_named_as_the_cause() -> None:
     assert is_of_too_many(OSError(errno.EMFILE, "Too many open files"))
     assert is_of_too_many(RuntimeError("[enforce fail] Too many open files"))
     assert not is_of_too_many(OSError(errno.ENOENT, "No such file"))
-    assert "ulimit -n" in told_of_too_many()
+    assert "ulimit -n" in describe_too_many_files()
 
 
 @pytest.mark.slow

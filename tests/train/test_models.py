@@ -47,7 +47,7 @@ def initial_parameters(settings: dict[str, Any]) -> Arrays:
     with parallel_groups(chosen) as layout:
         arrays: Arrays = {}
         chunks = unwrap_model(
-            build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY)).chunks
+            build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY)).chunks  # pyright: ignore[reportArgumentType]
         )
         for stage, gpt in zip(layout.stages, chunks, strict=True):
             first_layer = stage * num_layers

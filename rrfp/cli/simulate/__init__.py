@@ -126,7 +126,7 @@ def _warn_unfilled(settings: "Sequence[Setting]") -> None:
     for each in settings[:_MOST_PRICED]:
         found = unfilled(each.policy, each.shape)
         if found is not None:
-            typer.echo(f"Warning: {found.told()}", err=True)
+            typer.echo(f"Warning: {found.describe()}", err=True)
             return
 
 

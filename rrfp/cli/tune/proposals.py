@@ -391,7 +391,7 @@ class TrialRunner:
 
         If the split differs, the costs are divided again and written to a file in runs/tune.
         """
-        from rrfp.replay.cost_sources import costs_file, settled
+        from rrfp.replay.cost_sources import costs_file, stable_costs_name
         from rrfp.simulate.costs.layer_costs import CUT, cut_in, written_cut
         from rrfp.trace.run_dir import RUNS
         from rrfp.trace.safe_files import make_directory, write_whole
@@ -399,7 +399,7 @@ class TrialRunner:
 
         candidate = proposal.candidate
         if candidate.split is None:
-            return settled(text)
+            return stable_costs_name(text)
         file = costs_file(text)
         is_table = file is not None and file.suffix == ".toml"
         document = tomllib.loads(file.read_text(encoding="utf-8")) if file and is_table else {}
@@ -408,7 +408,7 @@ class TrialRunner:
             cut = replace(cut_in(document, text), layers=",".join(map(str, candidate.split)))
         else:
             is_file = file is not None and file.suffix != ".pftrace"
-            base = str(file.resolve()) if file and is_file else settled(text)
+            base = str(file.resolve()) if file and is_file else stable_costs_name(text)
             cut = cut_of(base, self.source, self.uneven, candidate.split)
             cut = replace(cut, joined=candidate.joined, divided=candidate.divided)
         content = written_cut(cut)

@@ -123,7 +123,7 @@ PlaneRequest = Fetch | Release
 class Completions(Protocol):
     """The queue of a link into which its plane's calls complete."""
 
-    def put(self, completion: Completion) -> None:
+    def put(self, completion: Completion, /) -> None:
         """Pass a completion to the link. Any thread may call it. With `SlotFreed` a finalizer may
         call it between any two instructions, so that it then waits for no lock."""
 

@@ -1,1 +1,1 @@
-"""What tasks and messages are known to cost, in each form that a user can write."""
+"""The costs of tasks and messages, in each form that a user can write."""

@@ -11,10 +11,10 @@ The layers, vision before language, are cut into the pipeline's stages in model 
 on the last stage, and the embedding costs nothing. Only the data varies: the length of a
 microbatch's text and the number of patches in its images are drawn from the seed.
 
-What layers and head keep (`rrfp.simulate.costs.language_models`) is cut likewise. A split backward
-keeps as much from B until W: the inputs of the linear layers and the gradients of their outputs
-are, but for masks and logits, as many values as F keeps. Where B runs the forward again they are
-more than the one input that F keeps; that is not counted.
+Activation bytes are divided among the stages in the same way. A split backward holds as many bytes
+from B until W: apart from masks and logits, the inputs of the linear layers and the gradients of
+their outputs are as many values as F holds. If B recomputes the forward, they are more than the one
+input that F holds; the model ignores that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,9 +45,9 @@ from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import LARGEST_SIGMA, exp, normals
 from rrfp.trace.records import NS_PER_S
 
-# A model's layers: their sizes, what they compute, and what they keep for a microbatch.
+# A model's layers: their sizes, operations and activation bytes.
 #
-# What is kept is counted as by Korthikanti et al. 2022 (arXiv 2205.05198), without sequence
+# Activation bytes are counted as by Korthikanti et al. 2022 (arXiv 2205.05198), without sequence
 # parallelism and for attention that computes its scores again, as flash attention does. With a
 # feed-forward layer four times as wide as the hidden size, 16-bit values and dropout, it is their
 # s b h (10 + 24 / t) bytes per layer.
@@ -116,12 +116,12 @@ class Layers:
         attention = self.hidden * 2 * (self.query_width + self.key_width)
         return 2 * (attention + self.hidden * self.ffn * self._ffn_matrices)
 
-    def kept_bytes(self, value_bytes: int, tp_size: int, *, dropout: bool) -> float:
-        """What one transformer layer keeps of one token until its backward.
+    def activation_bytes(self, value_bytes: int, tp_size: int, *, dropout: bool) -> float:
+        """The activation bytes of one token in one transformer layer, from forward to backward.
 
-        Every tensor-parallel rank keeps all of the inputs and outputs of the two norms, and the two
-        masks of dropout. It keeps its share of queries, keys, values and the attention's output, of
-        what the feed-forward layer's first matrices put out, and of the second's input.
+        Every tensor-parallel rank holds all inputs and outputs of the two norms, and the two masks
+        of dropout. It holds its share of queries, keys, values and the attention's output, of the
+        output of the feed-forward layer's first matrices, and of the second's input.
         """
         whole = 4 * self.hidden
         shared = 2 * (self.query_width + self.key_width) + self._ffn_matrices * self.ffn
@@ -138,8 +138,8 @@ class Language(Layers):
     """Text tokens in a microbatch."""
 
     def head_bytes(self, value_bytes: int, tp_size: int) -> float:
-        """What the head keeps of one token: the last norm's input and output, and the rank's share
-        of the logits in fp32, which the loss needs."""
+        """The activation bytes of one token in the head: the last norm's input and output, and the
+        rank's share of the logits in fp32, which the loss needs."""
         return value_bytes * 2 * self.hidden + 4 * self.vocabulary / tp_size
 
 
@@ -275,7 +275,7 @@ class FlopCosts:
 
     @property
     def num_layers(self) -> int:
-        """Of vision and language together."""
+        """The number of vision and language layers together."""
         return self._num_vision + self.language.layers
 
     @property
@@ -284,8 +284,8 @@ class FlopCosts:
 
     @property
     def fixed_ns(self) -> dict[Kind, Floats]:
-        """What each unit's tasks take whatever the length: kernel launches, and the latency of
-        collectives."""
+        """The part of each unit's task times that does not depend on the length, in ns: kernel
+        launches, and the latency of collectives."""
         rest_s = self.device.layer_s
         tp = self.tensor_parallel
         latency_s = tp.latency_s if tp.size > 1 else 0.0
@@ -386,11 +386,11 @@ class FlopCosts:
         return _LayerCosts(forward_s, backward_s, linear_s + rest_s, kept)
 
     def _layer_bytes(self, layers: Layers) -> float:
-        """What a layer keeps of one token."""
+        """The activation bytes of one token in one layer."""
         if self.recompute:
             return layers.hidden * self.precision_bytes
         size = self.tensor_parallel.size
-        return layers.kept_bytes(self.precision_bytes, size, dropout=self.dropout)
+        return layers.activation_bytes(self.precision_bytes, size, dropout=self.dropout)
 
     def _seconds(self, flops: Floats) -> Floats:
         return flops / (self.device.flops_per_s * self.tensor_parallel.size)

@@ -3,7 +3,7 @@
 What a stage takes is divided evenly over its layers. The first and the last stage may take longer
 than their layers would elsewhere: that is the embedding and the head. A rank in the middle whose
 layers take longer than usual counts as slow itself, or, if its user says so, as one with heavier
-layers. `Cut anew` into its own stages, everything takes what it took.
+layers. A model that is split into its original stages has its original costs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,15 +46,15 @@ def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CutCosts:
-    """A `Costs`: a model's layers cut into stages anew, and its microbatches joined or divided."""
+    """A `Costs`: a model's layers in another split, with its microbatches joined or divided."""
 
     layered: Layered
     split: tuple[int, ...]
     """Layers by stage, in model order."""
     joined: int = 1
-    """So many microbatches of the costs become one."""
+    """The number of the costs' microbatches that are joined into one."""
     divided: int = 1
-    """Each microbatch of the costs becomes so many."""
+    """The number of microbatches into which each of the costs' microbatches is divided."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._cut))
@@ -161,8 +161,8 @@ class StageLayers:
     split: tuple[int, ...]
     """Layers by stage."""
     towers: tuple[str | None, ...] = ()
-    """What the layers of each stage are, where there are several kinds of them (vision, language):
-    only those of one name are compared; empty: all are of one kind."""
+    """The kind of each stage's layers (vision, language); only layers of one kind are compared.
+    Empty: all are of one kind."""
     uneven: Uneven = Uneven.RANKS
     seeds: Sequence[int] = range(4)
     """The steps whose mean tells what is usual."""
@@ -305,7 +305,7 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """What is usual in costs by stage."""
+    """The usual costs by stage."""
 
     slowness: tuple[float, ...]
     """By rank."""
@@ -347,7 +347,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How costs are cut anew: `[cut]`."""
+    """The split of the costs: `[cut]`."""
 
     costs: str
     """What `--costs` takes."""

@@ -1,4 +1,4 @@
-"""What the tasks and messages of a step are known to cost, before jitter."""
+"""The costs of a step's tasks and messages, before jitter."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,16 +42,16 @@ def parse_ranges(text: str, where: str) -> tuple[range, ...]:
     return tuple(ranges)
 
 
-# Whose fault it is that stages differ: a choice of `rrfp tune`.
+# The reason why stages differ: a choice of `rrfp tune`.
 
 
 class Uneven(StrEnum):
-    """Why stages in the middle with equally many layers do not take equally long."""
+    """The reason why middle stages with equally many layers take different times."""
 
     RANKS = "ranks"
-    """Their ranks are slower or faster, whatever layers they hold."""
+    """Some ranks are slower than others with the same layers."""
     LAYERS = "layers"
-    """Their layers are heavier or lighter, on whatever rank they lie."""
+    """Some layers are heavier than others on the same rank."""
 
 
 LONGEST_S = 3600.0
@@ -86,7 +86,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What one step of one pipeline costs, as far as the data tell before the step."""
+    """The costs of one step of one pipeline, before jitter."""
 
     times: TaskTimes
     links: Links = field(default_factory=Links)
@@ -100,7 +100,7 @@ class StepCosts:
     """Whether the times are known when microbatches are admitted; otherwise they are drawn task by
     task, like jitter."""
     sizes: ActivationSizes | None = None
-    """What microbatches keep, by stage; None where the costs say nothing of memory."""
+    """The activation sizes by stage; None if the costs do not include memory."""
 
     def permuted(self, order: Sequence[int]) -> "StepCosts":
         """The same step with microbatch `order[i]` admitted as number i."""
@@ -218,13 +218,13 @@ class ScaledCosts:
 # Costs by unit: a model's layers in their order, with what stands before the first of them and
 # behind the last, so that they can be cut into other stages, or into other microbatches.
 #
-# A unit takes the same time on every rank, but for the rank's own speed. So layers that are moved
-# from a slow rank get faster, and those that are moved to it slower.
+# A unit takes the same time on every rank, apart from the rank's speed. So layers that move from a
+# slow rank get faster, and layers that move to it slower.
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """What the units of one step of one pipeline cost: the embedding, each layer, the head.
+    """The costs of a step by unit: the embedding, each layer, the head.
 
     Arrays are [units, microbatches], with two units more than layers; embedding and head may be
     zero.
@@ -233,9 +233,9 @@ class UnitCosts:
     times_ns: dict[Kind, Floats]
     """Nanoseconds of F, B and W on a rank of speed 1."""
     activations: Floats | None
-    """Bytes from F on; None where the costs say nothing of memory."""
+    """Activation bytes from F on; None if the costs do not include memory."""
     pending_w: Floats | None
-    """Bytes of these from B until W; None: all that was kept."""
+    """Bytes from B until W; None: all of them."""
     rest: StepCosts
     """Links, agreement and the rest, for these microbatches; its times and sizes do not count."""
 
@@ -248,15 +248,15 @@ class Layered(Protocol):
 
     @property
     def fixed_ns(self) -> dict[Kind, Floats] | None:
-        """What a task takes for each unit, [units], whatever the size of its microbatch; None where
-        the costs do not tell."""
+        """The part of the task times by unit that does not depend on the microbatch's size,
+        [units]; None if not known."""
         ...
 
     def slowness(self, num_ranks: int) -> Sequence[float]:
-        """How many times longer everything takes on each pipeline rank than usual."""
+        """The factor on all times of each pipeline rank; 1 is usual."""
         ...
 
     def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
-        """One step's; raises UsageError where the costs are of another number of ranks or
-        microbatches."""
+        """The costs of one step by unit. Raises UsageError if the costs are of another number of
+        ranks or microbatches."""
         ...

@@ -34,7 +34,7 @@ _Key = tuple[Kind, int, int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one line says."""
+    """The content of one line."""
 
     line: int
     time_ns: int
@@ -68,7 +68,7 @@ class RowCosts:
     """A `Costs` from rows, the same for every seed and replica."""
 
     name: str
-    """What errors call the rows."""
+    """The name of the rows in errors."""
     rows: Mapping[_Key, _Row]
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
@@ -121,24 +121,27 @@ class RowCosts:
         )
 
     def _sizes(self, forward: _FoundRows, weight_gradient: _FoundRows) -> ActivationSizes | None:
-        """What microbatches keep; None if no row that counts has bytes."""
+        """The activation sizes; None if no matching row has bytes."""
         says_owed = _has_bytes(weight_gradient)
         if not says_owed and not _has_bytes(forward):
             return None
         kept = [
-            [self._kept(found, Task(stage, Kind.F, each)) for each, found in enumerate(row)]
+            [
+                self._activation_bytes(found, Task(stage, Kind.F, each))
+                for each, found in enumerate(row)
+            ]
             for stage, row in enumerate(forward)
         ]
         owed = [
             [
-                self._owed(found, forward[stage][each], Task(stage, Kind.W, each))
+                self._pending_bytes(found, forward[stage][each], Task(stage, Kind.W, each))
                 for each, found in enumerate(row)
             ]
             for stage, row in enumerate(weight_gradient)
         ]
         return ActivationSizes(kept, owed if says_owed else None)
 
-    def _kept(self, found: _Found, task: Task) -> int:
+    def _activation_bytes(self, found: _Found, task: Task) -> int:
         num_bytes = found.num_bytes
         if num_bytes is None:
             raise UsageError(
@@ -147,8 +150,8 @@ class RowCosts:
             )
         return num_bytes
 
-    def _owed(self, found: _Found, forward: _Found, task: Task) -> int:
-        """The bytes of W: all that its F keeps if its row gives none."""
+    def _pending_bytes(self, found: _Found, forward: _Found, task: Task) -> int:
+        """The bytes pending for W: all of its F if the row has none."""
         owed, kept = found.num_bytes, forward.num_bytes or 0
         if owed is None:
             return kept

@@ -171,7 +171,7 @@ class RankTimes:
     """Seconds and bytes of some ranks, or of one chunk of each: `[[ranks]]`."""
 
     pp_ranks: str | None = None
-    """Such as 0-2,5."""
+    """Pipeline ranks, such as 0-2,5."""
     first_share: float | None = ranged(0, 1, default=None)
     """Or the ranks of this share of the pipeline from its start, at least one."""
     last_share: float | None = ranged(0, 1, default=None)
@@ -221,8 +221,8 @@ class Table:
     seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
     """Times of a whole pipeline rank, by kind, for a microbatch of length 1."""
     bytes: float | None = ranged(0, MOST_BYTES, default=None)
-    """What a whole pipeline rank keeps from F until it is freed, for a microbatch of length 1; it
-    grows with the same length as the seconds. By default nothing is said of memory."""
+    """The activation bytes of a whole pipeline rank for a microbatch of length 1. They grow with
+    the same length as the seconds. By default memory is not modeled."""
     bytes_owed_to_w: float | None = ranged(0, 1, default=None)
     """The share of the bytes that is kept from B until W; by default all of them."""
     length: str | None = None
@@ -265,7 +265,7 @@ class TableCosts:
     """A `Costs` from a table."""
 
     name: str
-    """What errors call the table."""
+    """The name of the table in errors."""
     table: Table
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
@@ -283,7 +283,7 @@ class TableCosts:
             )
         )
         check_takes_time(times, self.name)
-        kept = [row(each) for each in self._kept(by_rank, shape)]
+        kept = [row(each) for each in self._activations(by_rank, shape)]
         return StepCosts(
             times,
             self._links(shape),
@@ -326,8 +326,8 @@ class TableCosts:
             )
         return figure
 
-    def _kept(self, by_rank: list[list[RankTimes]], shape: Shape) -> list[_Figure]:
-        """What every stage keeps; empty if the table says nothing of memory."""
+    def _activations(self, by_rank: list[list[RankTimes]], shape: Shape) -> list[_Figure]:
+        """The activation bytes by stage; empty if the table does not model memory."""
         if not self.table.has_bytes:
             return []
         figures = []
@@ -348,7 +348,7 @@ class TableCosts:
         stage: int,
         of: Callable[[Table | RankTimes], float | None],
     ) -> _Figure | None:
-        """What the table says about a stage; None if it is silent."""
+        """The figure of a stage; None if the table has none."""
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
         amount, length, is_own = of(self.table), self.table.length, False
         for each in by_rank[rank]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line, is_torchs_loss, is_torchs_silence
-from rrfp.system import is_of_too_many, told_of_too_many
+from rrfp.system import describe_too_many_files, is_of_too_many
 from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import make_directory, open_own
@@ -94,7 +94,7 @@ def _fail(error: Exception | SystemExit) -> NoReturn:
         sentence, exit_code = text, error.exit_code
         detail = str(error).partition("\n")[2]
     elif is_of_too_many(error):
-        sentence, exit_code = told_of_too_many(), RrfpError.exit_code
+        sentence, exit_code = describe_too_many_files(), RrfpError.exit_code
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
     is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)

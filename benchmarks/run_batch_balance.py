@@ -1,4 +1,4 @@
-"""What dealing the global batch to data-parallel replicas gains: `python -m benchmarks.run_dealt`.
+"""Simulated gain of balancing the global batch: `python -m benchmarks.run_batch_balance`.
 
 Simulated on the `multimodal` costs with lognormal 0.1 on top, 8 ranks, 32 microbatches a replica,
 two chunks in a V, a hold of 8, on seeds that nothing was chosen by. The figures of
