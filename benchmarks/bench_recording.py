@@ -35,9 +35,9 @@ from rrfp.trace.records import (
     StimulusRecord,
     TaskRecord,
 )
-from rrfp.trace.spill import read_spill
 from tests.e2e.ranks import run_ranks
 from tests.runtime.rank_rig import Work, open_rig
+from tests.trace.spills import read_spill
 
 TIMEOUT_S = 300.0
 INFO = RankInfo(0, 0, 0, 0, (0,), "node", 1)

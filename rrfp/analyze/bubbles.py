@@ -32,11 +32,11 @@ from rrfp.schedule.tasks import Cause
 from rrfp.trace.records import (
     NS_PER_S,
     Phase,
-    count_of,
-    in_order,
+    format_step_counts,
     is_evaluation,
+    split_step,
     step_name,
-    told_step,
+    steps_in_order,
 )
 
 OVERHEAD = "overhead"
@@ -166,7 +166,7 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
     divided = divide(frames)
     if divided.is_empty():
         raise RrfpError(f"none of the {_span(frames.steps)} was finished by every rank")
-    finished = in_order(divided["step"].unique())
+    finished = steps_in_order(divided["step"].unique())
     totals = divided.group_by("rank").agg(pl.all().exclude("step").sum())
     window_ns = int(totals["window_ns"][0])
     if window_ns <= 0:
@@ -175,7 +175,7 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
     places = frames.run.select("rank", "pp_rank", "stages")
     return Bubbles(
         steps=tuple(finished),
-        dropped_steps=tuple(in_order(set(frames.steps) - set(finished))),
+        dropped_steps=tuple(steps_in_order(set(frames.steps) - set(finished))),
         window_ns=window_ns,
         ranks=tuple(
             RankBubbles(
@@ -371,7 +371,7 @@ def _part(frame: pl.DataFrame, cause: str, ns: pl.Expr) -> pl.DataFrame:
 
 def _span(steps: Sequence[int]) -> str:
     """Format `steps 3:10` for steps 3 to 9."""
-    (sort, first), (_, last) = told_step(steps[0]), told_step(steps[-1])
+    (sort, first), (_, last) = split_step(steps[0]), split_step(steps[-1])
     return f"{sort}s {first}:{last + 1}"
 
 
@@ -441,9 +441,9 @@ def bubble_table(bubbles: Bubbles, why_not_replayed: str = "", *, by_rank: bool 
     if by_rank:
         columns += _second_columns(bubbles.ranks)
     steps = bubbles.steps
+    which = format_step_counts(steps) if len(steps) > 1 else step_name(steps[0])
     return Table(
-        f"Where the time of {count_of(steps) if len(steps) > 1 else step_name(steps[0])} went, "
-        "in % of it",
+        f"Where the time of {which} went, in % of it",
         columns,
         [_conclusion(bubbles, why_not_replayed), _overhead_sentence(bubbles, shares[-1])],
         num_names=len(names),

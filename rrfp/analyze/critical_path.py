@@ -48,7 +48,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.blocking import BlockingRank, BlockingTransfer
 from rrfp.schedule.shape import sending_stage
 from rrfp.schedule.tasks import Cause, Kind, Task
-from rrfp.trace.records import NS_PER_S, Phase, Window, in_order, step_name, told_step
+from rrfp.trace.records import NS_PER_S, Phase, Window, split_step, step_name, steps_in_order
 
 LINK = "link"
 
@@ -412,7 +412,7 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
         nearest = sorted(spans, key=lambda each: abs(each - step))[:2]
         raise UsageError(
             f"{step_name(step)} was not finished by every rank; choose another one, such as "
-            f"{' or '.join(map(step_name, in_order(nearest)))}"
+            f"{' or '.join(map(step_name, steps_in_order(nearest)))}"
         )
     start_ns, end_ns = spans[step]
     if start_ns >= end_ns:
@@ -474,7 +474,7 @@ def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table
 def owner_table(path: CriticalPath) -> Table:
     """Make the table of owners for programs, the largest first."""
     owners = path.owners
-    sort, number = told_step(path.step)
+    sort, number = split_step(path.step)
     seconds = [owner.time_ns / NS_PER_S for owner in owners]
     return Table(
         "",

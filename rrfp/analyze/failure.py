@@ -8,8 +8,8 @@ import polars as pl
 
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.table import TEXT, Column, Table, format_time
-from rrfp.trace.completeness import ending_sentence
-from rrfp.trace.records import NS_PER_S, Doing, Phase, in_order, is_evaluation, step_name
+from rrfp.trace.check import ending_sentence
+from rrfp.trace.records import NS_PER_S, Doing, Phase, is_evaluation, step_name, steps_in_order
 
 BETWEEN = "between tasks"
 """The rank was neither in a task nor in a wait: it chose a task or received messages."""
@@ -55,7 +55,7 @@ def fatal_of(frames: Frames) -> Fatal | None:
     if not begun:
         return None
     end_ns = max(row["end_ns"] for row in begun.values())
-    steps = in_order(row["step"] for row in begun.values())
+    steps = steps_in_order(row["step"] for row in begun.values())
     trained = [step for step in steps if not is_evaluation(step)]
     ended = _last_ended(frames)
     return Fatal(

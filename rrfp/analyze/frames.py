@@ -25,13 +25,13 @@ from rrfp.trace.records import (
     RankRecords,
     Recording,
     counted,
-    in_order,
     is_evaluation,
-    told_step,
+    split_step,
+    steps_in_order,
     windows_of,
 )
 from rrfp.trace.run_dir import expected_ranks
-from rrfp.trace.run_policy import stated_policy
+from rrfp.trace.run_json import stated_policy
 
 Schema = Mapping[str, type[pl.DataType]]
 
@@ -162,7 +162,7 @@ class Frames:
     @cached_property
     def steps(self) -> list[int]:
         """The steps that began: training steps in order, then evaluations."""
-        return in_order(
+        return steps_in_order(
             pl.concat([self.scan(name).select("step") for name in ("task", "phase")])
             .unique()
             .collect()["step"]
@@ -239,7 +239,7 @@ class Frames:
     def _describe_missing_steps(self) -> str:
         if not self.steps:
             return "the trace has no steps; the run ended before its first one did"
-        (sort, first), (_, last) = told_step(self.steps[0]), told_step(self.steps[-1])
+        (sort, first), (_, last) = split_step(self.steps[0]), split_step(self.steps[-1])
         return f"the trace has none of the {sort}s asked for; it has those from {first} to {last}"
 
 
@@ -409,7 +409,7 @@ def choose_steps(
         found.num_left_out = 0 if evaluations else len(tested)
     if steps is None:
         return found if with_warm_up else _without_warm_up(found)
-    asked = [step for step in found.steps if told_step(step)[1] in steps]
+    asked = [step for step in found.steps if split_step(step)[1] in steps]
     # Parquet files are filtered faster by a range than by a list.
     return found.of_steps(asked if evaluations and asked else steps)
 

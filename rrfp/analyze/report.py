@@ -52,7 +52,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.trace.check import check_contents, recording_fraction
 from rrfp.trace.initial_view import middle_step
 from rrfp.trace.perfetto.reader import TraceContents
-from rrfp.trace.records import EVALUATION, NS_PER_S, count_of, counted, step_names
+from rrfp.trace.records import EVALUATION, NS_PER_S, counted, format_step_counts, step_names
 from rrfp.trace.run_dir import RunDir
 
 _MOST_SETTINGS = 200
@@ -194,7 +194,9 @@ class _Page:
         facts.append(f"{num_microbatches} microbatches")
         steps = self._frames.windows["step"].to_list()
         if steps:
-            facts.append(f"{count_of(steps)} of {format_time(step_time_ns(self._frames))} (mean)")
+            facts.append(
+                f"{format_step_counts(steps)} of {format_time(step_time_ns(self._frames))} (mean)"
+            )
         if self._frames.warm_up:
             facts.append(f"{step_names(self._frames.warm_up)} skipped as warm-up")
         if self._frames.num_left_out:
@@ -389,7 +391,7 @@ def comparison_page(
 def _facts(name: str, run: Frames, step_s: float) -> Markup:
     facts = [name, *_schedule_facts(run)]
     steps = run.windows["step"].to_list()
-    facts.append(f"{count_of(steps)} of {format_time(step_s * NS_PER_S)} (median)")
+    facts.append(f"{format_step_counts(steps)} of {format_time(step_s * NS_PER_S)} (median)")
     if run.warm_up:
         facts.append(f"{step_names(run.warm_up)} skipped as warm-up")
     return element("p", text("; ".join(facts)), class_="facts")

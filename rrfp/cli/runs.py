@@ -15,10 +15,10 @@ from rrfp.cli.console import print_rows
 from rrfp.cli.options import RowFormat
 from rrfp.errors import UsageError
 from rrfp.strict_json import parsed
-from rrfp.trace.outcome import Outcome, is_going, read_ending
+from rrfp.trace.outcome import Outcome, is_running, read_ending
 from rrfp.trace.run_dir import RUNS, RunDir, began_ns, runs_in
+from rrfp.trace.run_json import read_description
 from rrfp.trace.safe_files import open_regular
-from rrfp.trace.sessions import read_description
 
 _LAST_LINE = 2**16
 """More bytes than a line of `metrics.jsonl` has."""
@@ -156,7 +156,7 @@ def _outcome(
 ) -> tuple[str, str | None]:
     """Return the outcome of a run, and its error if there was one."""
     with suppress(OSError):
-        if is_going(run):
+        if is_running(run):
             return Outcome.RUNNING, None
     with suppress(OSError):
         ending = read_ending(run)

@@ -22,7 +22,7 @@ from rrfp.cli.progress import working
 from rrfp.errors import UsageError
 from rrfp.interchange.torch_flight_recorder import Group, Hang, Operation, Wait
 from rrfp.trace.initial_view import Preset
-from rrfp.trace.records import count_of, counted, is_evaluation, step_name
+from rrfp.trace.records import counted, format_step_counts, is_evaluation, step_name
 
 if TYPE_CHECKING:
     from rrfp.analyze.perfetto_overlay import StepView
@@ -34,8 +34,7 @@ def check(path: TracePath = None) -> None:
     Exits with 1 if it finds any. For a whole trace it also prints the overhead
     of recording.
     """
-    from rrfp.trace.check import check_contents, recording_fraction
-    from rrfp.trace.completeness import Promise
+    from rrfp.trace.check import Promise, check_contents, recording_fraction
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 
@@ -389,7 +388,7 @@ def _import(paths: list[Path], out: Path, *, force: bool) -> None:
     num_tasks = sum(len(rank.tasks) for rank in ranks)
     steps = {phase.step for rank in ranks for phase in rank.phases}
     found = f"{counted(num_tasks, 'task')} of {counted(len(ranks), 'rank')}"
-    print(f"{out} has {found} in {count_of(steps)}")
+    print(f"{out} has {found} in {format_step_counts(steps)}")
 
 
 def _hang(paths: list[Path], format_: HangFormat) -> str:

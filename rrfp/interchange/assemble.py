@@ -1,14 +1,15 @@
-"""A recording made of what another program's trace tells.
+"""Makes a recording from the spans of another program's trace.
 
-What the trace does not tell is derived (`rrfp.interchange.assemble`), and nothing else is made up.
-Where transfers do not block, the recording also gets what a dispatcher that is bound to the run's
-order would have taken in, so that the run can be replayed.
+Messages and waits that the trace lacks are derived from the tasks. If transfers do not block, the
+recording also gets the stimuli of a dispatcher that is bound to the run's order, so that the run
+can be replayed.
 """
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,26 +34,27 @@ from rrfp.trace.records import (
     WaitRecord,
     evaluation_step,
     is_evaluation,
-    record_of,
+    stimulus_record,
     task_of,
 )
 from rrfp.trace.run_dir import RunDir, create_run_dir, update_latest
-from rrfp.trace.run_policy import POLICY, unbound_policy
+from rrfp.trace.run_json import POLICY, policy_without_dispatcher
 
-# The order in which an imported run's ranks ran their tasks, and what replays them.
+# The order in which an imported run's ranks ran their tasks, and the stimuli to replay it.
 
 
 AS_RECORDED = "as recorded"
-"""The name of an order that is not one of ours."""
+"""The name of an order that is not one of rrfp's."""
 
 
 def is_steady(ranks: list[RankRecords]) -> bool:
-    """Whether every rank ran all its training steps in the same order."""
+    """True if each rank ran all its training steps in the same order."""
     return all(len(set(_rows(rank))) <= 1 for rank in ranks)
 
 
 def _rows(rank: RankRecords) -> list[tuple[Task, ...]]:
-    """What a rank ran in each step that trained. Evaluations have no backwards."""
+    """The tasks of each training step of a rank, in order. Evaluations, without backwards, are
+    skipped."""
     rows: defaultdict[int, list[Task]] = defaultdict(list)
     for task in rank.tasks:
         rows[task.step].append(task_of(task))
@@ -60,8 +62,8 @@ def _rows(rank: RankRecords) -> list[tuple[Task, ...]]:
 
 
 def stimuli_of(rank: RankRecords) -> Iterator[StimulusRecord]:
-    """What a dispatcher bound to the rank's order would have taken in to run each task when it
-    could. With these the run can be replayed over links that do not block."""
+    """The stimuli with which a dispatcher bound to the rank's order runs each task as early as
+    possible. With them the run can be replayed over links that do not block."""
     arrivals: defaultdict[int, deque[tuple[int, Task]]] = defaultdict(deque)
     for receive in sorted(rank.receives, key=lambda receive: receive.end_ns):
         arrivals[receive.step].append((receive.end_ns, task_of(receive)))
@@ -74,16 +76,16 @@ def stimuli_of(rank: RankRecords) -> Iterator[StimulusRecord]:
         while coming and (coming[0][0] <= now_ns or (step, task) in needed):
             came_ns, arrived = coming.popleft()
             if came_ns > now_ns:
-                yield record_of(now_ns, step, ComputeIdle())
+                yield stimulus_record(now_ns, step, ComputeIdle())
                 now_ns = came_ns
             needed.discard((step, arrived))
-            yield record_of(came_ns, step, InputArrived(arrived))
-        yield record_of(now_ns, step, ComputeIdle())
+            yield stimulus_record(came_ns, step, InputArrived(arrived))
+        yield stimulus_record(now_ns, step, ComputeIdle())
         free_ns[step] = record.end_ns
 
 
 def order_name(shape: Shape, ranks: list[RankRecords]) -> str:
-    """The name of the order in which every rank ran all its steps, or `AS_RECORDED`."""
+    """The name of the hint whose order every rank followed in all its steps, or `AS_RECORDED`."""
     rows = [(rank.info.pp_rank, row) for rank in ranks for row in _rows(rank)]
     if not rows or any(len(row) != shape.num_tasks_of_a_rank for _, row in rows):
         return AS_RECORDED
@@ -95,14 +97,14 @@ def order_name(shape: Shape, ranks: list[RankRecords]) -> str:
     return AS_RECORDED
 
 
-# The description of an imported run, in the form of our own `run.json`.
+# The description of an imported run, in the form of `run.json`.
 
 
 def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict[str, object]:
-    """What `run.json` holds of an imported run."""
+    """The content of `run.json` for an imported run."""
     shape = _shape(run)
-    # What no dispatcher steered is replayed as an order that binds; without stimuli with transfers
-    # that block, as those of Megatron's own schedules.
+    # Without a dispatcher, the run is replayed as a fixed order; without stimuli, with transfers
+    # that block, as in Megatron's own schedules.
     dispatch = Dispatch.FIXED if any(rank.stimuli for rank in ranks) else Dispatch.MEGATRON
     hint = AS_RECORDED if shape is None else order_name(shape, ranks)
     return {
@@ -113,7 +115,7 @@ def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict
             "pp": 1 + max(rank.info.pp_rank for rank in ranks),
             "chunks": len(ranks[0].info.stages),
         },
-        POLICY: unbound_policy(hint, dispatch),
+        POLICY: policy_without_dispatcher(hint, dispatch),
         "imported": {
             "source": source.name,
             "files": source.num_files,
@@ -135,43 +137,45 @@ def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict
 
 
 def _shape(run: RunSpans) -> Shape | None:
-    """The shape of the run's pipeline; None if its stages lie neither in a loop nor in a V."""
+    """The shape of the run's pipeline; None if its stages are placed neither in a loop nor in a
+    V."""
     stages = {rank.info.pp_rank: rank.info.stages for rank in run.ranks}
     tasks = [task for rank in run.ranks for task in rank.tasks]
     splits = any(task.kind is Kind.W for task in tasks)
-    # Evaluation has no backwards, and may have more microbatches.
+    # Count backwards, because evaluations have none and may have more microbatches.
     last = max((task.microbatch for task in tasks if task.kind is Kind.B), default=0)
     return shape_of_stages(stages, 1 + last, SPLIT_BACKWARD if splits else WHOLE_BACKWARD)
 
 
-# The records of an imported run: what its spans tell, and what follows from them.
+# The records of an imported run, from its spans.
 #
-# - A rank that idles before a task waits for its input until the task that gives it has ended. The
-# rest of the idle time is `transfer` while the trace shows the rank send or receive, and has no
-# cause otherwise. - A message leaves when the task that gives it ends. It has come when the last
-# wait before the task that takes it ends, or at once if there is no such wait. Its size is unknown.
+# A rank that idles before a task waits for its input until the producing task ends. The rest of the
+# idle time has the cause `transfer` while the trace shows a send or receive of the rank, and
+# otherwise no cause. A message is sent when its producing task ends. It arrives when the last wait
+# before its consuming task ends, or at once without such a wait. Its size is unknown.
 
 
 def records_of(run: RunSpans) -> list[RankRecords]:
-    """Everything recorded and derived, rank by rank."""
+    """The records of each rank, including derived waits and messages."""
     records = {id(rank): _of_rank(run, rank) for rank in run.ranks}
     sequences: defaultdict[Link, int] = defaultdict(int)
-    for message in sorted(_messages(run), key=lambda each: (each.left_ns, each.task)):
+    for message in sorted(_messages(run), key=lambda each: (each.sent_ns, each.task)):
         link = message.sender.info.rank, message.receiver.info.rank
         sequence = sequences[link]
         sequences[link] += 1
         task = message.task
         of = task.step, task.kind, task.stage, task.microbatch
         records[id(message.sender)].sends.append(
-            SendRecord(message.left_ns, message.left_ns, *of, link[1], sequence, 0)
+            SendRecord(message.sent_ns, message.sent_ns, *of, link[1], sequence, 0)
         )
         records[id(message.receiver)].receives.append(
-            ReceiveRecord(message.began_ns, message.came_ns, *of, link[0], sequence, 0)
+            ReceiveRecord(message.began_ns, message.arrived_ns, *of, link[0], sequence, 0)
         )
     return list(records.values())
 
 
 def _of_rank(run: RunSpans, rank: RankSpans) -> RankRecords:
+    """The records of one rank, without messages. Adds derived waits to `rank`."""
     tasks = _task_records(rank.info, rank.tasks)
     if not rank.tells_waits:
         rank.waits = sorted([*rank.waits, *_derived_waits(run, rank)])
@@ -179,8 +183,9 @@ def _of_rank(run: RunSpans, rank: RankSpans) -> RankRecords:
 
 
 def _derived_waits(run: RunSpans, rank: RankSpans) -> Iterator[WaitRecord]:
+    """The waits of a rank's idle time, by the rules above."""
     transfers = sorted(rank.transfers)
-    ends_ns = list(_running_max(span.end_ns for span in transfers))
+    ends_ns = list(accumulate((span.end_ns for span in transfers), max))
     for start_ns, task in run.gaps(rank):
         found = run.sender(rank, task)
         input_ns = start_ns
@@ -194,19 +199,20 @@ def _derived_waits(run: RunSpans, rank: RankSpans) -> Iterator[WaitRecord]:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One task's output on its way to the next."""
+    """A task's output, sent to the rank of the next task."""
 
-    left_ns: int
+    sent_ns: int
     began_ns: int
-    """When both its ranks were ready for it."""
-    came_ns: int
+    """The time at which both its ranks were ready for the transfer."""
+    arrived_ns: int
     task: TaskSpan
-    """The task that takes it."""
+    """The task that consumes it."""
     sender: RankSpans
     receiver: RankSpans
 
 
 def _messages(run: RunSpans) -> Iterator[_Message]:
+    """Yield the message to each task whose input comes from another rank."""
     for rank in run.ranks:
         waits = sorted(rank.waits, key=lambda wait: wait.end_ns)
         ends_ns = [wait.end_ns for wait in waits]
@@ -215,27 +221,20 @@ def _messages(run: RunSpans) -> Iterator[_Message]:
             if (found := run.sender(rank, task)) is None:
                 continue
             sender, sent = found
-            left_ns = min(sent.end_ns, task.start_ns)
-            began_ns = came_ns = left_ns
+            sent_ns = min(sent.end_ns, task.start_ns)
+            began_ns = arrived_ns = sent_ns
             last = bisect_left(ends_ns, task.start_ns + 1) - 1
-            # A wait that ended before the rank was free for the task says nothing about it.
+            # Ignore a wait that ended before the rank was free for the task.
             if last >= 0 and ends_ns[last] > gaps.get(task, task.start_ns):
-                came_ns = max(left_ns, ends_ns[last])
-                began_ns = min(came_ns, max(left_ns, waits[last].start_ns))
-            yield _Message(left_ns, began_ns, came_ns, task, sender, rank)
-
-
-def _running_max(values: Iterable[int]) -> Iterator[int]:
-    most = 0
-    for value in values:
-        most = max(most, value)
-        yield most
+                arrived_ns = max(sent_ns, ends_ns[last])
+                began_ns = min(arrived_ns, max(sent_ns, waits[last].start_ns))
+            yield _Message(sent_ns, began_ns, arrived_ns, task, sender, rank)
 
 
 def _parts(
     spans: list[TransferSpan], ends_ns: list[int], start_ns: int, end_ns: int
 ) -> Iterator[tuple[int, int]]:
-    """The parts of an interval that spans cover; `ends_ns` has the latest end up to each span."""
+    """The parts of an interval that spans cover. `ends_ns` has the latest end up to each span."""
     position_ns = start_ns
     index = bisect_left(ends_ns, start_ns + 1)
     while index < len(spans) and spans[index].start_ns < end_ns:
@@ -248,7 +247,7 @@ def _parts(
 
 
 def _task_records(info: RankInfo, tasks: list[TaskSpan]) -> list[TaskRecord]:
-    """The tasks with what a dispatcher would have counted."""
+    """The task records, with the counters of a dispatcher."""
     release = Kind.W if any(task.kind is Kind.W for task in tasks) else Kind.B
     counts: defaultdict[int, FixedScheduleCounts] = defaultdict(
         lambda: FixedScheduleCounts(release)
@@ -266,19 +265,17 @@ def _task_records(info: RankInfo, tasks: list[TaskSpan]) -> list[TaskRecord]:
     return records
 
 
-# Evaluations in traces that number them among the steps that train, told by what they ran.
+# Recognizing evaluations in traces that number them among the training steps.
 
 
 _Place = tuple[int, int]
 """A rank and one of its stages."""
 
 
-def tell_evaluations(ranks: list[RankSpans]) -> None:
-    """Number the steps that ran only forwards as evaluations, in their order. The others keep their
-    numbers, so that they can be found in the imported trace.
-
-    If no step has a backward, or the trace tells evaluations itself, nothing changes.
-    """
+def number_evaluations(ranks: list[RankSpans]) -> None:
+    """Renumber complete steps without backwards as evaluations, in their order. Other steps keep
+    their numbers. Changes nothing if no step has a backward, or if the trace itself marks
+    evaluations."""
     kinds: defaultdict[int, set[Kind]] = defaultdict(set)
     ran: defaultdict[int, defaultdict[_Place, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank in ranks:
@@ -290,8 +287,8 @@ def tell_evaluations(ranks: list[RankSpans]) -> None:
     finished = set.intersection(
         *({each.step for each in rank.phases if each.phase == Phase.SCHEDULE} for rank in ranks)
     )
-    # A step that was cut short may have lost its backwards. So may the last one, if the trace does
-    # not tell that the call of the schedule has ended.
+    # Skip steps that may have lost their backwards: unfinished ones, and the last one if the trace
+    # does not have the ends of schedule calls.
     if not all(rank.tells_waits for rank in ranks):
         finished -= {max(kinds)}
     places = {(rank.info.rank, stage) for rank in ranks for stage in rank.info.stages}
@@ -306,31 +303,31 @@ def tell_evaluations(ranks: list[RankSpans]) -> None:
 
 
 def _is_whole(microbatches: Mapping[_Place, set[int]], places: set[_Place]) -> bool:
-    """Whether every stage ran the same microbatches."""
+    """True if all stages ran the same microbatches."""
     return microbatches.keys() == places and len(set(map(frozenset, microbatches.values()))) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A recording, and what the user should know of how it was made, a sentence each."""
+    """A recording, and notes for the user on how it was made, one sentence each."""
 
     recording: Recording
     notes: tuple[str, ...]
 
 
 def assemble(ranks: list[RankSpans], source: Source) -> Imported:
-    """Make a recording of spans, one `RankSpans` a rank. Raises RrfpError when they cannot be of
-    one run, or have no task."""
+    """Make a recording from the spans of all ranks. Raises RrfpError if they cannot be from one
+    run, or contain no task."""
     ranks = sorted(ranks, key=lambda rank: rank.info.rank)
     if not any(rank.tasks for rank in ranks):
         raise RrfpError(f"the {source.name} has no task; import one that was taken in a step")
     _check_places(ranks, source)
-    tell_evaluations(ranks)
+    number_evaluations(ranks)
     notes = [*source.notes, *_missing(ranks, source)]
     run = RunSpans(ranks)
-    notes += run.put_clocks_right()
-    run.begin_with_the_input()
-    run.count_from_the_start()
+    notes += run.align_clocks()
+    run.trim_input_waits()
+    run.move_start_to_zero()
     records = records_of(run)
     if not source.transfers_block and is_steady(records):
         for rank in records:
@@ -339,7 +336,7 @@ def assemble(ranks: list[RankSpans], source: Source) -> Imported:
 
 
 def _check_places(ranks: list[RankSpans], source: Source) -> None:
-    """Raise RrfpError unless every rank has a place of its own in a possible run."""
+    """Raise RrfpError if two ranks have the same place, or a number is impossible."""
     found: dict[tuple[int, int, int], int] = {}
     for rank in ranks:
         info = rank.info
@@ -367,6 +364,7 @@ def _check_places(ranks: list[RankSpans], source: Source) -> None:
 
 
 def _missing(ranks: list[RankSpans], source: Source) -> Iterator[str]:
+    """Yield a note if ranks of the run are missing."""
     present = {rank.info.rank for rank in ranks}
     missing = [rank for rank in range(source.world_size or 0) if rank not in present]
     if missing:
@@ -377,23 +375,22 @@ def _missing(ranks: list[RankSpans], source: Source) -> Iterator[str]:
         )
 
 
-# The run directory that an import makes.
+# The run directory of an import.
 
 
 _HINT = "imported"
 
 
 def check_run_dir(out: Path, *, force: bool) -> None:
-    """Raise UsageError when a run cannot go there. With `force` it may replace another run."""
+    """Raise UsageError if a run cannot be written to `out`. With `force` it may replace another
+    run."""
     if out.exists() and not (force and out.is_dir()):
         create_run_dir(out, force, _HINT)
 
 
 def write_run(out: Path, recording: Recording, *, force: bool) -> None:
-    """Write a recording as a run, whole or not at all; a run that it replaces stays until then.
-
-    Raises RrfpError when the run cannot be written.
-    """
+    """Write a recording as a run. With `force` it replaces another run, which stays until the new
+    one is complete. Raises RrfpError if the run cannot be written."""
     try:
         _write(out, recording, force=force)
     except OSError as error:

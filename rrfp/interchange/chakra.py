@@ -1,8 +1,8 @@
-"""The nodes of a Chakra execution trace: JSON as torch and chakra_trace_link write it, or protobuf.
+"""Reads a run from Chakra execution traces: JSON of torch and chakra_trace_link, or protobuf.
 
 The JSON is an object with `schema` and `nodes`; chakra_trace_link (mlcommons/chakra) adds `ts` and
-`inclusive_dur`, in microseconds, to what torch's ExecutionTraceObserver wrote. The protobuf is that
-of `et_def.proto`: a GlobalMetadata, then Nodes, each behind its length as a varint; times are
+`inclusive_dur`, in microseconds, to the output of torch's ExecutionTraceObserver. The protobuf is
+that of `et_def.proto`: a GlobalMetadata, then Nodes, each after its length as a varint; times are
 `start_time_micros` (6) and `duration_micros` (7).
 """
 
@@ -13,40 +13,45 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.inferred_tasks import Kernel, Transfer, is_nccl_transfer, kind_of_call
+from rrfp.interchange.inferred_tasks import Kernel, is_nccl_transfer
 from rrfp.interchange.json_stream import JsonStream, open_bytes
 from rrfp.interchange.kineto import spans_of
-from rrfp.interchange.kineto_file import Event, Profile
-from rrfp.interchange.kineto_ranks import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
-from rrfp.interchange.range_names import is_overlapped, parse_profiler_step, parse_range
-from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.kineto_profile import (
+    Event,
+    HostProfile,
+    Profile,
+)
+from rrfp.interchange.range_names import (
+    is_overlapped,
+    parse_profiler_step,
+    parse_range,
+    ranks_by_name,
+)
 from rrfp.interchange.spans import RankSpans, Source
 
 _NS_PER_US = 1_000
 _MOST_US = 1 << 51
 _MOST_BYTES = 1 << 30
 _ATTRIBUTE_NAME, _INT64 = 1, 9
-"""Numbers of fields of an AttributeProto."""
+"""Field numbers of an AttributeProto."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that has a time."""
+    """A node with its time."""
 
     start_ns: int
     end_ns: int
     name: str
     sequence: int | None
-    """Its number in autograd's sequence."""
+    """The number in autograd's sequence; None without one."""
     launched_ns: int | None
-    """For what the GPU ran: when the node that launched it began."""
+    """For work of the GPU: the start of the node that launched it; None on the host."""
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """The nodes with a time, in the order of their beginnings.
-
-    Raises RrfpError when the file is no execution trace, or tells no times.
-    """
+    """The nodes with a time, in the order of their starts. Raises RrfpError if the file is not an
+    execution trace, or contains no times."""
     found = _of_protobuf(path) if path.suffix == ".et" else _of_json(path)
     nodes = sorted(found, key=lambda node: (node.start_ns, node.end_ns))
     if not nodes:
@@ -59,6 +64,7 @@ def read_nodes(path: Path) -> list[Node]:
 
 
 def _of_json(path: Path) -> Iterator[Node]:
+    """The nodes with a time in a JSON file."""
     stream = JsonStream(path)
     starts_us: dict[object, float] = {}
     timed: list[tuple[float, float, dict[str, Any]]] = []
@@ -86,6 +92,7 @@ def _of_json(path: Path) -> Iterator[Node]:
 
 
 def _time(node: object, key: str) -> float | None:
+    """A time of a JSON node in microseconds; None if it is missing or impossible."""
     value = node.get(key) if isinstance(node, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -93,6 +100,7 @@ def _time(node: object, key: str) -> float | None:
 
 
 def _sequence(node: dict[str, Any]) -> int | None:
+    """A JSON node's number in autograd's sequence; None without one."""
     attributes = node.get("attrs")
     for attribute in attributes if isinstance(attributes, list) else ():
         if isinstance(attribute, dict) and attribute.get("name") == "seq_id":
@@ -102,11 +110,13 @@ def _sequence(node: dict[str, Any]) -> int | None:
 
 
 def _ns(time_us: float) -> int:
+    """Convert microseconds to ns."""
     whole_us = math.floor(time_us)
     return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
 
 
 def _of_protobuf(path: Path) -> Iterator[Node]:
+    """The nodes with a time in a protobuf file. Raises RrfpError if it is damaged."""
     data = bytearray()
     for chunk in open_bytes(path):
         data += chunk
@@ -132,6 +142,7 @@ def _of_protobuf(path: Path) -> Iterator[Node]:
 
 
 def _node(message: memoryview) -> Node | None:
+    """Decode a protobuf node; None without a possible time."""
     name, start_us, duration_us, sequence = "", 0, 0, None
     for number, value in _fields(message):
         match number, value:
@@ -142,8 +153,8 @@ def _node(message: memoryview) -> Node | None:
             case (7, int()):
                 duration_us = value
             case (10, memoryview()):
-                told = dict(_fields(value))
-                label, found = told.get(_ATTRIBUTE_NAME), told.get(_INT64)
+                attribute = dict(_fields(value))
+                label, found = attribute.get(_ATTRIBUTE_NAME), attribute.get(_INT64)
                 if isinstance(label, memoryview) and bytes(label) == b"seq_id":
                     sequence = found if isinstance(found, int) and found < 1 << 63 else None
     if not start_us or max(start_us, duration_us) > _MOST_US:
@@ -153,7 +164,7 @@ def _node(message: memoryview) -> Node | None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a message: their numbers, and their values where these are varints or bytes."""
+    """Yield the number and the value of each varint and length-delimited field of a message."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -176,6 +187,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    """Decode a varint. Returns its value and the position after it."""
     value = shift = 0
     while True:
         byte = data[position]
@@ -188,11 +200,11 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
             raise ValueError("a number is too long")
 
 
-# A run read from Chakra execution traces, a file a rank.
+# Spans from execution traces, one file per rank.
 #
-# Nodes are read as the events of a torch profile: ranges that name tasks, sends and receives, and
-# the operators that autograd paired. An execution trace tells neither its rank, which the file's
-# name may tell (`rrfp.interchange.rank_names`), nor its process groups.
+# Nodes are read like the events of a torch profile: ranges of tasks, sends and receives, and
+# operators paired by autograd. An execution trace contains neither its rank, which the file's name
+# may contain (`ranks_by_name`), nor its process groups.
 
 
 _NAME = "execution trace of Chakra"
@@ -200,24 +212,25 @@ _TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "glo
 
 
 def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its execution traces. Raises RrfpError for files that are none, that
-    tell no times, or no tasks."""
+    """The spans of a run from its execution traces. Raises RrfpError for files that are not
+    execution traces, or contain no times or no tasks."""
     profiles: list[Profile] = []
     hosts: dict[int, HostProfile] = {}
     numbers, notes = ranks_by_name(paths)
     for number, path in zip(numbers, paths, strict=True):
         nodes = read_nodes(path)
         profile = Profile(path, number=number)
-        _keep_ranges(profile, nodes)
+        _add_ranges(profile, nodes)
         hosts[id(profile)] = _host(path, nodes)
         profiles.append(profile)
     spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
     if any(rank.tells_waits for rank in spans):
-        return spans, source  # Our own ranges tell their rank.
+        return spans, source  # rrfp's own ranges contain their rank.
     return spans, replace(source, notes=(*source.notes, *notes))
 
 
-def _keep_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
+def _add_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
+    """Add the ranges of tasks and the profiler's own steps to a profile."""
     for index, node in enumerate(nodes):
         if is_overlapped(node.name):
             raise RrfpError(
@@ -232,19 +245,14 @@ def _keep_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
 
 
 def _host(path: Path, nodes: Sequence[Node]) -> HostProfile:
+    """The calls, transfers, operators and kernels of an execution trace."""
     host = HostProfile(path)
-    for index, (node, name) in enumerate((node, node.name) for node in nodes):
-        start_ns, end_ns = node.start_ns, node.end_ns
+    for index, node in enumerate(nodes):
+        start_ns, end_ns, name = node.start_ns, node.end_ns, node.name
         if node.launched_ns is not None:
             host.launches[index] = node.launched_ns
             host.kernels.append(Kernel(start_ns, end_ns, index, is_nccl_transfer(name)))
-        elif kind := kind_of_call(name):
-            host.ranges.append((Event(start_ns, end_ns, name, None), kind))
-        elif name in _TRANSFERS:
-            host.transfers.append(Transfer(start_ns, end_ns, _TRANSFERS[name]))
-        elif name.startswith(EVALUATED):
-            number = MOST_SEQUENCE if node.sequence is None else node.sequence
-            host.backwards.append(Operator(start_ns, end_ns, number))
-        elif node.sequence is not None and not name.startswith("c10d::"):
-            host.forwards.append(Operator(start_ns, end_ns, node.sequence))
+        else:
+            sequence = None if name.startswith("c10d::") else node.sequence
+            host.add(Event(start_ns, end_ns, name, None), sequence, _TRANSFERS.get(name))
     return host

@@ -1,7 +1,7 @@
-"""Writes a recording as Chrome's trace events, for viewers and scripts that read these.
+"""Writes a recording as Chrome trace events, for viewers and scripts that read these.
 
 A pipeline is a process, and each track of a stage is a thread of it. Times are microseconds with
-fractions. A message's arrow goes from its send through its receive to the task that takes it.
+fractions. A message's arrow goes from its send through its receive to the task that consumes it.
 """
 
 import gzip
@@ -13,7 +13,7 @@ from typing import Any
 
 from rrfp.errors import RrfpError
 from rrfp.trace.perfetto.format import (
-    assign_lanes,
+    assign_rows,
     counters_of,
     key_of,
     received_by,
@@ -21,7 +21,7 @@ from rrfp.trace.perfetto.format import (
     stage_name,
     stage_path,
 )
-from rrfp.trace.records import STEP, RankRecords, Recording, told_step
+from rrfp.trace.records import STEP, RankRecords, Recording, split_step
 from rrfp.trace.safe_files import open_whole
 
 _NS_PER_US = 1_000
@@ -43,10 +43,8 @@ _OTHERS = tuple(category for category in _TRACKS if category not in ("send", "re
 
 
 def write_chrome(path: Path, recording: Recording) -> None:
-    """Write a recording as one JSON file, gzipped if its name ends in .gz; whole or not at all.
-
-    Raises RrfpError when the file cannot be written.
-    """
+    """Write a recording atomically as one JSON file, compressed if its name ends in .gz. Raises
+    RrfpError if the file cannot be written."""
     try:
         with open_whole(path) as file:
             if path.suffix == ".gz":
@@ -72,7 +70,7 @@ def _events(recording: Recording) -> Iterator[_Event]:
     pipelines: dict[int, str] = {}
     threads = _Threads()
     has_chunks = any(len(info.stages) > 1 for info in infos)
-    # A viewer takes parts of an arrow with the same time in the sequence of the file.
+    # A viewer orders events of an arrow at equal times by their order in the file.
     for category in ("send", "receive", *_OTHERS):
         for records in recording.ranks:
             (number, name), _ = stage_path(records.info, infos)
@@ -89,6 +87,7 @@ def _events(recording: Recording) -> Iterator[_Event]:
 def _of_rank(
     category: str, records: RankRecords, pid: int, threads: "_Threads", has_chunks: bool
 ) -> Iterator[_Event]:
+    """The events of a rank's records of one category."""
     rank = records.info.rank
     received = records.receives if category == "task" else ()
     arrows = {key_of(receive): received_by(rank, receive) for receive in received}
@@ -130,19 +129,20 @@ def _of_rank(
         elif category == "task":
             phase, key = "f", arrows.get(key_of(record))
         if key is not None:
-            # Bound to the slice that begins there, not to the next one.
+            # Attach the arrow's end to the slice that begins at this time, not to the next one.
             bound = {"bp": "e"} if phase == "f" else {}
             flow = {"ph": phase, "cat": "message", "name": "message", "id": hex(key.flow_id)}
             yield {**flow, **bound, **when}
 
 
 def _fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """The record's fields; an evaluation's `step` becomes `evaluation`."""
+    """The names and values of a record's fields; an evaluation's `step` becomes `evaluation`."""
     for name, value in record._asdict().items():
-        yield told_step(value) if name == STEP else (name, value)
+        yield split_step(value) if name == STEP else (name, value)
 
 
 def _title(category: str, record: Any, has_chunks: bool) -> str:
+    """The name of a record's slice, as in the Perfetto trace."""
     match category:
         case "wait":
             return str(record.cause)
@@ -170,7 +170,8 @@ def _counters(records: RankRecords, pid: int, stage: str) -> Iterator[_Event]:
 
 
 class _Threads:
-    """The number of each track. What overlaps goes to a lane of its own, for slices must nest."""
+    """Assigns a thread id to each track and row. Slices of a thread must nest, so overlapping
+    slices get different rows."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, tuple[int, str], str, int], int] = {}
@@ -178,19 +179,21 @@ class _Threads:
     def of(
         self, pid: int, stage: tuple[int, str], category: str, found: Sequence[Any]
     ) -> Iterable[int]:
+        """The thread id of each of these records of one category."""
         if not found:
             return ()
-        lanes = [0] * len(found)
+        rows = [0] * len(found)
         if hasattr(found[0], "end_ns"):
-            lanes = assign_lanes([record[:2] for record in found])
+            rows = assign_rows([record[:2] for record in found])
         track = _TRACKS[category]
         numbers = [
-            self._numbers.setdefault((pid, stage, track, lane), len(self._numbers) + 1)
-            for lane in range(max(lanes) + 1)
+            self._numbers.setdefault((pid, stage, track, row), len(self._numbers) + 1)
+            for row in range(max(rows) + 1)
         ]
-        return [numbers[lane] for lane in lanes]
+        return [numbers[row] for row in rows]
 
     def described(self) -> Iterator[_Event]:
+        """The events that name and order the threads."""
         order = list(dict.fromkeys(_TRACKS.values()))
         keys = sorted(self._numbers, key=lambda key: (key[0], key[1], order.index(key[2]), key[3]))
         return chain.from_iterable(
@@ -205,4 +208,5 @@ class _Threads:
 
 
 def _named(what: str, pid: int, tid: int, arguments: _Event) -> _Event:
+    """A metadata event, which names or orders a process or a thread."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": arguments}

@@ -1,4 +1,4 @@
-"""Which files make up a run to import, and what they hold."""
+"""Recognizes the files of a run to import, and reads them with the right reader."""
 
 import re
 from codecs import BOM_UTF8
@@ -18,10 +18,10 @@ _TABLES = (".csv", ".csv.gz", ".parquet")
 _OTHERS = (".json", ".json.gz", ".jsonl", ".jsonl.gz", ".sqlite", ".et")
 _RUN = RunDir(Path())
 _OF_A_RUN = {_RUN.run_json.name, _RUN.metrics.name}
-"""Of no other program, though a run's directory may hold its profiles too."""
+"""Files that only rrfp writes; its run directories may also contain profiles."""
 _OWN_TRACE = ".pftrace"
 _OWN_TABLE = "tasks.parquet"
-"""One of those that `rrfp trace export --format parquet` writes."""
+"""One of the tables that `rrfp trace export --format parquet` writes."""
 _REPORTS = (".nsys-rep", ".qdrep")
 _HEAD_BYTES = 4096
 _SQLITE = b"SQLite format 3\0"
@@ -35,7 +35,7 @@ _DUMP = re.compile(rb'\s*\{\s*"(?:comm_lib_version|nccl_version|entries|pg_confi
 
 
 class _Form(Enum):
-    """What wrote a file."""
+    """A supported file format; the value is its name for messages."""
 
     PROFILE = "profile of torch.profiler"
     TABLE = "table of StragglerAnalysis"
@@ -46,9 +46,9 @@ class _Form(Enum):
 
 def import_run(paths: Sequence[Path]) -> Imported:
     """Read one run from files and directories of files: profiles, exports of Nsight Systems or
-    execution traces, a file a rank; OpenTelemetry spans; or one table of StragglerAnalysis.
+    execution traces, one file per rank; OpenTelemetry spans; or one table of StragglerAnalysis.
 
-    Raises RrfpError when they are none of these, or not whole.
+    Raises RrfpError if they have another format, or are incomplete.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     forms = {file: _form(file) for file in files}
@@ -73,7 +73,8 @@ def import_run(paths: Sequence[Path]) -> Imported:
 
 
 def _reader(form: _Form) -> Callable[[Sequence[Path]], tuple[list[RankSpans], Source]]:
-    """What reads files of a form. Each takes in much that the others do not need."""
+    """The function that reads files of a format. Imported on demand, because each needs other
+    modules."""
     match form:
         case _Form.TABLE:
             # polars is slow to import.
@@ -98,10 +99,8 @@ def _reader(form: _Form) -> Callable[[Sequence[Path]], tuple[list[RankSpans], So
 
 
 def _form(path: Path) -> _Form:
-    """What wrote a file, by its name and how it begins.
-
-    Raises RrfpError for files that are known, and not to be imported.
-    """
+    """Determine a file's format by its name and its first bytes. Raises RrfpError for known formats
+    that cannot be imported."""
     if path.name.endswith(_TABLES):
         return _Form.TABLE
     if path.name.endswith(_REPORTS):
@@ -109,7 +108,7 @@ def _form(path: Path) -> _Form:
             f"{path} is a report of Nsight Systems in its own form; make it readable with nsys "
             f"export --type sqlite {path.name}"
         )
-    if path.name == _RUN.run_json.name and _RUN.trace.name in _names_in(path.parent):
+    if path.name == _RUN.run_json.name and (path.parent / _RUN.trace.name).exists():
         raise RrfpError(_is_run(path.parent))
     if path.suffix == _OWN_TRACE:
         raise RrfpError(
@@ -142,15 +141,14 @@ def _form(path: Path) -> _Form:
     return _Form.PROFILE
 
 
-def _names_in(directory: Path) -> set[str]:
-    return {file.name for file in directory.iterdir()}
-
-
 def _is_run(path: Path) -> str:
+    """The message for a run directory of rrfp."""
     return f"{path} is a run already and needs no import; look at it with rrfp analyze {path}"
 
 
 def _files(path: Path) -> list[Path]:
+    """The file at a path, or the files to import in a directory. Raises RrfpError if there are
+    none."""
     if not path.exists():
         raise RrfpError(f"there is nothing at {path}")
     if path.is_file():

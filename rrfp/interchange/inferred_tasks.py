@@ -1,11 +1,12 @@
-"""Numbers tasks by their order, which the schedules of Megatron and of torch fix.
+"""Infers the stage, microbatch and step of tasks from their order in Megatron's and torch's
+schedules.
 
-- A call of the schedule ends for the first rank of a pipeline when every forward has had its
-  backward. Other ranks' calls have as many.
-- A rank with one stage runs its forwards in the order of the microbatches. One with several runs
-  them as Megatron's interleaved schedule does; how many it has is found by comparing the order of
-  forwards and backwards, and which forward each backward belongs to, with that schedule's. An order
-  that fits neither is refused: nothing tells the microbatches then.
+- A step ends on the first rank of a pipeline when every forward has had its backward. Other ranks'
+  steps have the same number of tasks.
+- A rank with one stage runs its forwards in the order of the microbatches. A rank with several
+  stages follows Megatron's interleaved schedule. Their number is found by comparing the order of
+  forwards and backwards, and the forward of each backward, with that schedule. Any other order is
+  refused, because the microbatches are then unknown.
 """
 
 import re
@@ -21,68 +22,68 @@ from rrfp.schedule.hints import Order
 from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Cause, Kind, Task
-from rrfp.trace.records import Phase, PhaseRecord, RankInfo, WaitRecord
+from rrfp.trace.records import RankInfo, WaitRecord
 
-# What a trace tells of a rank whose tasks it times but does not number.
+# A rank whose tasks have times in the trace, but no numbers.
 #
-# A **call** is one run of a forward or a backward. Its place in the pipeline, its microbatch and
-# its step follow from the order of the calls (`rrfp.interchange.inferred_tasks`).
+# A **call** is one run of a forward or a backward. Its stage, microbatch and step follow from the
+# order of the calls.
 
 
 class Call(NamedTuple):
     """One run of a forward or a backward."""
 
     launched_ns: int
-    """When the host began it; its work may run later, on a GPU."""
+    """The time at which the host began it; its work may run later, on a GPU."""
     start_ns: int
     end_ns: int
     kind: Kind
     pair: int | None = None
-    """A number that a forward shares with its backward; None if the trace does not tell."""
+    """A number that a forward shares with its backward; None if it is unknown."""
 
 
 class Extent(NamedTuple):
-    """From when to when."""
+    """A time interval."""
 
     start_ns: int
     end_ns: int
 
 
 class Transfer(NamedTuple):
-    """Time in which a rank sent or received."""
+    """An interval in which a rank sent or received."""
 
     start_ns: int
     end_ns: int
     is_receive: bool
-    """Whether it belongs to the next task rather than the previous one."""
+    """True if it belongs to the next task and not to the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The ranks that share a rank's pipeline and its tensors, each in the order of their places;
-    empty where the trace does not tell."""
+    """The ranks of a rank's pipeline-parallel and tensor-parallel groups, in order; empty if
+    unknown."""
 
     pipeline: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class UnnamedRank:
-    """One rank, on its own clock."""
+class InferredRank:
+    """A rank's calls, transfers and schedules, on its own clock."""
 
     number: int
     host: str = "unknown"
     pid: int = 0
     groups: Groups = field(default_factory=Groups)
     calls: list[Call] = field(default_factory=list)
-    """In the order of their launches."""
+    """The calls in the order of their launches."""
     transfers: list[Transfer] = field(default_factory=list)
     syncs: list[Extent] = field(default_factory=list)
-    """When it reduced gradients."""
+    """The intervals in which it reduced gradients."""
     schedules: list[Extent] = field(default_factory=list)
-    """The calls of the schedule, by the host's time; empty if the trace does not tell."""
+    """The calls of the schedule, in the host's time; empty if they are unknown."""
     step_numbers: list[int] = field(default_factory=list)
-    """Of `schedules`; empty where they are counted."""
+    """The step of each of `schedules`; empty to count them from 0."""
 
 
 _CALLS = {
@@ -93,7 +94,7 @@ _CALLS = {
     "megatron.microbatch.forward": Kind.F,
     "megatron.microbatch.backward": Kind.B,
 }
-"""How Megatron calls them: its functions, its timers and its OpenTelemetry spans."""
+"""Megatron's names of tasks: its functions, its timers and its OpenTelemetry spans."""
 _PATH_OF_MEGATRON = re.compile(r"megatron\.core\.(?:\w+\.)*")
 _TRANSFER = re.compile(
     r"(?:megatron\.p2p\.|P2PCommunicator\.)?"
@@ -103,38 +104,39 @@ _TRANSFER = re.compile(
 
 
 def kind_of_call(name: str) -> Kind | None:
-    """The kind of task that a range of this name holds; None for any other range."""
+    """The kind of task in a range of this name; None for any other range."""
     return _CALLS.get(_PATH_OF_MEGATRON.sub("", name, count=1), _CALLS.get(name))
 
 
 def is_transfer(name: str) -> bool:
-    """Whether a range of this name holds a send or a receive of Megatron's."""
+    """True if a range of this name is a send or a receive of Megatron."""
     return _TRANSFER.fullmatch(_PATH_OF_MEGATRON.sub("", name, count=1)) is not None
 
 
-# The times of the GPU in place of the host's, which only launched the work.
+# Replacing the host's times by the GPU's, as the host only launches the work.
 
 
 class Kernel(NamedTuple):
-    """What the GPU ran."""
+    """A kernel, or a memory operation of the GPU."""
 
     start_ns: int
     end_ns: int
     correlation: int
-    """A number that it shares with its launch."""
+    """The number that it shares with its launch."""
     is_transfer: bool
 
 
 def is_nccl_transfer(name: str) -> bool:
-    """Whether a kernel of this name sends or receives."""
+    """True if a kernel of this name sends or receives."""
     return "nccl" in name and "SendRecv" in name
 
 
-def put_on_gpu(rank: UnnamedRank, kernels: Sequence[Kernel], launches: Mapping[int, int]) -> int:
-    """Give each task the time of the kernels that were launched in it, and transfers that of
-    NCCL's kernels; returns how many tasks had no kernel, which are left out.
+def put_on_gpu(rank: InferredRank, kernels: Sequence[Kernel], launches: Mapping[int, int]) -> int:
+    """Move each call to the times of the kernels launched in it, and transfers to those of NCCL's
+    kernels. Removes calls without kernels, and returns their number.
 
-    `kernels` are in the order of their beginnings; `launches` has when the host launched each.
+    `kernels` are in the order of their starts; `launches` has the host's launch time of each, by
+    correlation.
     """
     launched_ns = [call.launched_ns for call in rank.calls]
     work: dict[int, list[Kernel]] = {}
@@ -158,22 +160,24 @@ def put_on_gpu(rank: UnnamedRank, kernels: Sequence[Kernel], launches: Mapping[i
     called_ns = [transfer.start_ns for transfer in on_host]
     rank.transfers = []
     for kernel in moved:
-        # The kernel does not tell whether it receives; the call that launched it does.
+        # A kernel's name does not state its direction, but the call that launched it does.
         place = bisect_right(called_ns, launches.get(kernel.correlation, kernel.start_ns)) - 1
         is_receive = place >= 0 and on_host[place].is_receive
         rank.transfers.append(Transfer(kernel.start_ns, kernel.end_ns, is_receive))
     return num_idle
 
 
-# Where each rank stands in the run, from the groups that its trace tells.
+# The place of each rank in the run, from its process groups.
 
 
 _PIPELINE = ("PIPELINE_MODEL_PARALLEL_GROUP", "mesh_pp", "pp")
 _TENSOR = ("TENSOR_MODEL_PARALLEL_GROUP", "mesh_tp", "tp")
-"""The descriptions of groups: Megatron's, and those of torch's device meshes."""
+"""Descriptions of process groups: Megatron's, and those of torch's device meshes."""
 
 
 class Place(NamedTuple):
+    """A rank's place in the layout."""
+
     pp_rank: int
     tp_rank: int
     dp_rank: int
@@ -181,19 +185,21 @@ class Place(NamedTuple):
 
 
 def groups_of(described: Mapping[str, Sequence[int]]) -> Groups:
-    """The groups of a rank, from all its groups by their descriptions."""
+    """Select a rank's pipeline and tensor groups from the ranks of all its groups, by
+    description."""
     return Groups(_first(described, _PIPELINE), _first(described, _TENSOR))
 
 
 def _first(described: Mapping[str, Sequence[int]], names: Sequence[str]) -> tuple[int, ...]:
+    """The ranks of the first of these descriptions that exists; empty without one."""
     return next((tuple(described[name]) for name in names if name in described), ())
 
 
-def places_of(ranks: Sequence[UnnamedRank], world_size: int) -> tuple[dict[int, Place], list[str]]:
-    """The place of each rank, and notes on how it was found.
+def places_of(ranks: Sequence[InferredRank], world_size: int) -> tuple[dict[int, Place], list[str]]:
+    """The place of each rank by its number, and notes on how it was found.
 
-    Where no trace tells a pipeline group, all ranks of the run count as one pipeline.
-    Raises RrfpError when the groups leave out their own rank.
+    A rank without a known pipeline group is assumed to be in one pipeline with all ranks of the
+    run. Raises RrfpError if a rank is not in its own group.
     """
     notes = []
     if any(not rank.groups.pipeline for rank in ranks):
@@ -222,18 +228,17 @@ def places_of(ranks: Sequence[UnnamedRank], world_size: int) -> tuple[dict[int, 
 
 _MOST_CHUNKS = 64
 _MOST_FORWARDS = 1 << 22
-"""Of all ranks of a pipeline in a step. No run has more, but a damaged trace may say so."""
+"""The limit of all ranks' forwards in a step. Only a damaged trace has more."""
 _Step = tuple[int, list[Call]]
-"""Its number and its calls."""
+"""The number and the calls of a step."""
 
 
 def number_calls(
-    ranks: Sequence[UnnamedRank], world_size: int, source: str
+    ranks: Sequence[InferredRank], world_size: int, source: str
 ) -> tuple[list[RankSpans], list[str]]:
-    """The spans of ranks whose tasks are told without numbers, and notes on how they were numbered.
-
-    Raises RrfpError when there is no pipeline, or when its order does not tell the microbatches.
-    """
+    """The spans of ranks whose tasks have no numbers, and notes on how they were numbered. `source`
+    is the trace's name for messages. Raises RrfpError if the order does not determine the
+    microbatches."""
     places, notes = places_of(ranks, world_size)
     steps, more = _steps(ranks, places, source)
     num_chunks = _num_chunks(ranks, steps, places, source)
@@ -248,7 +253,7 @@ def number_calls(
     ], notes
 
 
-def check_pipeline(ranks: Sequence[UnnamedRank], source: str) -> None:
+def check_pipeline(ranks: Sequence[InferredRank], source: str) -> None:
     """Raise RrfpError unless the ranks run tasks and send to each other."""
     if not any(rank.calls for rank in ranks):
         raise RrfpError(
@@ -263,15 +268,15 @@ def check_pipeline(ranks: Sequence[UnnamedRank], source: str) -> None:
 
 
 def _steps(
-    ranks: Sequence[UnnamedRank], places: dict[int, Place], source: str
+    ranks: Sequence[InferredRank], places: dict[int, Place], source: str
 ) -> tuple[dict[int, list[_Step]], list[str]]:
-    """The calls of each rank by step."""
+    """The steps of each rank by its number, and notes."""
     if all(rank.schedules for rank in ranks):
-        told = {rank.number: list(_told_steps(rank)) for rank in ranks}
-        num_cut = sum(len(rank.schedules) - len(told[rank.number]) for rank in ranks)
+        steps = {rank.number: list(_steps_of_schedules(rank)) for rank in ranks}
+        num_cut = sum(len(rank.schedules) - len(steps[rank.number]) for rank in ranks)
         cut = f"{num_cut} calls of the schedule are not whole in the {source} and are left out"
-        return told, [cut] if num_cut else []
-    # The rank whose forwards are all at one time ahead of its backwards tells where steps end.
+        return steps, [cut] if num_cut else []
+    # Use the rank with the fewest steps: others may finish all forwards' backwards within a step.
     sizes = min((_sizes(rank.calls) for rank in ranks if rank.calls), key=len)
     if not sizes:
         raise RrfpError(
@@ -305,7 +310,8 @@ def _steps(
     return {number: steps[:num_whole] for number, steps in found.items()}, notes
 
 
-def _told_steps(rank: UnnamedRank) -> Iterator[_Step]:
+def _steps_of_schedules(rank: InferredRank) -> Iterator[_Step]:
+    """The calls in each call of the schedule, without incomplete ones."""
     position = 0
     numbers = rank.step_numbers or range(len(rank.schedules))
     for number, schedule in zip(numbers, rank.schedules, strict=True):
@@ -325,14 +331,15 @@ def _is_last(place: Place) -> bool:
 
 
 def _sizes(calls: list[Call]) -> list[int]:
-    """How many forwards each step has, if each ends when every forward has had its backward."""
+    """The number of forwards of each step, if a step ends when every forward has had its backward.
+    Empty if the calls begin within a step."""
     sizes = []
     forwards = backwards = 0
     for call in calls:
         forwards += call.kind is Kind.F
         backwards += call.kind is Kind.B
         if backwards > forwards:
-            return []  # It begins in the middle of a step.
+            return []
         if forwards == backwards:
             sizes.append(forwards)
             forwards = backwards = 0
@@ -340,6 +347,7 @@ def _sizes(calls: list[Call]) -> list[int]:
 
 
 def _counted_steps(calls: list[Call], sizes: list[int]) -> Iterator[_Step]:
+    """Split calls into steps of these numbers of forwards, until they do not match."""
     position = 0
     for number, size in enumerate(sizes):
         part = calls[position : position + 2 * size]
@@ -350,21 +358,22 @@ def _counted_steps(calls: list[Call], sizes: list[int]) -> Iterator[_Step]:
 
 
 def _num_chunks(
-    ranks: Sequence[UnnamedRank],
+    ranks: Sequence[InferredRank],
     steps: dict[int, list[_Step]],
     places: dict[int, Place],
     source: str,
 ) -> int:
-    """How many stages every rank holds; the order of the first training step of each tells."""
-    trained = [
-        (places[rank.number], calls)
-        for rank in ranks
-        for calls in _first_training(steps[rank.number])
-    ]
+    """The number of stages of every rank, by the order of the first training step of each. Raises
+    RrfpError if no known order matches."""
+    trained = []
+    for rank in ranks:
+        each = (calls for _, calls in steps[rank.number] if any(c.kind is Kind.B for c in calls))
+        if calls := next(each, None):
+            trained.append((places[rank.number], calls))
     if not trained:
         return 1
     if all(_is_first_in_first_out(calls) for _, calls in trained) and (
-        all(_tells_pairs(calls) for _, calls in trained)
+        all(None not in _pairs(calls) for _, calls in trained)
         or any(all(_runs_as(name, 1, *each) for each in trained) for name in ("1f1b", "gpipe"))
     ):
         return 1
@@ -381,15 +390,8 @@ def _num_chunks(
     )
 
 
-def _first_training(steps: list[_Step]) -> Iterator[list[Call]]:
-    for _, calls in steps:
-        if any(call.kind is Kind.B for call in calls):
-            yield calls
-            return
-
-
 def _pairs(calls: list[Call]) -> list[int | None]:
-    """Of each backward, which forward it belongs to, by place."""
+    """The index of each backward's forward among the forwards; None if it is unknown."""
     places: dict[int | None, int] = {}
     forwards = (call for call in calls if call.kind is Kind.F)
     for index, call in enumerate(forwards):
@@ -401,16 +403,13 @@ def _pairs(calls: list[Call]) -> list[int | None]:
     ]
 
 
-def _tells_pairs(calls: list[Call]) -> bool:
-    return None not in _pairs(calls)
-
-
 def _is_first_in_first_out(calls: list[Call]) -> bool:
+    """True if no known pair contradicts that backwards run in the order of their forwards."""
     return all(pair in (None, index) for index, pair in enumerate(_pairs(calls)))
 
 
 def _row(name: str, num_chunks: int, place: Place, num_forwards: int) -> tuple[Task, ...]:
-    """What a rank runs in an order; nothing where that order is not for such a pipeline."""
+    """A rank's tasks in a hint's order; empty if the hint does not support such a pipeline."""
     num_tasks = place.num_pp_ranks * num_forwards
     if num_forwards % num_chunks or not 0 < num_tasks <= _MOST_FORWARDS:
         return ()
@@ -424,7 +423,8 @@ def _order(name: str, shape: Shape) -> Order:
 
 
 def _runs_as(name: str, num_chunks: int, place: Place, calls: list[Call]) -> bool:
-    """Whether a rank's step has the order of that name, as far as its calls tell."""
+    """True if a rank's step can have the order of this hint: its kinds match, and its known pairs
+    too."""
     row = _row(name, num_chunks, place, sum(call.kind is Kind.F for call in calls))
     if [call.kind for call in calls] != [task.kind for task in row]:
         return False
@@ -436,7 +436,8 @@ def _runs_as(name: str, num_chunks: int, place: Place, calls: list[Call]) -> boo
     return all(pair in (None, index) for pair, index in zip(_pairs(calls), expected, strict=True))
 
 
-def _spans(rank: UnnamedRank, steps: list[_Step], place: Place, num_chunks: int) -> RankSpans:
+def _spans(rank: InferredRank, steps: list[_Step], place: Place, num_chunks: int) -> RankSpans:
+    """The spans of one rank, with numbered tasks."""
     stages = tuple(chunk * place.num_pp_ranks + place.pp_rank for chunk in range(num_chunks))
     info = RankInfo(rank.number, *place[:3], stages, rank.host, rank.pid)
     spans = RankSpans(info)
@@ -445,25 +446,20 @@ def _spans(rank: UnnamedRank, steps: list[_Step], place: Place, num_chunks: int)
     _put_into_steps(rank, spans)
     spans.phases = spans.schedules()
     numbers = rank.step_numbers or range(len(rank.schedules))
-    told = dict(zip(numbers, rank.schedules, strict=True))
-    spans.phases = [_widened(phase, told.get(phase.step)) for phase in spans.phases]
+    # On a GPU, work may continue after the call of the schedule has returned.
+    calls_of_schedule = dict(zip(numbers, rank.schedules, strict=True))
+    for index, phase in enumerate(spans.phases):
+        if extent := calls_of_schedule.get(phase.step):
+            start_ns, end_ns = (
+                min(phase.start_ns, extent.start_ns),
+                max(phase.end_ns, extent.end_ns),
+            )
+            spans.phases[index] = phase._replace(start_ns=start_ns, end_ns=end_ns)
     return spans
 
 
-def _widened(phase: PhaseRecord, schedule: Extent | None) -> PhaseRecord:
-    """A step from where its call of the schedule began to where it ended, if that is told. On a GPU
-    work may go on after the call has returned."""
-    if schedule is None:
-        return phase
-    return PhaseRecord(
-        min(phase.start_ns, schedule.start_ns),
-        max(phase.end_ns, schedule.end_ns),
-        phase.step,
-        Phase.SCHEDULE,
-    )
-
-
 def _tasks(step: int, calls: list[Call], place: Place, num_chunks: int) -> Iterator[TaskSpan]:
+    """The calls of a step as tasks with stages and microbatches."""
     forwards = [call for call in calls if call.kind is Kind.F]
     backwards = [call for call in calls if call.kind is Kind.B]
     name = "1f1b" if num_chunks == 1 else "interleaved"
@@ -480,9 +476,9 @@ def _tasks(step: int, calls: list[Call], place: Place, num_chunks: int) -> Itera
         yield TaskSpan(call.start_ns, call.end_ns, step, Kind.B, *of)
 
 
-def _put_into_steps(rank: UnnamedRank, spans: RankSpans) -> None:
-    """Give sends and the reduction of gradients to the step before them, receives to the one that
-    follows; what lies among a step's tasks is of that step."""
+def _put_into_steps(rank: InferredRank, spans: RankSpans) -> None:
+    """Assign sends and gradient reductions to the step before them, and receives to the step after
+    them. Those between a step's tasks belong to that step."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for task in sorted(spans.tasks):

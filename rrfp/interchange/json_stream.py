@@ -13,18 +13,17 @@ from rrfp.errors import RrfpError
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_VALUE = 64 << 20
-"""In characters; a value is an event, or what a profile says about itself."""
+"""The longest value in characters: an event, or a profile's description of itself."""
 _MOST_EXPANSION = 200
-"""gzip shrinks profiles to about a tenth; a file made to harm may shrink a thousandfold."""
+"""The greatest expansion by gunzip: profiles expand tenfold, malicious files up to a
+thousandfold."""
 _GZIP = b"\x1f\x8b"
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def open_bytes(path: Path) -> Iterator[bytes]:
-    """The contents of a file, expanded if its name ends in .gz or its contents begin as gzip's do.
-
-    Raises RrfpError when it cannot be read, is cut off, or expands too much.
-    """
+    """Yield the content of a file in chunks, decompressed if its name ends in .gz or it has gzip's
+    magic number. Raises RrfpError if it cannot be read, is cut off, or expands too much."""
     num_bytes = 0
     try:
         is_packed = path.suffix == ".gz" or _begins(path) == _GZIP
@@ -53,12 +52,12 @@ def _begins(path: Path) -> bytes:
 
 
 def writable(text: str) -> str:
-    """A text that UTF-8 can hold: JSON may have halves of characters, which become `?`."""
+    """Replace lone surrogates, which JSON may contain and UTF-8 cannot, by `?`."""
     return text.encode("utf-8", "replace").decode()
 
 
 class JsonStream:
-    """The members of one JSON object, or the items of one array, one after the other."""
+    """Reads a JSON document piece by piece: the members of an object, or the items of an array."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +69,7 @@ class JsonStream:
         self._is_ended = False
 
     def first(self) -> str:
-        """The next character that is not a space, without taking it; empty at the end."""
+        """The next character other than white space, which is not consumed; empty at the end."""
         while True:
             found = _NO_SPACE.search(self._text, self._position)
             if found is not None:
@@ -82,33 +81,34 @@ class JsonStream:
             self._read(1)
 
     def keys(self) -> Iterator[str]:
-        """The keys of the object that begins here. Take each key's value before the next key."""
-        self._take("{")
+        """Yield the keys of the object that begins here. Read each key's value before the next
+        key."""
+        self._consume("{")
         if self.first() == "}":
-            self._take("}")
+            self._consume("}")
             return
         while True:
             key = self.value()
             if not isinstance(key, str):
                 raise self._broken()
-            self._take(":")
+            self._consume(":")
             yield key
-            if self._take(",}") == "}":
+            if self._consume(",}") == "}":
                 return
 
     def items(self) -> Iterator[Any]:
-        """The items of the array that begins here."""
-        self._take("[")
+        """Yield the items of the array that begins here."""
+        self._consume("[")
         if self.first() == "]":
-            self._take("]")
+            self._consume("]")
             return
         while True:
             yield self.value()
-            if self._take(",]") == "]":
+            if self._consume(",]") == "]":
                 return
 
     def value(self) -> Any:
-        """The value that begins here."""
+        """Read the value that begins here."""
         if not self.first():
             raise self._broken()
         while True:
@@ -119,13 +119,14 @@ class JsonStream:
                 if self._is_ended or size > _LONGEST_VALUE:
                     raise self._broken() from None
             else:
-                # A number at the end of the text read so far may continue.
+                # A number at the end of the buffer may continue.
                 if end < len(self._text) or self._is_ended:
                     self._position = end
                     return value
             self._read(size)
 
-    def _take(self, allowed: str) -> str:
+    def _consume(self, allowed: str) -> str:
+        """Consume the next character, which must be one of `allowed`."""
         found = self.first()
         if not found or found not in allowed:
             raise self._broken()
@@ -133,7 +134,7 @@ class JsonStream:
         return found
 
     def _read(self, at_least: int) -> None:
-        """Read on, by at least so many characters if the file has them."""
+        """Read at least `at_least` more characters into the buffer, if the file has them."""
         parts = [self._text[self._position :]]
         self._position = 0
         while at_least > 0 and not self._is_ended:

@@ -1,4 +1,4 @@
-"""A run read from what torch.profiler wrote, a file a rank."""
+"""Reads a run from profiles of torch.profiler, one file per rank."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -11,41 +11,41 @@ from rrfp.interchange.inferred_tasks import (
     Call,
     Extent,
     Groups,
-    UnnamedRank,
+    InferredRank,
     check_pipeline,
     number_calls,
     put_on_gpu,
 )
-from rrfp.interchange.kineto_file import Profile, read_profile
-from rrfp.interchange.kineto_ranks import (
+from rrfp.interchange.kineto_profile import (
     HostProfile,
+    Profile,
     ProfiledRank,
     calls_of_autograd,
     number_steps,
     read_host_profile,
+    read_profile,
     time_by_operators,
 )
 from rrfp.interchange.range_names import Maker
 from rrfp.interchange.spans import RankSpans, Source
 from rrfp.trace.records import RankInfo
 
-# A run read from profiles without ranges of tasks: plain ones, of Megatron or of torch.
+# Profiles without ranges of tasks, of Megatron or of torch.
 #
-# Which tasks a rank ran is told, in this order of preference, by the Python functions of a profile
-# with stacks, by ranges of Megatron's names, or by the operators that autograd paired. Where the
-# GPU ran kernels, a task lasts from its first kernel to its last.
+# A rank's tasks are found, in this order of preference, by Python functions in a profile with
+# stacks, by ranges with Megatron's names, or by operators that autograd paired. If the GPU ran
+# kernels, a task lasts from its first kernel to its last.
 
 
-def read_unnamed(
+def infer_spans(
     profiles: Sequence[Profile],
     host_of: Callable[[Profile], HostProfile],
     world_size: int,
     name: str,
 ) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from profiles that name no tasks; `name` says what sort of profile.
-
-    Raises RrfpError when these tell no forwards and backwards, or not which ones they are.
-    """
+    """The spans of a run from profiles without ranges of tasks. `host_of` reads the rest of a
+    profile; `name` is the kind of profile for messages. Raises RrfpError if tasks are not found, or
+    their microbatches are unknown."""
     ranks = []
     hosts = []
     idle = on_gpu = 0
@@ -60,7 +60,7 @@ def read_unnamed(
                 'put each task into torch.profiler.record_function(f"PP:{stage}F{microbatch}") (B '
                 "for its backward)"
             )
-        rank = UnnamedRank(
+        rank = InferredRank(
             profile.number, profile.host, profile.pid, host.groups, calls, host.transfers
         )
         rank.schedules = [Extent(*event[:2]) for event in host.schedules]
@@ -79,6 +79,7 @@ def read_unnamed(
 
 
 def _calls(host: HostProfile) -> Iterator[Call]:
+    """The forwards and backwards in a profile, with the pairs that autograd made."""
     paired = calls_of_autograd(host.forwards, host.backwards, host.transfers)
     named = host.frames or host.ranges
     if not named:
@@ -94,11 +95,8 @@ def _calls(host: HostProfile) -> Iterator[Call]:
 
 
 def read_profiles(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its profiles, a file a rank.
-
-    Raises RrfpError for a file that is not a profile or tells no tasks, and for files of different
-    runs.
-    """
+    """The spans of a run from its profiles, one file per rank. Raises RrfpError for a file that is
+    not a profile or contains no tasks, and for files of different runs."""
     return spans_of(
         [read_profile(path) for path in paths],
         lambda profile: read_host_profile(profile.path),
@@ -109,12 +107,12 @@ def read_profiles(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
 def spans_of(
     profiles: Sequence[Profile], host_of: Callable[[Profile], HostProfile], name: str
 ) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from what its profiles hold; `host_of` reads the rest of a profile, which
-    is only needed where ranges do not tell everything, and `name` says what sort of profile it is.
-    """
+    """The spans of a run from the ranges in its profiles. `host_of` reads the rest of a profile, if
+    the ranges are not sufficient; `name` is the kind of profile for messages. Raises RrfpError as
+    `read_profiles` does."""
     if not any(profile.names_tasks for profile in profiles):
         _check_ranks(profiles)
-        return read_unnamed(profiles, host_of, _world_size(profiles), name)
+        return infer_spans(profiles, host_of, _world_size(profiles), name)
     ranks = [ProfiledRank(profile) for profile in profiles]
     notes = [note for rank in ranks for note in rank.notes]
     makers = {rank.maker for rank in ranks}
@@ -145,18 +143,20 @@ _Ranks = Sequence[ProfiledRank] | Sequence[Profile]
 
 
 def _world_size(ranks: _Ranks) -> int:
-    """How many ranks the run had, as far as the profiles tell."""
-    told = {rank.world_size: rank.path for rank in ranks if rank.world_size}
-    if len(told) > 1:
-        (size, path), (other, elsewhere), *_ = told.items()
+    """The number of ranks of the run: the one that profiles state, or the highest rank plus 1."""
+    sizes = {rank.world_size: rank.path for rank in ranks if rank.world_size}
+    if len(sizes) > 1:
+        (size, path), (other, elsewhere), *_ = sizes.items()
         raise RrfpError(
             f"{path} is of a run of {size} ranks and {elsewhere} of one of {other}; import one run "
             "at a time"
         )
-    return next(iter(told), 1 + max(rank.number for rank in ranks))
+    return next(iter(sizes), 1 + max(rank.number for rank in ranks))
 
 
 def _check_ranks(ranks: _Ranks) -> None:
+    """Raise RrfpError for unknown or repeated ranks; a single profile without a rank becomes rank
+    0."""
     by_number: dict[int, Path] = {}
     for rank in ranks:
         if rank.number < 0 and len(ranks) > 1:
@@ -174,18 +174,18 @@ def _check_ranks(ranks: _Ranks) -> None:
 
 
 def _place(ranks: list[ProfiledRank], groups: Mapping[int, Groups]) -> Iterator[str]:
-    """Give a place to each rank that does not tell its own, and yield notes on it: ranks that hold
-    the same stages are replicas."""
-    tell_stages = True
+    """Assign a place to each rank without one, and yield notes. Ranks with the same stages are
+    replicas."""
+    are_stages_known = True
     for rank in ranks:
         pipeline = groups[rank.number].pipeline if rank.number in groups else ()
-        is_told = rank.number in pipeline
-        stage = pipeline.index(rank.number) if is_told else rank.number
+        is_known = rank.number in pipeline
+        stage = pipeline.index(rank.number) if is_known else rank.number
         for found, task in rank.tasks:
             if task.stage is None:
-                found.tells = replace(task, stage=stage)
-                tell_stages &= is_told
-    if not tell_stages:
+                found.content = replace(task, stage=stage)
+                are_stages_known &= is_known
+    if not are_stages_known:
         yield (
             "the ranges do not tell stages: all ranks are taken for one pipeline, and each one's "
             "number for its stage"

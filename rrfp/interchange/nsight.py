@@ -1,11 +1,11 @@
-"""The tables of Nsight Systems' SQLite export (`nsys export --type sqlite`), read only.
+"""Reads a run from Nsight Systems' SQLite exports (`nsys export --type sqlite`).
 
 The schema is that of "SQLite Export Schema Reference" in NVIDIA's documentation of nsys-exporter
 (docs.nvidia.com/nsight-systems, 2020 to 2025): `NVTX_EVENTS` has ranges, with their name in `text`
-or by `textId` in `StringIds`; `CUPTI_ACTIVITY_KIND_KERNEL` what the GPU ran, and
-`CUPTI_ACTIVITY_KIND_RUNTIME` the calls that launched it, joined by `correlationId`. Tables are made
-only where there is something in them. Times are nanoseconds. A `globalTid` holds the process id in
-its bits 24 to 47 and the thread's in the lowest 24.
+or by `textId` in `StringIds`; `CUPTI_ACTIVITY_KIND_KERNEL` has the GPU's kernels, and
+`CUPTI_ACTIVITY_KIND_RUNTIME` the calls that launched them, joined by `correlationId`. Empty tables
+are missing. Times are nanoseconds. A `globalTid` has the process id in its bits 24 to 47 and the
+thread's in the lowest 24.
 """
 
 import re
@@ -20,30 +20,35 @@ from typing import Any
 from rrfp.errors import RrfpError
 from rrfp.interchange.inferred_tasks import (
     Kernel,
-    Transfer,
     is_nccl_transfer,
     is_transfer,
-    kind_of_call,
 )
 from rrfp.interchange.kineto import spans_of
-from rrfp.interchange.kineto_file import Event, Profile
-from rrfp.interchange.kineto_ranks import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
-from rrfp.interchange.range_names import is_overlapped, parse_profiler_step, parse_range
-from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.kineto_profile import (
+    Event,
+    HostProfile,
+    Profile,
+)
+from rrfp.interchange.range_names import (
+    is_overlapped,
+    parse_profiler_step,
+    parse_range,
+    ranks_by_name,
+)
 from rrfp.interchange.spans import RankSpans, Source
 
 MAGIC = b"SQLite format 3\0"
 _STEPS_OF_A_BYTE, _LEAST_STEPS, _STEPS_AT_ONCE = 1000, 10**8, 10**6
-"""How much SQLite's machine may work for each byte of a file; reading takes it a few steps."""
+"""The limit of steps of SQLite's virtual machine per byte of a file; reading takes a few."""
 _MOST_NS = 1 << 61
-"""Of times; ids of threads are smaller too."""
+"""The greatest time; thread ids are smaller too."""
 _RANGES = """
     SELECT event.start, event.end, coalesce(event.text, string.value), event.globalTid
     FROM NVTX_EVENTS AS event LEFT JOIN StringIds AS string ON string.id = event.textId
     WHERE event.eventType IN (59, 60, 70, 71) AND event.end IS NOT NULL
     ORDER BY event.start
 """
-"""Ranges that were pushed and popped (59, 70), and started and ended (60, 71)."""
+"""Ranges of push and pop (59, 70), and of start and end (60, 71)."""
 _KERNELS = """
     SELECT kernel.start, kernel.end, kernel.correlationId, string.value, kernel.globalPid
     FROM CUPTI_ACTIVITY_KIND_KERNEL AS kernel
@@ -62,31 +67,20 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """An NVTX range of a process."""
-
-    start_ns: int
-    end_ns: int
-    name: str
-
-
 @dataclass(slots=True)
 class Process:
-    """What one process did."""
+    """The NVTX ranges and the kernels of one process."""
 
     pid: int
-    ranges: list[Range] = field(default_factory=list)
+    ranges: list[Event] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     launches: dict[int, int] = field(default_factory=dict)
-    """When each kernel was launched, by its correlation."""
+    """The launch time of each kernel, by its correlation."""
 
 
 def read_processes(path: Path) -> list[Process]:
-    """The processes of an export that have NVTX ranges, by their ids.
-
-    Raises RrfpError when the file is no such export, or has no NVTX ranges.
-    """
+    """The processes in an export that have NVTX ranges, in the order of their ids. Raises RrfpError
+    if the file is not such an export, or has no NVTX ranges."""
     processes: dict[int, Process] = {}
 
     def process_of(global_id: int) -> Process:
@@ -94,14 +88,14 @@ def read_processes(path: Path) -> list[Process]:
         return processes.setdefault(pid, Process(pid))
 
     try:
-        # A file in use by nsys itself must not be touched: no journal, no lock.
+        # Open without journal and lock, as nsys itself may be using the file.
         location = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         with closing(sqlite3.connect(location, uri=True)) as database:
             _bound(database, path.stat().st_size)
             tables = _tables(path, database)
             for start_ns, end_ns, name, thread in _rows(path, database, _RANGES, text_at=2):
                 if isinstance(name, str):
-                    process_of(thread).ranges.append(Range(start_ns, end_ns, name))
+                    process_of(thread).ranges.append(Event(start_ns, end_ns, name, None))
             if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
                 for start_ns, end_ns, correlation, name, owner in _rows(
                     path, database, _KERNELS, text_at=3
@@ -123,8 +117,8 @@ def read_processes(path: Path) -> list[Process]:
 
 
 def _bound(database: sqlite3.Connection, num_bytes: int) -> None:
-    """Let a file of that size cost no more than it can hold: pages of a damaged one may name each
-    other without an end."""
+    """Limit the work for a file of this size, because the pages of a damaged file may form a
+    cycle."""
     left = iter(range((num_bytes * _STEPS_OF_A_BYTE + _LEAST_STEPS) // _STEPS_AT_ONCE))
     database.set_progress_handler(lambda: next(left, None) is None, _STEPS_AT_ONCE)
 
@@ -136,7 +130,8 @@ _WITHOUT_RANGES = (
 
 
 def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
-    """The tables that are there, once each is known to have the columns that are read."""
+    """The existing tables. Raises RrfpError if they lack columns, or if the file is not an
+    export."""
     rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
     found = {name for (name,) in rows}
     if "NVTX_EVENTS" not in found:
@@ -162,8 +157,9 @@ def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
 def _rows(
     path: Path, database: sqlite3.Connection, query: str, *, text_at: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows of a query, all of whose columns are whole numbers but one, which is text. Rows with
-    text are of something that lasts, and begin with its start and its end."""
+    """The rows of a query whose columns are whole numbers, except column `text_at`, if given. Rows
+    with text begin with the start and the end of an interval. Raises RrfpError for a damaged
+    row."""
     for row in database.execute(query):
         numbers = [value for index, value in enumerate(row) if index != text_at]
         if any(type(value) is not int or abs(value) > _MOST_NS for value in numbers) or (
@@ -173,12 +169,12 @@ def _rows(
         yield row
 
 
-# A run read from Nsight Systems' exports: a file a rank, or a file a host with several processes.
+# Spans from exports: one file per rank, or one file per host with several processes.
 #
-# Ranges are read as those of a torch profile: `rrfp.megatron.trace_native`'s, those of
-# torch.distributed.pipelining, Megatron's own (`--nvtx-ranges`), and what
-# `torch.autograd.profiler.emit_nvtx` writes of every operator, `aten::addmm, seq = 42, op_id = 7`.
-# NCCL's own ranges (`ncclSend`, `ncclRecv`) tell of transfers.
+# Ranges are read like those of a torch profile: `rrfp.megatron.trace_native`'s, those of
+# torch.distributed.pipelining, Megatron's own (`--nvtx-ranges`), and those of every operator that
+# `torch.autograd.profiler.emit_nvtx` writes, `aten::addmm, seq = 42, op_id = 7`. NCCL's own ranges
+# (`ncclSend`, `ncclRecv`) are transfers.
 
 
 _NAME = "export of Nsight Systems"
@@ -194,8 +190,8 @@ _TRANSFERS = {
 
 
 def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its exports. Raises RrfpError for files that are no exports, or that
-    tell no tasks."""
+    """The spans of a run from its exports. Raises RrfpError for files that are not exports or
+    contain no tasks."""
     found = [(path, process) for path in paths for process in read_processes(path)]
     if len(found) == len(paths):
         numbers, notes = ranks_by_name(paths)
@@ -212,30 +208,30 @@ def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
         profiles.append(profile)
     spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
     if any(rank.tells_waits for rank in spans):
-        return spans, source  # Our own ranges tell their rank.
+        return spans, source  # rrfp's own ranges contain their rank.
     return spans, replace(source, notes=(*source.notes, *notes))
 
 
 def _profile(path: Path, process: Process, number: int) -> Profile:
-    """The ranges that name tasks, with the GPU's time of each as torch's profiler gives it."""
+    """The ranges of tasks, with GPU times as in a profile of torch.profiler."""
     profile = Profile(path, number=number, pid=process.pid)
     launched = sorted((time_ns, number) for number, time_ns in process.launches.items())
     times_ns = [time_ns for time_ns, _ in launched]
     kernels = {kernel.correlation: kernel for kernel in process.kernels}
-    for index, told in enumerate(process.ranges):
-        name = _plain(told)[0]
+    for index, each in enumerate(process.ranges):
+        name = _split_name(each.name)[0]
         if is_overlapped(name):
             raise RrfpError(
                 f"{path} has ranges of a forward and a backward at once, such as '{name[:40]}', "
                 "which nothing tells apart; profile a schedule without OVERLAP_F_B"
             )
-        event = Event(told.start_ns, told.end_ns, name, index)
+        event = each._replace(name=name, external_id=index)
         if parse_profiler_step(name) is not None:
             profile.steps.append(event)
         elif parse_range(name) is not None:
             profile.on_cpu.append(event)
             inside = launched[
-                bisect_left(times_ns, told.start_ns) : bisect_left(times_ns, told.end_ns)
+                bisect_left(times_ns, each.start_ns) : bisect_left(times_ns, each.end_ns)
             ]
             ran = [kernels[number] for _, number in inside if number in kernels]
             if ran:
@@ -245,28 +241,21 @@ def _profile(path: Path, process: Process, number: int) -> Profile:
 
 
 def _host(path: Path, process: Process) -> HostProfile:
-    """What tells tasks where no range names them."""
+    """The calls, transfers, operators and kernels of a process."""
     host = HostProfile(path, kernels=sorted(process.kernels), launches=process.launches)
-    for told in process.ranges:
-        name, sequence = _plain(told)
-        event = Event(told.start_ns, told.end_ns, name, None)
-        if kind := kind_of_call(name):
-            host.ranges.append((event, kind))
-        elif name in _TRANSFERS or is_transfer(name):
-            is_receive = _TRANSFERS.get(name, "recv" in name)
-            host.transfers.append(Transfer(told.start_ns, told.end_ns, is_receive))
-        elif name.startswith(EVALUATED):
-            number = MOST_SEQUENCE if sequence is None else sequence
-            host.backwards.append(Operator(told.start_ns, told.end_ns, number))
-        elif sequence is not None and not name.startswith(("c10d::", "nccl:")):
-            host.forwards.append(Operator(told.start_ns, told.end_ns, sequence))
+    for each in process.ranges:
+        name, sequence = _split_name(each.name)
+        is_receive = _TRANSFERS.get(name, "recv" in name if is_transfer(name) else None)
+        is_operator = not name.startswith(("c10d::", "nccl:"))
+        host.add(each._replace(name=name), sequence if is_operator else None, is_receive)
     return host
 
 
-def _plain(told: Range) -> tuple[str, int | None]:
-    """A range's name without what emit_nvtx adds to it, and its number in autograd's sequence."""
-    match = _OF_EMIT_NVTX.fullmatch(told.name)
+def _split_name(name: str) -> tuple[str, int | None]:
+    """Split a range's name into the name before emit_nvtx's additions and the number in autograd's
+    sequence."""
+    match = _OF_EMIT_NVTX.fullmatch(name)
     if match is None:
-        return told.name, None
+        return name, None
     sequence = match["sequence"]
     return match["name"], None if sequence is None else int(sequence)

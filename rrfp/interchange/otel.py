@@ -3,11 +3,11 @@
 Megatron-LM opens spans since its pull request 6438 (`--otel-enabled`, span groups `step`,
 `microbatch` and `communication`, exported by all ranks): `megatron.microbatch.forward` and
 `.backward` around each task, `megatron.p2p.*` around blocking transfers, `megatron.train.iteration`
-with `megatron.iteration` around a step, `megatron.evaluate.step` around an evaluation. What
-exported is told by the resource: `dl.rank`, `dl.pipeline_parallel.size`, `dl.tensor_parallel.size`.
+with `megatron.iteration` around a step, `megatron.evaluate.step` around an evaluation. The resource
+identifies the rank: `dl.rank`, `dl.pipeline_parallel.size`, `dl.tensor_parallel.size`.
 
-The files are those of the OpenTelemetry collector's file exporter: one JSON object a line, each
-with `resourceSpans`. Spans are the host's. They name neither stages nor microbatches.
+The files are those of the OpenTelemetry collector's file exporter: one JSON object per line, each
+with `resourceSpans`. Spans have the host's times, and contain neither stages nor microbatches.
 """
 
 import re
@@ -22,8 +22,8 @@ from rrfp.interchange.inferred_tasks import (
     Call,
     Extent,
     Groups,
+    InferredRank,
     Transfer,
-    UnnamedRank,
     check_pipeline,
     is_transfer,
     kind_of_call,
@@ -55,22 +55,20 @@ class _Span(NamedTuple):
 
 @dataclass(slots=True)
 class _Exporter:
-    """One rank's spans, and what its resource tells."""
+    """One rank's spans, and its resource's attributes."""
 
-    told: Mapping[str, object]
+    attributes: Mapping[str, object]
     path: Path
     spans: list[_Span] = field(default_factory=list)
 
 
 def read_spans(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its files, each of which may be of any number of ranks.
-
-    Raises RrfpError when they are no OTLP, or tell no tasks.
-    """
+    """The spans of a run from its files, each of which may contain any number of ranks. Raises
+    RrfpError if they are not OTLP, or contain no tasks."""
     exporters: dict[int, _Exporter] = {}
     for path in paths:
-        for number, told, spans in _resources(path):
-            exporters.setdefault(number, _Exporter(told, path)).spans += spans
+        for number, attributes, spans in _resources(path):
+            exporters.setdefault(number, _Exporter(attributes, path)).spans += spans
     with_tasks = {
         number: each
         for number, each in exporters.items()
@@ -88,21 +86,21 @@ def read_spans(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
             f"the {_NAME} says that its run had {num_ranks} ranks, and no run has more than "
             f"{MOST_OF_A_KIND}; export it again"
         )
-    again = {step for each in with_tasks.values() for step in _drop_repeated(each)}
+    repeated = {step for each in with_tasks.values() for step in _drop_repeated(each)}
     ranks = [_rank(number, each, num_ranks, sizes) for number, each in sorted(with_tasks.items())]
     check_pipeline(ranks, _NAME)
     numbered, notes = number_calls(ranks, num_ranks, _NAME)
-    if again:
+    if repeated:
         notes.append(
-            f"{counted(len(again), 'step')} ran more than once, as in a job that was resumed "
-            f"({listed(sorted(again))}): the last time counts, and what ran before is left out"
+            f"{counted(len(repeated), 'step')} ran more than once, as in a job that was resumed "
+            f"({listed(sorted(repeated))}): the last time counts, and what ran before is left out"
         )
     notes.append(_HOST_TIMES)
     return numbered, Source(_NAME, len(paths), "cpu", True, num_ranks, tuple(notes))
 
 
 def _drop_repeated(exporter: _Exporter) -> Iterator[int]:
-    """Drop what a rank did in iterations that it ran again later, and yield their numbers. Sorts
+    """Remove a rank's spans of iterations that it repeated later, and yield their numbers. Sorts
     its spans."""
     exporter.spans.sort(key=lambda span: span[:2])
     latest: dict[int, _Span] = {}
@@ -112,7 +110,7 @@ def _drop_repeated(exporter: _Exporter) -> Iterator[int]:
             continue
         before = latest.get(span.iteration)
         if before is not None and span.start_ns < before.end_ns:
-            continue  # A part of the same.
+            continue  # It is nested in the span of the same iteration.
         if before is not None:
             dropped.append(before)
             yield span.iteration
@@ -129,9 +127,10 @@ def _drop_repeated(exporter: _Exporter) -> Iterator[int]:
 
 def _rank(
     number: int, exporter: _Exporter, num_ranks: int, sizes: Mapping[str, int]
-) -> UnnamedRank:
-    host = exporter.told.get("host.name")
-    rank = UnnamedRank(number, writable(host) if isinstance(host, str) else "unknown")
+) -> InferredRank:
+    """Sort a rank's spans into calls, transfers, gradient reductions and schedules."""
+    host = exporter.attributes.get("host.name")
+    rank = InferredRank(number, writable(host) if isinstance(host, str) else "unknown")
     rank.groups = _groups(number, num_ranks, sizes)
     steps = []
     num_evaluations = 0
@@ -153,15 +152,15 @@ def _rank(
         first = bisect_left(starts_ns, span.start_ns)
         inside = rank.calls[first : bisect_left(starts_ns, span.end_ns)]
         if inside:
-            # What surrounds the tasks is the loop's, and no part of the pipeline's step.
+            # Use the extent of the tasks, because the span also contains work of the training loop.
             rank.schedules.append(Extent(inside[0].start_ns, inside[-1].end_ns + 1))
             rank.step_numbers.append(step)
     return rank
 
 
 def _groups(number: int, num_ranks: int, sizes: Mapping[str, int]) -> Groups:
-    """The groups of a rank in Megatron's own order: tensor peers next to each other, pipeline ranks
-    farthest apart."""
+    """The groups of a rank in Megatron's order: neighbors form a tensor group, and the ranks of a
+    pipeline are farthest apart."""
     pipeline, tensor = sizes["pipeline"], sizes["tensor"]
     if num_ranks % pipeline or num_ranks % tensor:
         return Groups()
@@ -174,8 +173,10 @@ def _groups(number: int, num_ranks: int, sizes: Mapping[str, int]) -> Groups:
 
 
 def _size(exporters: Mapping[int, _Exporter], name: str) -> int:
-    told = [each.told.get(f"dl.{name}_parallel.size") for each in exporters.values()]
-    sizes = {size for size in told if type(size) is int and 0 < size < MOST_OF_A_KIND}
+    """The size of a parallelism such as `tensor`, in all ranks' attributes; 1 if they do not state
+    it."""
+    stated = [each.attributes.get(f"dl.{name}_parallel.size") for each in exporters.values()]
+    sizes = {size for size in stated if type(size) is int and 0 < size < MOST_OF_A_KIND}
     if len(sizes) > 1:
         raise RrfpError(
             f"the {_NAME} is of runs with different sizes of {name} parallelism "
@@ -185,53 +186,57 @@ def _size(exporters: Mapping[int, _Exporter], name: str) -> int:
 
 
 def _resources(path: Path) -> Iterator[tuple[int, dict[str, object], list[_Span]]]:
+    """Yield the rank, the attributes and the spans of each resource in a file."""
     stream = JsonStream(path)
     while stream.first():
         request = stream.value()
         for resource in _each(request, "resourceSpans"):
-            told = _attributes(resource.get("resource"))
+            attributes = _attributes(resource.get("resource"))
             spans = [
                 _span(path, span)
                 for scope in _each(resource, "scopeSpans")
                 for span in _each(scope, "spans")
             ]
-            if (number := _number(told)) is None:
+            if (number := _number(attributes)) is None:
                 if any(kind_of_call(span.name) for span in spans):
                     raise RrfpError(
                         f"{path} has spans whose resource does not tell the rank; export them with "
                         "dl.rank or service.instance.id, as Megatron-LM does"
                     )
                 continue
-            yield number, told, spans
+            yield number, attributes, spans
 
 
-def _number(told: Mapping[str, object]) -> int | None:
-    number = told.get("dl.rank")
+def _number(attributes: Mapping[str, object]) -> int | None:
+    """The rank in a resource's attributes."""
+    number = attributes.get("dl.rank")
     if type(number) is int and 0 <= number < MOST_OF_A_KIND:
         return number
-    match = _INSTANCE.fullmatch(str(told.get("service.instance.id")))
+    match = _INSTANCE.fullmatch(str(attributes.get("service.instance.id")))
     return int(match[1]) if match else None
 
 
-def _span(path: Path, told: Mapping[str, Any]) -> _Span:
-    name = told.get("name")
-    times = [str(told.get(key)) for key in ("startTimeUnixNano", "endTimeUnixNano")]
+def _span(path: Path, span: Mapping[str, Any]) -> _Span:
+    """Decode a span. Raises RrfpError for an invalid name or time."""
+    name = span.get("name")
+    times = [str(span.get(key)) for key in ("startTimeUnixNano", "endTimeUnixNano")]
     if not isinstance(name, str) or not all(map(_TIME.fullmatch, times)):
         raise RrfpError(
             f"{path} has a span '{str(name)[:40]}' from {times[0][:20]} to {times[1][:20]}; export "
             "it as OTLP in JSON"
         )
     start_ns, end_ns = map(int, times)
-    iteration = _attributes(told).get("megatron.iteration")
+    iteration = _attributes(span).get("megatron.iteration")
     if not isinstance(iteration, int) or not 0 <= iteration < MOST_OF_A_KIND:
         iteration = None
     return _Span(start_ns, max(start_ns, end_ns), name, iteration)
 
 
-def _attributes(told: object) -> dict[str, object]:
-    """The attributes of a span or a resource; OTLP writes whole numbers as texts."""
+def _attributes(owner: object) -> dict[str, object]:
+    """The attributes of a span or a resource. OTLP writes integers as text, which is converted
+    back."""
     found: dict[str, object] = {}
-    for attribute in _each(told, "attributes"):
+    for attribute in _each(owner, "attributes"):
         key, value = attribute.get("key"), attribute.get("value")
         if isinstance(key, str) and isinstance(value, dict):
             number = value.get("intValue")
@@ -241,8 +246,9 @@ def _attributes(told: object) -> dict[str, object]:
     return found
 
 
-def _each(told: object, key: str) -> Iterator[Mapping[str, Any]]:
-    values = told.get(key) if isinstance(told, dict) else None
+def _each(owner: object, key: str) -> Iterator[Mapping[str, Any]]:
+    """The objects in a list that is a member of `owner`; none if there is no such list."""
+    values = owner.get(key) if isinstance(owner, dict) else None
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict):
             yield value

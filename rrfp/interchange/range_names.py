@@ -1,29 +1,31 @@
-"""The names of ranges in a profile that tell of a pipeline's tasks.
+"""Names of ranges in a profile that identify a pipeline's tasks, and the ranks of files by name.
 
-`rrfp.megatron.trace_native` names its ranges so, and import reads them back:
+`rrfp.megatron.trace_native` writes ranges with these names, and import reads them:
 
     rrfp F3 stage=1 chunk=0 step=7
     rrfp wait transfer 12 step=7
     rrfp schedule step=7 rank=1 pp=1 tp=0 dp=0 stages=1,5
 
-Those of an evaluation have `evaluation=0` in place of `step=7`.
+In an evaluation they have `evaluation=0` instead of `step=7`.
 
-torch.distributed.pipelining's schedules for several stages a rank name theirs `PP:1F3` (stage, one
-of torch's letters, microbatch; also `PP:1SEND_F3`, `PP:1RECV_F3`, `PP:1REDUCE_GRAD`, ...). Its
-GPipe says `Forward 3` and `Backward 3` for the rank's only stage. Its Schedule1F1B names no ranges
+torch.distributed.pipelining's schedules for several stages per rank use `PP:1F3` (stage, one of
+torch's letters, microbatch; also `PP:1SEND_F3`, `PP:1RECV_F3`, `PP:1REDUCE_GRAD`, ...). Its GPipe
+uses `Forward 3` and `Backward 3` for the rank's only stage. Its Schedule1F1B writes no ranges
 (torch 2.13, `torch/distributed/pipelining/schedules.py`).
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from rrfp.schedule.tasks import Cause, Kind
-from rrfp.trace.records import EVALUATION, STEP, evaluation_step, told_step
+from rrfp.trace.records import EVALUATION, STEP, evaluation_step, split_step
 
 
 class Maker(StrEnum):
-    """Whose ranges they are."""
+    """The program that wrote the ranges."""
 
     RRFP = "rrfp"
     PIPELINING = "torch.distributed.pipelining"
@@ -31,31 +33,31 @@ class Maker(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TaskRange:
-    """A task."""
+    """A range of a task."""
 
     maker: Maker
     kind: Kind
     microbatch: int
     stage: int | None
-    """None for the only stage of its rank."""
+    """None if it is the only stage of its rank."""
     step: int | None
-    """None if the range does not tell."""
+    """None if the range's name does not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitRange:
-    """Time in which the rank waited, or moved messages or gradients."""
+    """A range in which the rank waited, transferred messages or reduced gradients."""
 
     maker: Maker
     cause: Cause
     step: int | None
     is_receive: bool = False
-    """Whether it belongs to the next task rather than the previous one."""
+    """True if it belongs to the next task and not to the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRange:
-    """One call of the schedule, and which rank made it."""
+    """A range of one call of the schedule, with the rank that made it."""
 
     step: int
     rank: int
@@ -70,27 +72,27 @@ Range = TaskRange | WaitRange | ScheduleRange
 
 def task_range(kind: Kind, stage: int, chunk: int, microbatch: int, step: int) -> str:
     """The name of a task's range."""
-    return f"rrfp {kind}{microbatch} stage={stage} chunk={chunk} {_told(step)}"
+    return f"rrfp {kind}{microbatch} stage={stage} chunk={chunk} {_format_step(step)}"
 
 
 def wait_range(cause: Cause, number: int, step: int) -> str:
-    """The name of the range of a step's wait of that number. Names are unique in a profile, so that
-    they tell what the GPU did in a range."""
-    return f"rrfp wait {cause} {number} {_told(step)}"
+    """The name of the range of a wait. `number` makes names unique in a profile, so that the GPU's
+    work can be attributed to a range."""
+    return f"rrfp wait {cause} {number} {_format_step(step)}"
 
 
 def schedule_range(schedule: ScheduleRange) -> str:
     """The name of the range of a call of the schedule."""
     stages = ",".join(map(str, schedule.stages))
     return (
-        f"rrfp schedule {_told(schedule.step)} rank={schedule.rank} pp={schedule.pp_rank} "
+        f"rrfp schedule {_format_step(schedule.step)} rank={schedule.rank} pp={schedule.pp_rank} "
         f"tp={schedule.tp_rank} dp={schedule.dp_rank} stages={stages}"
     )
 
 
-def _told(step: int) -> str:
-    """`step=7` or `evaluation=0`."""
-    sort, number = told_step(step)
+def _format_step(step: int) -> str:
+    """Format a step number: `step=7` or `evaluation=0`."""
+    sort, number = split_step(step)
     return f"{sort}={number}"
 
 
@@ -114,7 +116,7 @@ _OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
 
 
 def parse_range(name: str) -> Range | None:
-    """What a range's name tells; None for a name that tells nothing of a pipeline."""
+    """Parse a range's name; None if it does not belong to a pipeline."""
     if name.startswith("rrfp "):
         return _parse_ours(name)
     if match := _ACTION.fullmatch(name):
@@ -156,5 +158,40 @@ def parse_profiler_step(name: str) -> int | None:
 
 
 def is_overlapped(name: str) -> bool:
-    """Whether a range holds a forward and a backward at once, which cannot be told apart."""
+    """True if a range contains a forward and a backward at once, which cannot be separated."""
     return _OVERLAPPED.fullmatch(name) is not None
+
+
+# The ranks of files that state theirs only in their names.
+
+
+_RANK = re.compile(r"(?<![a-z])rank[_.-]?(\d{1,7})(?!\d)", re.ASCII | re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d+)\D*$", re.ASCII)
+_DIGITS = re.compile(r"(\d+)", re.ASCII)
+
+
+def ranks_by_name(paths: Sequence[Path]) -> tuple[list[int], list[str]]:
+    """The rank of each file by its name, and a note if the names do not contain ranks, so that
+    files are numbered in the order of their names.
+
+    A number is a rank if it follows the word `rank`, as in `trace_rank3.json`, or if the files end
+    in 0, 1, 2 and so on. Any other number may be a job's, a process's or a count from 1.
+    """
+    stems = [path.name.removesuffix(".gz").rpartition(".")[0] or path.name for path in paths]
+    found = [match for stem in stems if (match := _RANK.search(stem))]
+    if len(found) == len(paths):
+        return [int(match[1]) for match in found], []
+    ends = [int(match[1]) for stem in stems if (match := _LAST_NUMBER.search(stem))]
+    if sorted(ends) == list(range(len(paths))):
+        return ends, []
+    in_order = sorted(paths, key=_by_number)
+    return [in_order.index(path) for path in paths], [
+        "the files' names do not tell ranks: ranks are numbered from 0 in the order of the names; "
+        "call the files rank0, rank1, ... if that is not theirs"
+    ]
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """A sort key that puts report9 before report10."""
+    parts = _DIGITS.split(str(path))
+    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]

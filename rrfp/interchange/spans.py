@@ -1,9 +1,9 @@
-"""What another program's trace tells of a pipeline, before it becomes a recording."""
+"""Spans of a pipeline's ranks from another program's trace, which are made into a recording."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.shape import sending_stage
@@ -33,23 +33,24 @@ class TransferSpan(NamedTuple):
 
 @dataclass(slots=True)
 class RankSpans:
-    """One rank, on its own clock."""
+    """The spans of one rank, on its own clock."""
 
     info: RankInfo
     tasks: list[TaskSpan] = field(default_factory=list)
     waits: list[WaitRecord] = field(default_factory=list)
-    """The waits whose cause the trace tells."""
+    """The waits whose cause is in the trace."""
     transfers: list[TransferSpan] = field(default_factory=list)
     phases: list[PhaseRecord] = field(default_factory=list)
     tells_waits: bool = False
-    """Whether `waits` are complete, so that none need be derived."""
+    """True if `waits` are complete, so that none must be derived."""
     receives_inside: bool = False
-    """Whether a task's span may begin before its input has come, and holds the wait for it."""
+    """True if a task's span may include the wait for its input."""
     sends_inside: bool = False
-    """Whether a task's span may end after its output has left."""
+    """True if a task's span may include the send of its output."""
 
     def schedules(self) -> list[PhaseRecord]:
-        """The schedule of each step, from the rank's first task, wait or transfer to its last."""
+        """A `SCHEDULE` phase for each step, from the rank's first task, wait or transfer to its
+        last."""
         extents: dict[int, tuple[int, int]] = {}
         for span in chain[TaskSpan | WaitRecord | TransferSpan](
             self.tasks, self.waits, self.transfers
@@ -59,79 +60,69 @@ class RankSpans:
         return [PhaseRecord(*extent, step, Phase.SCHEDULE) for step, extent in extents.items()]
 
     def shift(self, by_ns: int) -> None:
-        """Put the rank's clock forward by so much."""
-        self.tasks = [_shifted(span, by_ns) for span in self.tasks]
-        self.waits = [_shifted(span, by_ns) for span in self.waits]
-        self.transfers = [_shifted(span, by_ns) for span in self.transfers]
-        self.phases = [_shifted(span, by_ns) for span in self.phases]
+        """Add `by_ns` to all times."""
+        for spans in self._lists():
+            spans[:] = [
+                each._replace(start_ns=each.start_ns + by_ns, end_ns=each.end_ns + by_ns)
+                for each in spans
+            ]
 
     def renumber(self, steps: Mapping[int, int]) -> None:
-        """Give each of these steps its new number; the others keep theirs."""
-        self.tasks = [_renumbered(span, steps) for span in self.tasks]
-        self.waits = [_renumbered(span, steps) for span in self.waits]
-        self.transfers = [_renumbered(span, steps) for span in self.transfers]
-        self.phases = [_renumbered(span, steps) for span in self.phases]
+        """Change step numbers by a mapping from old to new ones; other steps stay."""
+        for spans in self._lists():
+            spans[:] = [each._replace(step=steps.get(each.step, each.step)) for each in spans]
 
-
-_Span = TypeVar("_Span", TaskSpan, WaitRecord, TransferSpan, PhaseRecord)
-
-
-def _shifted(span: _Span, by_ns: int) -> _Span:
-    return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
-
-
-def _renumbered(span: _Span, steps: Mapping[int, int]) -> _Span:
-    return span._replace(step=steps.get(span.step, span.step))
+    def _lists(self) -> tuple[list[Any], ...]:
+        """All lists of spans."""
+        return self.tasks, self.waits, self.transfers, self.phases
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where spans came from."""
+    """The origin of imported spans."""
 
     name: str
     num_files: int
     device: str
-    """`cpu`, or `cuda` where the times are those of a GPU."""
+    """`cpu`, or `cuda` if the times are those of a GPU."""
     transfers_block: bool
-    """Whether a rank does nothing else while it sends and receives, as in Megatron's schedules."""
+    """True if a rank does nothing else while it sends or receives, as in Megatron's schedules."""
     world_size: int | None
-    """How many ranks the run had; None if its trace does not tell."""
+    """The number of ranks of the run; None if it is unknown."""
     notes: tuple[str, ...] = ()
-    """What the user should know of how it was read, a sentence each."""
+    """Notes for the user on how it was read, one sentence each."""
 
 
-# Clocks put right by causality: no task begins before the task that gives it its input ends.
+# Aligning clocks by causality: no task begins before the task that produces its input ends.
 
 
 Link = tuple[int, int]
-"""From one rank to another."""
+"""The source and destination rank of messages."""
 
 
 def least_shifts(slacks_ns: Mapping[Link, int], ranks: list[int]) -> dict[int, int] | None:
-    """The least to add to each rank's clock, from 0 on, so that no message comes before it is sent;
-    None if no shift achieves that.
-
-    `slacks_ns` is, by link, the least time that a message seems to have taken.
-    """
+    """The smallest non-negative shift of each rank's clock such that no message arrives before it
+    is sent; None if no shifts achieve that. `slacks_ns` has the shortest apparent time of a message
+    by link."""
     shifts_ns = dict.fromkeys(ranks, 0)
     for _ in ranks:
-        is_settled = True
+        has_converged = True
         for (source, destination), slack_ns in slacks_ns.items():
             least_ns = shifts_ns[source] - slack_ns
             if shifts_ns[destination] < least_ns:
                 shifts_ns[destination] = least_ns
-                is_settled = False
-        if is_settled:
+                has_converged = False
+        if has_converged:
             return shifts_ns
     return None
 
 
-# The spans of all ranks of a run: which task gives which its input, by clocks put right.
+# The spans of all ranks of a run.
 
 
 _US = 1_000
-_TOLD_SHIFT_NS = _US
-"""A smaller shift only makes up for the rounding of times."""
+_NOTED_SHIFT_NS = _US
+"""The smallest shift of a clock to report; smaller ones only correct the rounding of times."""
 _MOST_NS = bounds_of("end_ns")[1]
 _DAY_NS = 86_400 * NS_PER_S
 _NUM_LISTED = 8
@@ -148,7 +139,7 @@ class _Key(NamedTuple):
 
 
 class RunSpans:
-    """The spans of all ranks, and which task gives which its input."""
+    """The spans of all ranks of a run, in which the producer of each task's input can be found."""
 
     def __init__(self, ranks: list[RankSpans]) -> None:
         self.ranks = ranks
@@ -156,20 +147,22 @@ class RunSpans:
         self._find()
 
     def _find(self) -> None:
+        """Sort the tasks and index them by their keys, after times or tasks have changed."""
         for rank in self.ranks:
             rank.tasks.sort()
             for task in rank.tasks:
                 self._found[_key(rank, task)] = rank, task
 
     def sender(self, rank: RankSpans, task: TaskSpan) -> tuple[RankSpans, TaskSpan] | None:
-        """The rank and the task whose output this one takes; None if its own rank has that task."""
+        """The rank and the task that produce a task's input; None if there is no such task on
+        another rank."""
         stage = sending_stage(task.kind, task.stage)
         if stage is None:
             return None
         found = self._found.get(_key(rank, task._replace(stage=stage)))
         return found if found is not None and found[0] is not rank else None
 
-    def put_clocks_right(self) -> Iterator[str]:
+    def align_clocks(self) -> Iterator[str]:
         """Shift the clocks of ranks that seem to run tasks before their input; yields notes."""
         slacks_ns: dict[Link, int] = {}
         for rank in self.ranks:
@@ -177,10 +170,10 @@ class RunSpans:
                 if (found := self.sender(rank, task)) is None:
                     continue
                 link = found[0].info.rank, rank.info.rank
-                there_ns = task.end_ns if rank.receives_inside else task.start_ns
+                needed_ns = task.end_ns if rank.receives_inside else task.start_ns
                 sender, sent = found
-                left_ns = sent.start_ns if sender.sends_inside else sent.end_ns
-                slack_ns = there_ns - left_ns
+                sent_ns = sent.start_ns if sender.sends_inside else sent.end_ns
+                slack_ns = needed_ns - sent_ns
                 slacks_ns[link] = min(slack_ns, slacks_ns.get(link, slack_ns))
         if all(slack_ns >= 0 for slack_ns in slacks_ns.values()):
             return
@@ -192,15 +185,15 @@ class RunSpans:
                 "which no shift of clocks explains; their messages count as taking no time"
             )
             return
-        told = [
+        noted = [
             f"rank {rank} by {shift_ns / _US:.4g} us"
             for rank, shift_ns in shifts_ns.items()
-            if shift_ns > _TOLD_SHIFT_NS
+            if shift_ns > _NOTED_SHIFT_NS
         ]
-        if told:
+        if noted:
             yield (
                 "clocks were put forward so that no task begins before its input is there: "
-                f"{listed(told)}"
+                f"{listed(noted)}"
             )
         for rank in self.ranks:
             shift_ns = shifts_ns[rank.info.rank]
@@ -208,24 +201,19 @@ class RunSpans:
             rank.shift(shift_ns)
         self._find()
 
-    def begin_with_the_input(self) -> None:
-        """If spans hold the wait for their input, let each task begin when its input was sent."""
+    def trim_input_waits(self) -> None:
+        """If spans include the wait for their input, move each task's start to the time at which
+        its input was sent."""
         for rank in self.ranks:
-            if rank.receives_inside:
-                rank.tasks = [self._trimmed(rank, task) for task in rank.tasks]
+            for index, task in enumerate(rank.tasks if rank.receives_inside else ()):
+                if (found := self.sender(rank, task)) is not None:
+                    start_ns = min(max(task.start_ns, found[1].end_ns), task.end_ns)
+                    rank.tasks[index] = task._replace(start_ns=start_ns)
         self._find()
 
-    def _trimmed(self, rank: RankSpans, task: TaskSpan) -> TaskSpan:
-        found = self.sender(rank, task)
-        if found is None:
-            return task
-        return task._replace(start_ns=min(max(task.start_ns, found[1].end_ns), task.end_ns))
-
-    def count_from_the_start(self) -> None:
-        """Let times count from the run's first moment.
-
-        Raises RrfpError when the run seems to last longer than any trace can tell.
-        """
+    def move_start_to_zero(self) -> None:
+        """Shift all times so that the run begins at 0. Raises RrfpError if the run seems to last
+        longer than a trace can represent."""
         spans = [
             span
             for rank in self.ranks
@@ -243,7 +231,8 @@ class RunSpans:
         self._find()
 
     def gaps(self, rank: RankSpans) -> Iterator[tuple[int, TaskSpan]]:
-        """Each task that did not begin as soon as the rank was free, and since when it was."""
+        """Yield each task that did not begin as soon as the rank was free, after the time at which
+        the rank became free."""
         entries_ns = {
             phase.step: phase.start_ns for phase in rank.phases if phase.phase == Phase.SCHEDULE
         }
@@ -261,5 +250,5 @@ def _key(rank: RankSpans, task: TaskSpan) -> _Key:
 
 
 def listed(found: Sequence[object]) -> str:
-    """The first of them, as text for a note."""
+    """Format the first 8 items for a note: `0, 1, 2, ...`."""
     return ", ".join(map(str, found[:_NUM_LISTED])) + (", ..." if found[_NUM_LISTED:] else "")

@@ -1,10 +1,10 @@
 """Reads the traces of StragglerAnalysis (Lin et al., "Understanding Stragglers in Large Model
-Training Using What-if Analysis", 2025): one table, a row an operation, as CSV or Parquet.
+Training Using What-if Analysis", 2025): a CSV or Parquet table with one operation per row.
 
-Its columns are those in the project's readme. Times are seconds, in the published traces of single
-precision, so that neighbouring tasks may overlap by microseconds; the later one then begins where
-the earlier one ends. They count from the beginning of each step there, so that all steps begin at
-once; the steps are laid end to end, as nothing tells what was between them.
+Its columns are those in the project's readme. Times are seconds. In the published traces they have
+single precision, so neighboring tasks may overlap by microseconds; the later one is moved to the
+end of the earlier one. They also count from the start of each step, so all steps start at 0; the
+steps are placed end to end, because the time between them is unknown.
 """
 
 import os
@@ -36,7 +36,8 @@ _GRADIENT_SYNC = (
 )
 _OPTIMIZER = ("optimizer-clip-main-grad", "optimizer")
 _PASSED_OVER = ("params-all-gather", "gc")
-"""These run before a step's first task, or the pipeline does not wait for them."""
+"""Operations that are skipped: they precede a step's first task, or the pipeline does not wait for
+them."""
 
 OPTYPES = (*_TASKS, *_TRANSFERS, *_GRADIENT_SYNC, *_OPTIMIZER, *_PASSED_OVER)
 _ROUNDING_NS = 100_000
@@ -60,14 +61,14 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
     chunks = table.filter(pl.col("optype").is_in(list(_TASKS)))["mc"]
     num_chunks = 1 + _largest(chunks)
     ranks: dict[int, RankSpans] = {}
-    taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+    num_placed: defaultdict[tuple[int, int], int] = defaultdict(int)
     places = table.select("rank", "stage", "dp_rank").unique().sort("rank")
     for number, pp_rank, dp_rank in places.iter_rows():
         if number in ranks:
             raise RrfpError(f"{path} gives rank {number} several stages or replicas")
         stages = tuple(chunk * num_ranks + pp_rank for chunk in range(num_chunks))
-        tp_rank = taken[pp_rank, dp_rank]
-        taken[pp_rank, dp_rank] += 1
+        tp_rank = num_placed[pp_rank, dp_rank]
+        num_placed[pp_rank, dp_rank] += 1
         info = RankInfo(number, pp_rank, tp_rank, dp_rank, stages, "unknown", 0)
         ranks[number] = RankSpans(info)
     for number, step, optype, start_ns, end_ns, chunk, microbatch in table.select(
@@ -84,16 +85,17 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
         elif optype in _OPTIMIZER:
             rank.phases.append(PhaseRecord(start_ns, end_ns, step, Phase.OPTIMIZER))
     for rank in ranks.values():
-        rank.tasks = _apart(rank.tasks)
+        rank.tasks = _without_overlaps(rank.tasks)
         rank.phases += rank.schedules()
-    # The published traces have one rank of each tensor-parallel group, and do not tell its size.
+    # The published traces have one rank of each tensor-parallel group, without the group's size.
     return list(ranks.values()), Source("trace of StragglerAnalysis", 1, "cuda", True, None)
 
 
 def _read(path: Path) -> pl.DataFrame:
+    """Read a CSV or Parquet file. Raises RrfpError if it is damaged."""
     try:
         if path.suffix == ".parquet":
-            with _panics_unheard():
+            with _without_stderr():
                 return _read_parquet(path)
         return pl.read_csv(b"".join(open_bytes(path)), infer_schema_length=None)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
@@ -105,7 +107,7 @@ def _read(path: Path) -> pl.DataFrame:
 
 def _read_parquet(path: Path) -> pl.DataFrame:
     num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
-    # A file of a few bytes can claim billions of rows that are alike, and times are not.
+    # A file of a few bytes can claim billions of equal rows. Real times are not equal.
     if num_rows > path.stat().st_size:
         raise RrfpError(
             f"{path} claims {num_rows} rows, more than it has bytes, so it is damaged; write it "
@@ -115,9 +117,9 @@ def _read_parquet(path: Path) -> pl.DataFrame:
 
 
 @contextmanager
-def _panics_unheard() -> Iterator[None]:
-    """Keep what Rust says of a panic off stderr: polars raises it as an exception besides."""
-    # Opened first: where stderr is closed, this takes its place.
+def _without_stderr() -> Iterator[None]:
+    """Discard stderr in the block: Rust prints a panic there, which polars also raises."""
+    # Open this file first: if stderr is closed, it gets descriptor 2.
     with Path(os.devnull).open("wb") as nowhere:
         stderr = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
@@ -129,7 +131,8 @@ def _panics_unheard() -> Iterator[None]:
 
 
 def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
-    """The columns that are read, as whole numbers and nanoseconds of the run."""
+    """The columns that are needed, as whole numbers and as nanoseconds of the run. Raises RrfpError
+    for missing columns and for impossible values."""
     missing = [name for name in (*NUMBERS, *TIMES, "optype") if name not in table.columns]
     if missing:
         raise RrfpError(
@@ -138,7 +141,7 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
         )
     for name in (*NUMBERS, *TIMES, "optype"):
         found = table[name].dtype
-        # A text may hold numbers. A column without any value is refused below, by its first row.
+        # Text may contain numbers. A column without values is refused below, by its first row.
         allowed = (pl.String, pl.Null, *((pl.Categorical, pl.Enum) if name == "optype" else ()))
         if found not in allowed and (name == "optype" or not found.is_numeric()):
             kind = "text" if name == "optype" else "number"
@@ -163,18 +166,18 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
             )
     unknown = set(table["optype"].drop_nulls().unique()) - set(OPTYPES)
     if unknown or table["optype"].has_nulls():
-        told = sorted(unknown)[0][:40] if unknown else "missing"
-        raise RrfpError(f"{path} has the optype '{told}'; those known are {', '.join(OPTYPES)}")
+        first = sorted(unknown)[0][:40] if unknown else "missing"
+        raise RrfpError(f"{path} has the optype '{first}'; those known are {', '.join(OPTYPES)}")
     table = table.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in NUMBERS)
     start_ns, end_ns = (
         (seconds * NS_PER_S).round().cast(pl.Int64)
         for seconds in (pl.col("start_ts"), pl.col("start_ts") + pl.col("duration"))
     )
-    return _laid_end_to_end(path, table.with_columns(start_ns=start_ns, end_ns=end_ns))
+    return _put_end_to_end(path, table.with_columns(start_ns=start_ns, end_ns=end_ns))
 
 
-def _laid_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
-    """The steps one after the other, if they overlap."""
+def _put_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
+    """Shift the steps so that they follow each other, if they overlap."""
     steps = (
         table.group_by("step")
         .agg(pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns"))
@@ -200,8 +203,8 @@ def _laid_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _apart(tasks: list[TaskSpan]) -> list[TaskSpan]:
-    """Tasks in sequence, without the overlaps that rounding left."""
+def _without_overlaps(tasks: list[TaskSpan]) -> list[TaskSpan]:
+    """The tasks in order of time, without overlaps due to rounding."""
     apart: list[TaskSpan] = []
     for task in sorted(tasks):
         ended_ns = apart[-1].end_ns if apart else task.start_ns
@@ -211,6 +214,7 @@ def _apart(tasks: list[TaskSpan]) -> list[TaskSpan]:
 
 
 def _largest(column: pl.Series) -> int:
+    """The greatest value of a column of integers."""
     most = column.max()
     assert isinstance(most, int)
     return most

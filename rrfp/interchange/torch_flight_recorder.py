@@ -1,9 +1,10 @@
-"""Reads dumps of torch's flight recorder, one a rank, pickled or as JSON.
+"""Reads dumps of torch's flight recorder, one per rank, and finds which ranks of a hung job wait.
 
-Their form is that of `torch/csrc/distributed/c10d/FlightRecorder.hpp`, version 2: `entries`, a
-rank's last operations with their process group, sequence number and state; `pg_config`, the groups.
-A pickled dump holds nothing but built-in containers, numbers and texts, and one that asks for any
-class is refused. The rank is the number at the end of a file's name (`nccl_trace_rank_3`).
+The format is that of `torch/csrc/distributed/c10d/FlightRecorder.hpp`, version 2, pickled or JSON:
+`entries`, a rank's last operations with their process group, sequence number and state, and
+`pg_config`, the groups. A pickled dump contains only built-in containers, numbers and texts; one
+that needs any class is refused. The rank is the number at the end of a file's name
+(`nccl_trace_rank_3`).
 """
 
 import io
@@ -30,7 +31,7 @@ _MOST_RANKS = 10_000_000
 
 
 class _NoDumpError(RrfpError):
-    """A file that is no dump, which a directory of dumps may hold as well."""
+    """A file is not a dump. Such files in a directory of dumps are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,15 @@ class Group:
     name: str
     description: str
     ranks: tuple[int, ...]
-    """Empty where the dump does not tell them."""
+    """The ranks of the group; empty if they are not in the dump."""
     tells_ranks: bool = True
-    """Whether a dump told them; otherwise they are those that used it, if it is not of all."""
+    """True if a dump contains them. Otherwise they are all ranks, or those that used the group."""
 
     @property
     def title(self) -> str:
-        told = self.description not in ("", "undefined")
-        return f"{self.description} ({self.name})" if told else f"group {self.name}"
+        """The description and the name of the group for messages."""
+        is_described = self.description not in ("", "undefined")
+        return f"{self.description} ({self.name})" if is_described else f"group {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,12 @@ class Operation:
 
     group: str
     name: str
-    """`all_reduce`, `send`, `recv`, ...; `coalesced` is what ends a batch of them."""
+    """`all_reduce`, `send`, `recv`, ...; `coalesced` for the last entry of a batch of
+    operations."""
     is_p2p: bool
     sequence: int
-    """Counted in its group, apart for collectives and for sends and receives; one in a batch."""
+    """The number in its group, counted separately for collectives and for sends and receives. All
+    operations of a batch have the same number."""
     peer: int | None
     """The other rank of a send or a receive."""
     is_done: bool
@@ -68,26 +72,26 @@ class Operation:
     created_ns: int
     sizes: str
     place: str
-    """Where in the script it was called; empty where the dump does not tell."""
+    """The place of the call in the script; empty if it is not in the dump."""
 
 
 @dataclass(slots=True)
 class Dump:
-    """One rank's."""
+    """The dump of one rank."""
 
     path: Path
     rank: int
     groups: dict[str, Group] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
-    """From the oldest that it still has."""
+    """The operations that the dump still has, the oldest first."""
 
 
 def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dump]:
-    """The dumps in files and directories of files, by rank.
+    """Read the dumps in files and directories of files, in the order of their ranks.
 
-    What else a directory holds is skipped. `note` is told, and also when dumps are not of one job.
-    Raises RrfpError for a file that is no dump, for a directory without any, and for two dumps of
-    one rank.
+    Other files in a directory are skipped with a call of `note`, which is also called if dumps are
+    not from one job. Raises RrfpError for a file that is not a dump, for a directory without dumps,
+    and for two different dumps of one rank.
     """
     dumps: dict[int, Dump] = {}
     for path in paths:
@@ -97,7 +101,7 @@ def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dum
             raise RrfpError(f"{path} is neither a file nor a directory; give the dumps themselves")
         for dump in _dumps_in(path, note) if path.is_dir() else [_dump(path)]:
             other = dumps.setdefault(dump.rank, dump)
-            # A directory may hold both forms of the same dumps.
+            # A directory may contain the same dump pickled and as JSON.
             if _differ(dump, other):
                 raise RrfpError(
                     f"{other.path} and {dump.path} are both of rank {dump.rank}, and differ; give "
@@ -109,13 +113,13 @@ def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dum
 
 
 def _compare_groups(dumps: Sequence[Dump], note: Callable[[str], object]) -> None:
-    """Say so if the dumps cannot be of one job."""
-    told: dict[str, tuple[Path, Group]] = {}
+    """Call `note` if the dumps cannot be from one job, as their groups have different ranks."""
+    found: dict[str, tuple[Path, Group]] = {}
     for dump in dumps:
         for name, group in dump.groups.items():
-            path, other = told.setdefault(name, (dump.path, group))
+            path, other = found.setdefault(name, (dump.path, group))
             if not other.ranks:
-                told[name] = dump.path, group
+                found[name] = dump.path, group
             elif group.ranks and group.ranks != other.ranks:
                 note(
                     f"{path} and {dump.path} tell different ranks of {group.title}, so what is "
@@ -125,6 +129,7 @@ def _compare_groups(dumps: Sequence[Dump], note: Callable[[str], object]) -> Non
 
 
 def _differ(one: Dump, other: Dump) -> bool:
+    """True if two dumps have different operations."""
     began, other_began = (
         [(*batch_of(each), each.name, each.created_ns) for each in dump.operations]
         for dump in (one, other)
@@ -133,6 +138,7 @@ def _differ(one: Dump, other: Dump) -> bool:
 
 
 def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
+    """Read all dumps in a directory. Raises RrfpError if there are none."""
     found: list[Dump] = []
     skipped: list[_NoDumpError] = []
     for file in sorted(file for file in directory.iterdir() if file.is_file()):
@@ -153,6 +159,7 @@ def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
 
 
 def _rank_of(file: Path) -> int:
+    """The rank at the end of a file's name. Raises _NoDumpError without one."""
     match = _RANK.search(file.name)
     if match is None:
         raise _NoDumpError(
@@ -165,14 +172,14 @@ def _rank_of(file: Path) -> int:
 class _Unpickler(pickle._Unpickler):
     """Reads containers, numbers and texts, and loads no code.
 
-    It is the one in Python, whose memory grows with what a file holds: the one in C makes room for
-    as many values as a file of a few bytes asks for.
+    Derived from the unpickler in Python, whose memory grows with the file. The one in C allocates
+    as much memory as a file of a few bytes demands.
     """
 
     dispatch: ClassVar = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
-        if code != pickle.BYTEARRAY8[0]  # It makes room for what a file merely announces.
+        if code != pickle.BYTEARRAY8[0]  # It allocates any size that a file states.
     }
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
@@ -180,6 +187,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _content(file: Path) -> Mapping[str, Any]:
+    """Decode a file. Raises _NoDumpError if it is not a dump, and RrfpError for another version."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise _NoDumpError(f"{file} is larger than {_MOST_BYTES >> 20} MiB; no dump is")
@@ -197,7 +205,7 @@ def _content(file: Path) -> Mapping[str, Any]:
             f"{file} is no dump of torch's flight recorder ({reason}); give the files that the "
             "job wrote, one a rank"
         ) from None
-    # As JSON, the dump of a rank that began nothing has no entries.
+    # The JSON dump of a rank without operations has no entries.
     if isinstance(content, dict) and isinstance(content.get("pg_config"), dict):
         content.setdefault("entries", [])
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
@@ -215,20 +223,21 @@ def _content(file: Path) -> Mapping[str, Any]:
 
 
 def _dump(file: Path) -> Dump:
+    """Read one dump."""
     dump = Dump(file, _rank_of(file))
     content = _content(file)
     groups = content.get("pg_config")
-    for key, told in groups.items() if isinstance(groups, dict) else ():
-        if isinstance(told, dict):
-            name = _text(told.get("name") or key)
-            # gloo tells one group without a name, whose ranks are those of any.
+    for key, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            name = _text(group.get("name") or key)
+            # gloo writes only one group, without a name, whose ranks may be those of any group.
             if not name:
                 continue
-            dump.groups[name] = Group(name, _text(told.get("desc")), _ranks(told.get("ranks")))
+            dump.groups[name] = Group(name, _text(group.get("desc")), _ranks(group.get("ranks")))
     for entry in content["entries"]:
         if isinstance(entry, dict):
             dump.operations.append(_operation(dump, entry))
-    # torch never changes the state of the entries of a batch, only that of what ends it.
+    # torch only updates the state of a batch's last entry, so copy it to the others.
     ends = {batch_of(each): each for each in dump.operations if each.name == "coalesced"}
     for index, each in enumerate(dump.operations):
         if end := ends.get(batch_of(each)):
@@ -237,13 +246,14 @@ def _dump(file: Path) -> Dump:
 
 
 def batch_of(operation: Operation) -> tuple[str, bool, int]:
-    """What the operations of a rank's batch have in common."""
+    """The key that a rank's operations of one batch have in common."""
     return operation.group, operation.is_p2p, operation.sequence
 
 
 def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
-    told = entry.get("process_group")
-    parts = told if isinstance(told, list | tuple) and len(told) == 2 else (told, "")
+    """Decode an operation. Adds its group to the dump if it is new."""
+    named = entry.get("process_group")
+    parts = named if isinstance(named, list | tuple) and len(named) == 2 else (named, "")
     group = _text(parts[0])
     dump.groups.setdefault(group, Group(group, _text(parts[1]), ()))
     backend, _, name = _text(entry.get("profiling_name")).rpartition(":")
@@ -260,8 +270,8 @@ def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
         is_p2p,
         _whole(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")),
         peer,
-        # On gloo no operation's state changes, but a finished one is retired. NCCL retires those
-        # that failed or timed out as well.
+        # On gloo the state never changes, but finished operations are retired. NCCL also retires
+        # operations that failed or timed out.
         state == "completed" or (entry.get("retired") is True and backend != "nccl"),
         state,
         _whole(entry.get("time_created_ns")),
@@ -271,7 +281,7 @@ def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
 
 
 def _place(frames: object) -> str:
-    """The innermost frame that is not torch's."""
+    """Format the innermost frame that is not in torch or the standard library."""
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict):
             file = _text(frame.get("filename"))
@@ -280,27 +290,27 @@ def _place(frames: object) -> str:
     return ""
 
 
-def _ranks(told: object) -> tuple[int, ...]:
-    """`"[0, 1]"` in what torch writes."""
-    if isinstance(told, str):
-        return tuple(map(int, re.findall(r"\d{1,7}", told)))
-    if isinstance(told, list):
-        return tuple(rank for rank in told if type(rank) is int and 0 <= rank < _MOST_RANKS)
+def _ranks(value: object) -> tuple[int, ...]:
+    """Decode ranks, which torch writes as text: `"[0, 1]"`."""
+    if isinstance(value, str):
+        return tuple(map(int, re.findall(r"\d{1,7}", value)))
+    if isinstance(value, list):
+        return tuple(rank for rank in value if type(rank) is int and 0 <= rank < _MOST_RANKS)
     return ()
 
 
 def _shapes(value: object) -> str:
-    """Those of a list of tensors."""
+    """Format the shapes of a list of tensors: `[[2, 3], [4]]`."""
     shapes = value[:_MOST_SHAPES] if isinstance(value, list | tuple) else ()
-    told = (
+    texts = (
         ", ".join(map(_text, shape[:_MOST_SHAPES])) if isinstance(shape, list | tuple) else ""
         for shape in shapes
     )
-    return f"[{', '.join(f'[{shape}]' for shape in told)}]"[:_MOST_TEXT]
+    return f"[{', '.join(f'[{shape}]' for shape in texts)}]"[:_MOST_TEXT]
 
 
 def _text(value: object) -> str:
-    """A text or a number as it may be printed; anything else is empty."""
+    """Format text or a number in printable characters; empty for other values."""
     if type(value) is int and abs(value) < _MOST_WHOLE:
         return str(value)
     if not isinstance(value, str):
@@ -309,17 +319,18 @@ def _text(value: object) -> str:
 
 
 def _whole(value: object) -> int:
+    """The value if it is an integer of at most 63 bits; otherwise 0."""
     return value if type(value) is int and abs(value) < _MOST_WHOLE else 0
 
 
-# Who waits for whom in a job that hangs, from the dumps of its ranks.
+# The analysis of a hung job: for which ranks each rank waits.
 #
-# Of each group a rank is at the first operation that has not ended. In a collective it waits for
-# the ranks of the group that have not begun it; in a send or a receive for its peer, unless the
-# peer is in the other half: what two ranks send each other runs one after the other, unless a batch
-# joins it. In a batch it waits for all that its parts wait for. A rank that others wait for and
-# that is in no operation never came: it is what to look at. Without such a rank, ranks wait for
-# each other in a circle.
+# In each group a rank is in the first operation that has not ended. In a collective it waits for
+# the ranks of the group that have not begun it. In a send or a receive it waits for its peer,
+# unless the peer is in the matching receive or send. Operations between two ranks run one after the
+# other, unless they are in a batch. In a batch it waits for all ranks that the batch's parts wait
+# for. A rank that others wait for and that is in no operation never came, and is the one to look
+# at. Without such a rank, ranks wait for each other in a circle.
 
 
 _OF_ALL = "default_pg"
@@ -328,15 +339,15 @@ _OTHER_HALF = {"send": "recv", "recv": "send"}
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank that waits in an operation."""
+    """A rank's wait in an operation that has not ended."""
 
     rank: int
     group: Group
     operation: Operation
     waits_for: tuple[int, ...]
-    """Empty where every rank has come, and the operation does not end all the same."""
+    """The ranks that have not begun it; empty if all have, and it does not end nevertheless."""
     parts: tuple[Operation, ...]
-    """Of a batch, the sends, receives or collectives in it that the dump still has."""
+    """The operations of a batch that the dump still has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,34 +357,35 @@ class Mismatch:
     group: Group
     sequence: int
     operations: Mapping[str, tuple[int, ...]]
-    """The ranks that began each; those of a batch are joined by commas."""
+    """The ranks that began each operation, by its description. A batch's operations are joined by
+    commas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """What the dumps of a job tell."""
+    """The analysis of a job's dumps."""
 
     ranks: tuple[int, ...]
-    """Those that have a dump."""
+    """The ranks with a dump."""
     without_dump: tuple[int, ...]
     waits: tuple[Wait, ...]
-    """By rank; the first is what the rank has been in for the longest time."""
+    """The waits of all ranks, by rank; the longest wait of a rank is its first."""
     never_came: tuple[int, ...]
-    """Those that others wait for, and that are in no operation."""
+    """The ranks that others wait for, and that are in no operation."""
     circles: tuple[tuple[int, ...], ...]
-    """Ranks that wait for each other, each for the next and the last for the first."""
+    """Circles of ranks: each waits for the next, and the last for the first."""
     mismatches: tuple[Mismatch, ...]
     last: Mapping[int, Operation]
     """The last operation that each rank began."""
     groups: Mapping[str, Group]
-    """By name."""
+    """The groups by name."""
 
 
 def hang_of(dumps: Sequence[Dump]) -> Hang:
-    """What a job's dumps tell of its hang."""
+    """Analyze the dumps of a hung job."""
     groups = _groups(dumps)
     with_dump = {dump.rank for dump in dumps}
-    # Ranks are numbered without gaps.
+    # Ranks have no gaps, so lower numbers exist too.
     numbered = range(max(with_dump, default=0))
     begun = _Begun(dumps)
     waits = [
@@ -406,7 +418,8 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
 
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
-    """All groups; where no dump tells a group's ranks, as on gloo, those that used it."""
+    """All groups by name. If no dump has a group's ranks, as on gloo, they are the ranks that used
+    it."""
     found: dict[str, Group] = {}
     used: defaultdict[str, set[int]] = defaultdict(set)
     for dump in dumps:
@@ -425,7 +438,8 @@ def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
 
 
 def _first_pending(dump: Dump) -> Iterator[list[Operation]]:
-    """Of each group the first operation that has not ended; of a batch all, its end last."""
+    """Yield the first operation of each group that has not ended, or all operations of its batch,
+    the `coalesced` one last."""
     first: dict[str, list[Operation]] = {}
     for operation in dump.operations:
         if not operation.is_done:
@@ -433,18 +447,18 @@ def _first_pending(dump: Dump) -> Iterator[list[Operation]]:
             if operation is not batch[0] and batch_of(operation) == batch_of(batch[0]):
                 batch.append(operation)
     for batch in first.values():
-        # Without such an end they are no batch: on gloo all sends have one number.
+        # Without that last entry it is not a batch: on gloo all sends have the same number.
         yield batch if batch[-1].name == "coalesced" else batch[:1]
 
 
 class _Begun:
-    """What each rank has begun."""
+    """The operations that each rank has begun."""
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
         self._last: dict[tuple[int, str], int] = {}
-        """The last number of a rank's collectives in a group."""
+        """The highest sequence number of a rank's collectives in a group."""
         self._halves: set[tuple[int, str, str, int]] = set()
-        """The sends and receives that a rank is in: group, name and peer."""
+        """The sends and receives that ranks are in: rank, group, name and peer."""
         for dump in dumps:
             batches = {batch_of(each) for each in dump.operations if each.name == "coalesced"}
             first: dict[tuple[str, int], Operation] = {}
@@ -460,7 +474,8 @@ class _Begun:
                         self._halves.add((dump.rank, group, operation.name, operation.peer))
 
     def missing(self, rank: int, parts: Sequence[Operation], group: Group) -> tuple[int, ...]:
-        """For whom a rank waits in the operations of a batch, or in a single one."""
+        """The ranks that a rank waits for in a single operation, or in the operations of a
+        batch."""
         found: set[int] = set()
         for each in parts:
             if each.peer is not None:
@@ -473,12 +488,12 @@ class _Begun:
 
 
 def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
-    """A circle of every set of ranks that wait for each other, the smallest rank first."""
-    told: set[int] = set()
+    """Yield one circle for each set of ranks that wait for each other, from its smallest rank."""
+    visited: set[int] = set()
     for start in sorted(edges):
         path: dict[int, None] = {}
         rank = start
-        while rank not in path and rank not in told and edges.get(rank):
+        while rank not in path and rank not in visited and edges.get(rank):
             path[rank] = None
             rank = min(edges[rank])
         if rank in path:
@@ -486,11 +501,12 @@ def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
             circle = ranks[ranks.index(rank) :]
             first = circle.index(min(circle))
             yield tuple(circle[first:] + circle[:first])
-        told.update(path)
+        visited.update(path)
 
 
 def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[Mismatch]:
-    """Of each group, the first number under which its ranks began different collectives."""
+    """Yield, for each group, the first sequence number for which its ranks began different
+    collectives."""
     began: defaultdict[tuple[str, int], dict[int, list[Operation]]] = defaultdict(dict)
     for dump in dumps:
         for operation in dump.operations:
@@ -498,16 +514,16 @@ def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[
                 of_rank = began[operation.group, operation.sequence]
                 of_rank.setdefault(dump.rank, []).append(operation)
     oldest = {dump.rank: dump.operations[0] for dump in dumps if dump.operations}
-    told = set()
+    reported = set()
     for (group, sequence), of_ranks in sorted(began.items()):
         found: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for rank, operations in of_ranks.items():
             is_batch = operations[-1].name == "coalesced"
             # The oldest batch of a dump may have lost its first parts.
             if not (is_batch and operations[0] is oldest[rank]):
-                found[tuple(map(_same, operations))].append(rank)
-        if len(found) > 1 and group not in told:
-            told.add(group)
+                found[tuple(map(_signature, operations))].append(rank)
+        if len(found) > 1 and group not in reported:
+            reported.add(group)
             yield Mismatch(
                 groups[group],
                 sequence,
@@ -522,6 +538,6 @@ def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[
             )
 
 
-def _same(operation: Operation) -> str:
-    """What must be the same on all ranks."""
+def _signature(operation: Operation) -> str:
+    """The part of an operation that must be equal on all ranks."""
     return operation.name + (operation.sizes if operation.name == "all_reduce" else "")

@@ -39,7 +39,7 @@ from rrfp.schedule.tasks import Kind, RunTask, Task, format_task
 from rrfp.simulate.engine import Stretch, Transfer
 from rrfp.trace.records import (
     StimulusRecord,
-    are_known,
+    are_sizes_known,
     spread_evenly,
     step_name,
     stimulus_of,
@@ -495,7 +495,7 @@ def dispatcher_of(run: RecordedRun, members: Members, member: int = 0) -> Dispat
     if counts_microbatches(run.policy.hold):
         return Dispatcher(run.shape, rank.info.pp_rank, run.policy, group)
     budget = rank.budget_bytes or run.policy.hold_bytes
-    if budget is None or not are_known(rank.tasks):
+    if budget is None or not are_sizes_known(rank.tasks):
         raise RrfpError(
             f"rank {rank.info.rank} ran with a hold of {run.policy.hold}, and the trace does not "
             "tell its bytes; record it again with this version of rrfp"

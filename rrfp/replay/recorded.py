@@ -42,17 +42,16 @@ from rrfp.trace.records import (
     TaskRecord,
     WaitRecord,
     Window,
-    are_known,
+    activation_changes,
+    are_sizes_known,
     is_evaluation,
-    kept_changes,
     step_name,
     step_windows,
     task_of,
-    wrong_changes,
+    tasks_with_wrong_bytes,
 )
 from rrfp.trace.run_dir import expected_ranks
-from rrfp.trace.run_policy import stated_policy
-from rrfp.trace.sessions import description_of_steps, last_policy_begins
+from rrfp.trace.run_json import description_of_steps, last_policy_begins, stated_policy
 
 # The records of one step, arranged by replica, pipeline rank and group.
 
@@ -133,14 +132,14 @@ def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
 
     Raises RrfpError for bytes that do not add up.
     """
-    if wrong := wrong_changes(rank.tasks):
+    if wrong := tasks_with_wrong_bytes(rank.tasks):
         raise RrfpError(
             f"the bytes that rank {rank.info.rank} held in {step_name(wrong[0].step)} do not add "
             "up; see 'rrfp trace check'"
         )
     kept = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
     owed = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
-    for task, change, left in kept_changes(rank.tasks):
+    for task, change, left in activation_changes(rank.tasks):
         chunk = shape.chunk_of(task.stage)
         if task.kind == Kind.F:
             kept[chunk][task.microbatch] = change
@@ -181,7 +180,7 @@ def knows_sizes(replica: Sequence[Members]) -> bool:
 
 def are_any_known(ranks: Iterable[RankStep]) -> bool:
     """Whether any of these ranks tells the bytes that its tasks kept."""
-    return any(are_known(rank.tasks) for rank in ranks)
+    return any(are_sizes_known(rank.tasks) for rank in ranks)
 
 
 def _largest(found: Sequence[ActivationSizes]) -> ActivationSizes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from rrfp.errors import RrfpError, first_line, is_torchs_loss
-from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome
+from rrfp.trace.outcome import Ending, FaultOrigin, FoundBy, Outcome
 
 PEERS_END_S = 15.0
 """How long a process waits for its launcher to end it after a peer has failed."""
@@ -76,9 +76,9 @@ class ExitHooks:
             sentence = str(error)
         else:
             sentence = f"{type(error).__name__}: {error}"
-        culprit = Culprit(FoundBy.RANK, rank)
+        culprit = FaultOrigin(FoundBy.RANK, rank)
         if self.has_lost_peer:
-            culprit = getattr(error, "culprit", Culprit(FoundBy.COLLECTIVE))
+            culprit = getattr(error, "culprit", FaultOrigin(FoundBy.COLLECTIVE))
         return Ending(Outcome.FAILED, first_line(sentence), culprit)
 
     @property

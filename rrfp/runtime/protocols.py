@@ -16,7 +16,7 @@ import torch
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.tasks import Task
-from rrfp.trace.outcome import Culprit
+from rrfp.trace.outcome import FaultOrigin
 
 Clock = Callable[[], int]
 """Returns nanoseconds of a monotonic clock that all ranks of a host share."""
@@ -105,7 +105,7 @@ Event = (
 class PeerLostError(RrfpError):
     """A peer's process died, fell silent, or left while this rank still needed it."""
 
-    def __init__(self, sentence: str, culprit: Culprit | None = None) -> None:
+    def __init__(self, sentence: str, culprit: FaultOrigin | None = None) -> None:
         super().__init__(sentence)
         self.culprit = culprit
 

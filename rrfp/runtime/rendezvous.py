@@ -24,7 +24,7 @@ from rrfp.runtime import launchers as variables
 from rrfp.runtime.device.interface import Device
 from rrfp.runtime.protocols import Clock, PeerLostError, monotonic
 from rrfp.strict_json import instance, integer, integers, items, member, parsed, text
-from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.outcome import FaultOrigin, FoundBy
 from rrfp.trace.records import RankInfo
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Rendezvous:
                     raise PeerLostError(
                         f"rank {self._rank} waited {_format_s(self._timeout_s)} for rank {peer},"
                         f" which has not published '{key}'; see whether rank {peer} has started",
-                        Culprit(FoundBy.LINK, rank=peer),
+                        FaultOrigin(FoundBy.LINK, rank=peer),
                     )
                 if now_s - began_s > _EAGER_S:
                     time.sleep(min(sleep_s, self.remaining_s))
@@ -146,7 +146,7 @@ class Rendezvous:
         if self._store.check([ended]) and not self._store.check([key]):
             raise PeerLostError(
                 f"rank {peer} has ended before its first step; see its own output for the cause",
-                Culprit(FoundBy.RANK, peer),
+                FaultOrigin(FoundBy.RANK, peer),
             )
 
     def wait_text(self, name: str, peer: int) -> str:
@@ -179,7 +179,7 @@ class Rendezvous:
             raise _store_failed(error) from error
         rank, sentence = self._read(_FAILED, None, data, _decode_failure)
         raise PeerLostError(
-            f"rank {rank} failed while the ranks met: {sentence}", Culprit(FoundBy.RANK, rank)
+            f"rank {rank} failed while the ranks met: {sentence}", FaultOrigin(FoundBy.RANK, rank)
         )
 
     def _key(self, name: str) -> str:

@@ -73,7 +73,7 @@ from rrfp.schedule.tasks import (
     Wait,
     Waited,
 )
-from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.outcome import FaultOrigin, FoundBy
 from rrfp.trace.records import (
     NS_PER_S,
     BegunRecord,
@@ -83,8 +83,8 @@ from rrfp.trace.records import (
     Record,
     TaskRecord,
     WaitRecord,
-    record_of,
     step_name,
+    stimulus_record,
 )
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -309,7 +309,7 @@ class Worker:
     def _handle(self, stimulus: Stimulus) -> tuple[Instruction, ...]:
         """Record a stimulus, and return the dispatcher's instructions."""
         now_ns = self._clock()
-        self._record(record_of(now_ns, self._step, stimulus))
+        self._record(stimulus_record(now_ns, self._step, stimulus))
         return self._dispatcher.handle(now_ns, stimulus)
 
     def _handle_events(self, events: Iterable[Event]) -> None:
@@ -526,7 +526,7 @@ class Worker:
                     f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in "
                     f"{step_name(self._step)} for {what}; see rank {peer}'s own output for the "
                     "cause",
-                    Culprit(FoundBy.LINK, rank=peer),
+                    FaultOrigin(FoundBy.LINK, rank=peer),
                 )
 
     def _pending_messages(self) -> dict[int, str]:

@@ -25,7 +25,7 @@ from rrfp.trace.records import (
     SendRecord,
     TaskRecord,
     WaitRecord,
-    record_of,
+    stimulus_record,
 )
 
 # The records of a simulated step: the same as a real run's, so that every reader accepts them.
@@ -86,7 +86,7 @@ class StepLog:
         }
 
     def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
-        record = record_of(self._origin_ns + now_ns, self._step, stimulus)
+        record = stimulus_record(self._origin_ns + now_ns, self._step, stimulus)
         self._members[rank][member].stimuli.append(record)
 
     def waited(self, rank: int, member: int, waited: Waited) -> None:

@@ -1,1 +1,1 @@
-"""What is recorded: record types, run directories, spill files, and traces in Perfetto's format."""
+"""Recordings: record types, run directories, spill files, and traces in Perfetto's format."""

@@ -1,27 +1,29 @@
-"""Checks that a trace holds all of its run: nothing lost, open, unmatched, missing or impossible.
+"""Checks that a trace is complete: nothing lost, open, unmatched, missing or impossible.
 
 A crash loses the records of the running step, on some ranks or on all. A rank that runs out of room
 in a step loses that step's last records. Such a step is reported once; other checks skip it.
+
+A trace's own description states how many steps its run should make, how it ended, and which ranks
+stopped recording. The run's directory, if it exists, also states which steps were trained, and at
+which step a later session continued.
 """
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise, takewhile
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from rrfp.trace.completeness import (
-    NUM_EXAMPLES,
-    Promise,
-    check_begun,
-    check_off,
-    check_outcome,
-    check_promise,
-    finding,
-    ranks_off,
-)
+from rrfp.errors import RrfpError
+from rrfp.trace.outcome import Outcome
 from rrfp.trace.perfetto.format import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
+    BegunRecord,
+    Doing,
     Phase,
     PhaseRecord,
     RankRecords,
@@ -29,22 +31,226 @@ from rrfp.trace.records import (
     Recording,
     SendRecord,
     TaskRecord,
-    are_known,
+    are_sizes_known,
     is_evaluation,
     step_name,
-    wrong_changes,
+    step_windows,
+    tasks_with_wrong_bytes,
 )
-from rrfp.trace.run_dir import expected_ranks
-from rrfp.trace.sessions import FIRST_KEPT_STEP
+from rrfp.trace.run_dir import RunDir, expected_ranks
+from rrfp.trace.run_json import (
+    FIRST_KEPT_STEP,
+    OUTCOME,
+    RECORDING_OFF,
+    SESSIONS,
+    UNREAD_FLIGHTS,
+    first_step_after,
+    first_step_of,
+    read_description,
+    removed_steps,
+)
+from rrfp.trace.safe_files import lines_of, open_regular
 
-# What recording cost a run, by the run's own records.
+# The sentences of `rrfp trace check`.
+
+
+NUM_EXAMPLES = 3
+
+
+def finding(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
+    """A sentence: `pattern` with a count such as "3 tasks", and the first few `items`. Give
+    `num_items` if an item stands for several."""
+    num_items = len(items) if num_items is None else num_items
+    count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
+    examples = "; ".join(map(str, items[:NUM_EXAMPLES]))
+    more = "; ..." if len(items) > NUM_EXAMPLES else ""
+    return f"{pattern.format(count)} ({examples}{more})"
+
+
+def _singular(noun: str) -> str:
+    return noun.replace("pairs", "pair") if noun.startswith("pairs") else noun.removesuffix("s")
+
+
+# The steps that a trace should hold, and how its run ended.
+
+
+_NUM_SPANS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The training steps that a trace should hold."""
+
+    asked: range = range(0)
+    """The steps that the run should make; empty if their number is unknown."""
+    trained: frozenset[int] = frozenset()
+    """The session's steps in metrics.jsonl."""
+
+    @classmethod
+    def of_description(cls, description: Mapping[str, Any]) -> Self:
+        """The promise in a trace's own description."""
+        return cls(_asked(description))
+
+    @classmethod
+    def of_run(cls, trace: Path, description: Mapping[str, Any]) -> Self:
+        """The promise in a trace's description and, if the trace is in its run's directory, in
+        that."""
+        run = RunDir(trace.parent)
+        session = next((each for each in _sessions_of(run) if each.trace == trace), None)
+        is_joined = trace == run.joined_trace
+        if session is None and not is_joined:
+            return cls.of_description(description)
+        asked, stop = _asked(description), None
+        if session is not None:
+            with suppress(RrfpError):
+                stop = first_step_after(read_description(run.run_json), session.session)
+        if stop is not None:
+            asked = range(asked.start, min(stop, asked.stop))
+        first = first_step_of(description)
+        steps = _steps_in(run.metrics)
+        return cls(asked, frozenset(s for s in steps if s >= first and (stop is None or s < stop)))
+
+
+def _outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
+    """How a run ended according to the description of its trace, and the error's message; None and
+    empty if the description does not state it."""
+    entry = description.get(OUTCOME)
+    if not isinstance(entry, dict):
+        return None, ""
+    error = entry.get("error")
+    with suppress(ValueError):
+        return Outcome(str(entry.get("outcome"))), error if isinstance(error, str) else ""
+    return None, ""
+
+
+def ending_sentence(description: Mapping[str, Any]) -> str:
+    """Explain in a clause why the run did not finish; empty if it did, if it stopped on request
+    after a step, or if that is unknown."""
+    outcome, error = _outcome_of(description)
+    error = error.partition("\n")[0]
+    match outcome:
+        case Outcome.FAILED:
+            return f"the run failed: {error}"
+        case Outcome.INTERRUPTED:
+            return "the run was interrupted"
+        case Outcome.KILLED:
+            return "the run's launcher was killed, and nobody wrote how it ended"
+        case Outcome.STOPPED if error:
+            return error
+    return ""
+
+
+def _ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
+    """The ranks that switched recording off, each with the step whose records it could not write
+    and the reason."""
+    listed = description.get(RECORDING_OFF)
+    return {
+        each["rank"]: (each["step"], str(each.get("reason")))
+        for each in (listed if isinstance(listed, list) else [])
+        if isinstance(each, dict)
+        and isinstance(each.get("rank"), int)
+        and isinstance(each.get("step"), int)
+    }
+
+
+def _check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield findings if the run did not finish, or if a flight record is damaged."""
+    if why := ending_sentence(description):
+        yield f"incomplete: {why}"
+    unread = description.get(UNREAD_FLIGHTS)
+    if isinstance(unread, list) and unread:
+        yield f"lost: the flight record of {finding('{}', 'ranks', unread)}, which is damaged"
+
+
+def _check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
+    """Yield findings about promised steps that not every rank recorded completely."""
+    lossy = {loss.step for records in recording.ranks for loss in records.losses}
+    whole = {step for step in step_windows(recording) if not is_evaluation(step)} - lossy
+    asked: Iterable[int] = promise.asked
+    outcome, error = _outcome_of(recording.settings)
+    if outcome is Outcome.STOPPED and not error:
+        # It stopped after a step on request, and may be resumed.
+        asked = ()
+    known = whole.union(*removed_steps(recording.settings))
+    if lost := sorted(promise.trained - known):
+        were = "was" if len(lost) == 1 else "were"
+        yield f"lost: {_spans(lost)}, which metrics.jsonl says {were} trained"
+    if missing := sorted(set(asked) - known - promise.trained):
+        yield f"missing: {_spans(missing)} of the {promise.asked.stop} that the run was to make"
+
+
+def _check_off(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a finding for each reason for which ranks switched recording off."""
+    groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for rank, (step, reason) in _ranks_off(description).items():
+        groups[step, reason].append(rank)
+    for (step, reason), ranks in groups.items():
+        who = finding("{}", "ranks", sorted(ranks))
+        yield f"incomplete: {who} switched recording off in {step_name(step)}: {reason}"
+
+
+def _check_begun(recording: Recording) -> Iterator[str]:
+    """Yield a finding if ranks ended during an activity."""
+    unfinished = [
+        f"rank {records.info.rank}: {_describe_begun(begun)} in {step_name(begun.step)}"
+        for records in recording.ranks
+        for begun in records.begun
+    ]
+    if unfinished:
+        yield finding("unfinished: {} ended amid something", "ranks", unfinished)
+
+
+def _describe_begun(begun: BegunRecord) -> str:
+    """Format an activity: `F3`, `backward_input, for B3 of rank 2`, `optimizer`."""
+    task = f"{begun.kind}{begun.microbatch}" if begun.kind else ""
+    if begun.doing == Doing.TASK:
+        return task
+    whom = f"rank {begun.peer}" if begun.peer >= 0 else ""
+    what = " of ".join(filter(None, (task, whom)))
+    return f"{begun.doing}, for {what}" if what else begun.doing
+
+
+def _asked(description: Mapping[str, Any]) -> range:
+    """The steps that a training run should make: of a session its own, of a joined trace all of
+    them."""
+    settings = description.get("settings")
+    steps = settings.get("steps") if isinstance(settings, dict) else None
+    if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
+        return range(0)
+    return range(0 if description.get(SESSIONS) else first_step_of(description), steps)
+
+
+def _sessions_of(run: RunDir) -> list[RunDir]:
+    with suppress(OSError):
+        return run.sessions()
+    return []
+
+
+def _steps_in(metrics: Path) -> Iterator[int]:
+    """The steps in metrics.jsonl; skips lines that are incomplete or do not contain a step."""
+    with suppress(OSError), open_regular(metrics) as file:
+        for line in lines_of(file, metrics):
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                step = json.loads(line)["step"]
+                if isinstance(step, int):
+                    yield step
+
+
+def _spans(steps: list[int]) -> str:
+    """Format sorted steps: `step 3`, `steps 3, 5 to 9`; `...` after three ranges."""
+    starts = [steps[0], *(b for a, b in pairwise(steps) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(steps) if b != a + 1), steps[-1]]
+    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    more = ["..."] if len(spans) > _NUM_SPANS else []
+    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(spans[:_NUM_SPANS] + more)}"
+
+
+# The cost of recording.
 
 
 def recording_fraction(recording: Recording) -> float | None:
-    """The time spent recording over the time of the steps, on the rank where that is largest.
-
-    None if no rank has both finished a step and recorded its cost.
-    """
+    """The time spent recording divided by the time of the steps, on the rank where that is largest.
+    None if no rank has both finished a step and recorded its cost."""
     fractions = [
         records.costs[-1].cost_ns / steps_ns
         for records in recording.ranks
@@ -54,14 +260,15 @@ def recording_fraction(recording: Recording) -> float | None:
 
 
 def _steps_ns(records: RankRecords) -> int:
+    """The time that a rank spent in its schedule."""
     return sum(
         phase.end_ns - phase.start_ns for phase in records.phases if phase.phase == Phase.SCHEDULE
     )
 
 
 def check_contents(contents: TraceContents, promise: Promise | None = None) -> list[str]:
-    """The problems of a trace that was read, one sentence each; empty if there are none. `promise`
-    is what the run's directory says that it should hold; without one, what it says itself."""
+    """Check a trace. Returns its problems, one sentence each; empty if it is complete. `promise`
+    has the steps that it should contain; None means those in its own description."""
     recording = contents.recording
     torn = _torn_steps(recording)
     ranks = {records.info.rank for records in recording.ranks}
@@ -69,11 +276,11 @@ def check_contents(contents: TraceContents, promise: Promise | None = None) -> l
         *_check_file(contents),
         *_check_ranks(recording, ranks),
         *_check_losses(recording),
-        *check_outcome(recording.settings),
-        *check_promise(recording, promise or Promise.of_description(recording.settings)),
-        *check_off(recording.settings),
+        *_check_outcome(recording.settings),
+        *_check_promise(recording, promise or Promise.of_description(recording.settings)),
+        *_check_off(recording.settings),
         *_check_torn(recording, torn),
-        *check_begun(recording),
+        *_check_begun(recording),
         *_check_messages(recording, ranks, torn, contents.flow_lengths),
     ]
     for records in recording.ranks:
@@ -83,7 +290,11 @@ def check_contents(contents: TraceContents, promise: Promise | None = None) -> l
     return problems
 
 
+# Checks of one aspect each, which yield their findings.
+
+
 def _check_file(contents: TraceContents) -> Iterator[str]:
+    """Events that were lost, are open, or were not recorded by the run."""
     num_found = sum(
         len(found) for rank in contents.recording.ranks for found in rank.by_name().values()
     )
@@ -127,7 +338,8 @@ def _torn_steps(recording: Recording) -> dict[int, list[int]]:
 
 
 def _begun_steps(recording: Recording) -> list[int]:
-    """The steps of which anything ran, in order of time (which step numbers do not follow)."""
+    """The steps with any task or closing phase, ordered by time, which step numbers do not
+    follow."""
     begins_ns: dict[int, int] = {}
     for records in recording.ranks:
         finished = (phase for phase in records.phases if phase.phase == Phase.SCHEDULE)
@@ -138,22 +350,23 @@ def _begun_steps(recording: Recording) -> list[int]:
 
 
 def _check_losses(recording: Recording) -> Iterator[str]:
-    """Losses that a rank itself reports."""
+    """Losses that a rank itself recorded."""
     for records in recording.ranks:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
             parts = [f"{loss.num_lost} in {step_name(loss.step)}" for loss in records.losses]
-            told = finding("{}", "records", parts, num_lost)
-            yield f"lost: {told} that rank {records.info.rank} had no room for"
+            count = finding("{}", "records", parts, num_lost)
+            yield f"lost: {count} that rank {records.info.rank} had no room for"
 
 
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
+    """Steps that some ranks did not finish, unless another finding explains why."""
     begun = _begun_steps(recording)
     run_end = step_name(begun[-1]) if begun else ""
     known = {
         (loss.step, records.info.rank) for records in recording.ranks for loss in records.losses
     }
-    off = ranks_off(recording.settings)
+    off = _ranks_off(recording.settings)
     stopped: defaultdict[str, list[int]] = defaultdict(list)
     for records in recording.ranks:
         rank = records.info.rank
@@ -164,27 +377,28 @@ def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[st
             last = step_name(begun[-len(end) - 1]) if len(end) < len(begun) else "no whole step"
             stopped[last].append(rank)
     for last, ranks in stopped.items():
-        told = finding("{}", "ranks", ranks)
-        yield f"incomplete: the records of {told} end with {last}, others' with {run_end}"
+        who = finding("{}", "ranks", ranks)
+        yield f"incomplete: the records of {who} end with {last}, others' with {run_end}"
     for step, torn_ranks in torn.items():
         ranks = [rank for rank in torn_ranks if (step, rank) not in known]
         if not ranks:
             continue
-        told = finding("{}", "ranks", ranks)
+        who = finding("{}", "ranks", ranks)
         if step == begun[-1]:
-            yield f"incomplete: the run ended in {step_name(step)}, which {told} did not finish"
+            yield f"incomplete: the run ended in {step_name(step)}, which {who} did not finish"
         else:
-            yield f"lost: the end of {step_name(step)} on {told}"
+            yield f"lost: the end of {step_name(step)} on {who}"
 
 
 def _end_without(rank: int, begun: list[int], torn: dict[int, list[int]]) -> list[int]:
-    """The last steps of the run, as far as the rank finished none of them."""
+    """The run's last steps that the rank did not finish, the last one first."""
     return list(takewhile(lambda step: rank in torn.get(step, ()), reversed(begun)))
 
 
 def _check_messages(
     recording: Recording, ranks: set[int], torn: Iterable[int], flow_lengths: Counter[int]
 ) -> Iterator[str]:
+    """Messages that lack an end, a task or an arrow, or travel back in time."""
     sends: dict[MessageKey, SendRecord] = {}
     receives: dict[MessageKey, ReceiveRecord] = {}
     tasks: dict[tuple[int, TaskKey], TaskRecord] = {}
@@ -208,27 +422,27 @@ def _check_messages(
         record: Any = send or receive
         if record.step in skipped or not {key.source, key.destination} <= ranks:
             continue
-        told = (
+        name = (
             f"{record.kind}{record.microbatch} of {step_name(record.step)}, "
             f"rank {key.source} to {key.destination}"
         )
         if receive is None:
-            unreceived.append(told)
+            unreceived.append(name)
             continue
         if send is None:
-            unsent.append(told)
+            unsent.append(name)
         elif receive.start_ns - send.start_ns < -(
             clock_errors_ns[key.source] + clock_errors_ns[key.destination]
         ):
-            early.append(f"{told}: {receive.start_ns - send.start_ns} ns")
+            early.append(f"{name}: {receive.start_ns - send.start_ns} ns")
         task = tasks.get((key.destination, key_of(receive)))
         if task is None:
-            unconsumed.append(told)
+            unconsumed.append(name)
         elif task.start_ns < receive.end_ns:
-            too_soon.append(f"{told}: {task.start_ns - receive.end_ns} ns")
+            too_soon.append(f"{name}: {task.start_ns - receive.end_ns} ns")
         if send and task and flow_lengths[key.flow_id] != 3:
-            arrows.append(told)
-    for pattern, told_of in (
+            arrows.append(name)
+    for pattern, lines in (
         ("lost: {} sent and never received", unreceived),
         ("lost: {} received and never sent", unsent),
         ("unmatched: {} received and taken by no task", unconsumed),
@@ -236,8 +450,8 @@ def _check_messages(
         ("negative latency: {} taken by a task before they arrived", too_soon),
         ("unmatched: {} without an arrow from send to receive to task", arrows),
     ):
-        if told_of:
-            yield finding(pattern, "messages", told_of)
+        if lines:
+            yield finding(pattern, "messages", lines)
     have_lost = {records.info.rank for records in recording.ranks if records.losses}
     yield from _check_gaps(
         (key for key in sends if key.source not in have_lost), begins_late=_begins_late(recording)
@@ -255,15 +469,15 @@ def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[s
         first = min(found) if begins_late else 0
         num_missing = max(found) + 1 - first - len(found)
         if num_missing > 0:
-            # A damaged number may be huge, so look only for the first few missing ones.
+            # A damaged sequence number may be huge, so look only for the first few missing ones.
             missing = (f"number {number}" for number in count(first) if number not in found)
             examples = list(islice(missing, min(num_missing, NUM_EXAMPLES + 1)))
-            told = finding("lost: {}", "messages", examples, num_missing)
-            yield f"{told} of the link from rank {source} to {destination}"
+            lost = finding("lost: {}", "messages", examples, num_missing)
+            yield f"{lost} of the link from rank {source} to {destination}"
 
 
 def _begins_late(recording: Recording) -> bool:
-    """Whether only some steps were recorded, or kept, and not the first ones."""
+    """True if the first steps were not recorded, or their records were removed."""
     if FIRST_KEPT_STEP in recording.settings:
         return True
     settings = recording.settings.get("settings")
@@ -274,7 +488,8 @@ def _begins_late(recording: Recording) -> bool:
 def _check_inputs(
     recording: Recording, receives: dict[MessageKey, ReceiveRecord], skipped: set[int]
 ) -> Iterator[str]:
-    """If a stage gets any input of a kind by message, each of its tasks must have one."""
+    """If any task of a kind on a stage got its input by message, each of them must have a
+    message."""
     received: defaultdict[int, set[TaskKey]] = defaultdict(set)
     for key, receive in receives.items():
         received[key.destination].add(key_of(receive))
@@ -301,11 +516,11 @@ def _check_times(records: RankRecords) -> Iterator[str]:
         if hasattr(record, "end_ns") and record.end_ns < record.start_ns
     ]
     if backward:
-        told = finding("negative duration: {}", "events", backward)
-        yield f"{told} on rank {records.info.rank}"
+        yield finding("negative duration: {}", "events", backward) + f" on rank {records.info.rank}"
 
 
 def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
+    """Tasks that overlap, ran more than once, or are missing."""
     rank = records.info.rank
     overlapping = []
     by_start = sorted(records.tasks)
@@ -326,16 +541,16 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
-    """The bytes held must add up, and stay within the bound in force."""
+    """Recorded activation bytes must be consistent and within the bound."""
     skipped = set(torn)
     tasks = [task for task in records.tasks if task.step not in skipped]
-    if not are_known(tasks):
+    if not are_sizes_known(tasks):
         return
     rank = records.info.rank
-    wrong = [_name(task) for task in wrong_changes(tasks)]
+    wrong = [_name(task) for task in tasks_with_wrong_bytes(tasks)]
     if wrong:
-        told = finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
-        yield f"{told} on rank {rank}"
+        found = finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
+        yield f"{found} on rank {rank}"
     budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
     over = [
         f"{_name(task)}: {task.held_bytes} of {budget} bytes"
@@ -347,7 +562,8 @@ def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
-    """In a finished step, a stage must run each of its kinds for the same microbatches."""
+    """The tasks that are missing in finished steps, where a stage must run each of its kinds for
+    the same microbatches."""
     microbatches: defaultdict[int, set[int]] = defaultdict(set)
     groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)
     for step, kind, stage, microbatch in found:
@@ -362,4 +578,5 @@ def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]
 
 
 def _name(task: TaskRecord | TaskKey) -> str:
+    """Format a task: `F3 of step 2, stage 1`."""
     return f"{task.kind}{task.microbatch} of {step_name(task.step)}, stage {task.stage}"

@@ -1,12 +1,13 @@
 """A rank's flight record, `records/rank-<N>.ring`: its last records, which survive its death.
 
-The file is mapped, so what is in it outlives the process, however that ends. It is a header and a
-ring of slots of one size, with a record each. A slot begins with the number of its record and ends
-with that number's complement: one that was being written when the process died has no such pair,
-and is left out. Texts stand once, in the header.
+The file is memory-mapped, so its content survives any end of the process. It consists of a header
+and a ring of slots of equal size, with one record each. A slot begins with the number of its record
+and ends with that number's complement; a slot that was being written when the process died does
+not, and is skipped. Texts are stored once, in the header.
 
-The header also takes a note of why recording was switched off. The file has all of its blocks from
-the start, so this can be written where the disk is full, and a full disk kills nobody.
+The header can also hold the reason why recording was switched off. All blocks of the file are
+allocated at the start, so that this can be written on a full disk, and no write to the mapping can
+fail.
 """
 
 import itertools
@@ -14,25 +15,38 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rrfp.schedule.tasks import Cause
 from rrfp.trace.perfetto.format import bounds_of
-from rrfp.trace.records import RECORD_TYPES, Record, num_times
+from rrfp.trace.records import (
+    RECORD_TYPES,
+    BegunRecord,
+    Doing,
+    Phase,
+    PhaseRecord,
+    RankRecords,
+    Record,
+    TaskRecord,
+    WaitRecord,
+    num_times,
+)
 from rrfp.trace.safe_files import open_own, open_regular
 
 _MAGIC = b"rrfpring"
 _VERSION = 1
 FILE_BYTES = 4 * 2**20
-"""Room for 29,000 records: seconds of most runs, and 0.3 s of 100,000 a second."""
+"""29,000 records: seconds of most runs, or 0.3 s at 100,000 records per second."""
 _HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8sI?")
-"""Magic, version, and whether the rank has closed its records."""
+"""Magic, version, and true if the rank has closed its records."""
 _OFF_AT, _OFF = 64, struct.Struct("<?q400p")
-"""Whether recording was switched off, in which step, and why."""
+"""True if recording was switched off, the step, and the reason."""
 _TEXTS_AT, _TEXT = 1024, struct.Struct("<32p")
 _MOST_TEXTS = (_HEADER_BYTES - _TEXTS_AT) // _TEXT.size
 _LONGEST_TEXT = _TEXT.size - 1
@@ -43,9 +57,9 @@ _SLOT_BYTES = 144
 MOST_RECORDS = (FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
 
 
-class _Form:
-    """How a type of record lies in a slot: its texts by their places in the header, then its
-    numbers. A single text stands there twice."""
+class _SlotLayout:
+    """The layout of one record type in a slot: the indices of its two texts in the header, then its
+    numbers. A type with a single text repeats its index."""
 
     def __init__(self, code: int, record_type: type[Record]) -> None:
         fields = record_type._fields
@@ -61,26 +75,26 @@ class _Form:
         assert self.layout.size <= _SLOT_BYTES
 
 
-_FORMS = [
-    _Form(code, record_type)
+_LAYOUTS = [
+    _SlotLayout(code, record_type)
     for code, (name, record_type) in enumerate(RECORD_TYPES.items(), start=1)
     if name not in ("cost", "loss")
 ]
-"""Of what is taken while a step runs; what a flush adds is in the file that it writes."""
+"""The layouts of records made while a step runs; others are made by a flush and only spilled."""
 
 
 def ring_of(spill: Path) -> Path:
-    """The flight record that lies next to a rank's records."""
+    """The path of the flight record next to a rank's spill file."""
     return spill.with_suffix(".ring")
 
 
 class FlightRing:
-    """Keeps a rank's last records in its mapped file. Any thread may put one."""
+    """Writes a rank's last records into its mapped file. Any thread may call `put`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the file cannot have all of its blocks."""
+        """Create the file. Raises OSError if its blocks cannot be allocated."""
         self._path = path
-        with open_own(path, anew=True) as file:
+        with open_own(path, truncate=True) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
             except OSError:
@@ -91,30 +105,30 @@ class FlightRing:
         _HEAD.pack_into(self._map, 0, _MAGIC, _VERSION, False)
         self._texts = _Texts(self._map)
         self._packers: dict[type[Any], tuple[Any, ...]] = {
-            form.record_type: (
-                form.layout.pack_into,
-                form.code,
-                form.first_text,
-                form.last_text,
-                form.numbers_of,
+            each.record_type: (
+                each.layout.pack_into,
+                each.code,
+                each.first_text,
+                each.last_text,
+                each.numbers_of,
             )
-            for form in _FORMS
+            for each in _LAYOUTS
         }
         self.clear()
 
     def clear(self) -> None:
-        """Forget all records; nobody may put one meanwhile. It also brings all pages into memory,
-        so that no later record waits for one."""
+        """Remove all records; no thread may call `put` meanwhile. Touches all pages, so that no
+        later `put` causes a page fault."""
         self._map[_HEADER_BYTES:] = bytes(FILE_BYTES - _HEADER_BYTES)
-        # One call of a C function, so that no two threads get the same place.
+        # A single call of a C function, so that no two threads get the same slot.
         offsets = [_HEADER_BYTES + slot * _SLOT_BYTES for slot in range(MOST_RECORDS)]
-        places = zip(itertools.count(1), itertools.count(-2, -1), itertools.cycle(offsets))
-        self._next_place = places.__next__
+        slots = zip(itertools.count(1), itertools.count(-2, -1), itertools.cycle(offsets))
+        self._next_slot = slots.__next__
 
     def put(self, record: Any) -> None:
-        """Keep a record in the place of the oldest one. One that does not fit, or is of a type that
-        has no form here, is left out."""
-        number, complement, offset = self._next_place()
+        """Write a record over the oldest one. A record that does not fit, or whose type has no
+        layout, is skipped."""
+        number, complement, offset = self._next_slot()
         texts = self._texts
         try:
             pack_into, code, first, last, numbers_of = self._packers[type(record)]
@@ -132,14 +146,13 @@ class FlightRing:
             return
 
     def note_off(self, step: int, reason: str) -> None:
-        """Note that the records of this step could not be written, so that recording was switched
-        off, and why."""
-        told = reason.encode(errors="replace")
-        _OFF.pack_into(self._map, _OFF_AT, True, step, told)
+        """Store that recording was switched off, because the records of this step could not be
+        written."""
+        _OFF.pack_into(self._map, _OFF_AT, True, step, reason.encode(errors="replace"))
 
     def close(self) -> None:
-        """The rank has ended well, and its records are in their file. What is left of the ring is a
-        note, if there is one."""
+        """Remove the file, because all records are in the spill file. If recording was switched
+        off, mark it as closed instead, so that the reason stays."""
         if self._map[_OFF_AT]:
             _HEAD.pack_into(self._map, 0, _MAGIC, _VERSION, True)
             return
@@ -148,8 +161,8 @@ class FlightRing:
 
 
 class _Texts(dict[str, int]):
-    """The place of each text in the header, where a new one is written when it is first asked for.
-    Raises KeyError for one that does not fit."""
+    """The index of each text in the header. Looking up a new text writes it there, or raises
+    KeyError if it does not fit."""
 
     def __init__(self, header: mmap.mmap) -> None:
         super().__init__()
@@ -168,20 +181,20 @@ class _Texts(dict[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What a flight record holds."""
+    """The content of a flight record."""
 
     records: list[Record]
-    """In the order in which they were taken, on the rank's own clock. Empty if the rank has closed
-    its records."""
+    """The records in the order in which they were made, on the rank's own clock. Empty if the rank
+    closed its records."""
     is_whole: bool
-    """Whether it goes back to the first record of all."""
+    """True if no record was overwritten."""
     off: tuple[int, str] | None
-    """The step in which recording was switched off, and why."""
+    """The step in which recording was switched off, and the reason; None if it was not."""
 
 
 def read_flight(path: Path) -> Flight | None:
-    """What is in a flight record, however its rank ended; None if it is not one. Slots that are not
-    whole or hold numbers that no run has are left out. May raise OSError."""
+    """Read a flight record; None if the file is not one. Slots that are incomplete or contain
+    impossible numbers are skipped. May raise OSError."""
     with open_regular(path) as file:
         data = file.read(FILE_BYTES + 1)
     if len(data) != FILE_BYTES:
@@ -194,34 +207,93 @@ def read_flight(path: Path) -> Flight | None:
     if is_closed:
         return Flight([], True, off)
     texts = [_readable(text) for (text,) in _TEXT.iter_unpack(data[_TEXTS_AT:_HEADER_BYTES])]
-    forms = {form.code: form for form in _FORMS}
+    layouts = {each.code: each for each in _LAYOUTS}
     found: dict[int, Record] = {}
     for slot in range(MOST_RECORDS):
         offset = _HEADER_BYTES + slot * _SLOT_BYTES
         number, code = _BEGIN.unpack_from(data, offset)
-        if number > 0 and (number - 1) % MOST_RECORDS == slot and code in forms:
-            record = _record_at(data, offset, number, forms[code], texts)
+        if number > 0 and (number - 1) % MOST_RECORDS == slot and code in layouts:
+            record = _record_at(data, offset, number, layouts[code], texts)
             if record is not None:
                 found[number] = record
     return Flight([found[number] for number in sorted(found)], min(found, default=1) == 1, off)
 
 
-def _record_at(data: bytes, offset: int, number: int, form: _Form, texts: list[str]) -> Any:
-    """The record of a slot, or None if the slot is not whole."""
-    _, _, first, last, *numbers, complement = form.layout.unpack_from(data, offset)
+def _record_at(data: bytes, offset: int, number: int, layout: _SlotLayout, texts: list[str]) -> Any:
+    """The record in the slot at `offset`; None if the slot is incomplete or impossible."""
+    _, _, first, last, *numbers, complement = layout.layout.unpack_from(data, offset)
     if complement != ~number or max(first, last) >= len(texts):
         return None
-    fields: list[Any] = [None] * len(form.record_type._fields)
-    for place, value, (least, most) in zip(form.numbers, numbers, form.bounds, strict=True):
+    fields: list[Any] = [None] * len(layout.record_type._fields)
+    for place, value, (least, most) in zip(layout.numbers, numbers, layout.bounds, strict=True):
         if not least <= value <= most:
             return None
         fields[place] = value
-    fields[form.first_text], fields[form.last_text] = texts[first], texts[last]
-    record = form.record_type(*fields)
+    fields[layout.first_text], fields[layout.last_text] = texts[first], texts[last]
+    record = layout.record_type(*fields)
     is_backward = num_times(record) == 2 and record.end_ns < record.start_ns
     return None if is_backward else record
 
 
 def _readable(text: bytes) -> str:
-    """The text of a file that anybody may have damaged."""
+    """Decode a text, with `?` for each character that is not printable."""
     return "".join(each if each.isprintable() else "?" for each in text.decode(errors="replace"))
+
+
+# Records that only a flight record has: those of the running step.
+
+
+_CAUSES = frozenset(Cause)
+_NAMES = {record_type: name for name, record_type in RECORD_TYPES.items()}
+
+
+def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
+    """The records of a flight record that its rank has not spilled, and the activity that the rank
+    had begun. `recent` are the rank's last spilled records."""
+    added = RankRecords(recent.info)
+    lists = added.by_name()
+    begun = _last_begun(flight.records)
+    known = {record for found in recent.by_name().values() for record in found}
+    made = [r for r in flight.records if not isinstance(r, BegunRecord)]
+    missing = [record for record in made if record not in known]
+    if missing and not flight.is_whole and missing[0] is made[0]:
+        # Earlier records were overwritten, so some steps are incomplete. Return only the running
+        # step, without its closing phase, so that it does not count as finished.
+        step = (begun or missing[-1]).step
+        missing = [
+            record
+            for record in missing
+            if record.step == step
+            and not (isinstance(record, PhaseRecord) and record.phase == Phase.SCHEDULE)
+        ]
+    for record in missing:
+        lists[_NAMES[type(record)]].append(record)
+    if begun is not None:
+        added.begun.append(begun)
+    return added
+
+
+def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
+    """The innermost activity that the rank began and did not end: a task or a wait, or else the
+    phase around them. None without records of this type."""
+    around: BegunRecord | None = None
+    within: BegunRecord | None = None
+    for record in records:
+        if isinstance(record, BegunRecord):
+            if record.doing == Doing.TASK or record.doing in _CAUSES:
+                # A wait is recorded again, with a later start, when a message did not end it.
+                if within is not None and within.doing == record.doing != Doing.TASK:
+                    record = record._replace(start_ns=within.start_ns)
+                within = record
+            else:
+                around, within = record, None
+        elif isinstance(record, TaskRecord | WaitRecord):
+            # On a GPU the records of a step may follow the beginning of the next step.
+            if within is not None and within.step == record.step:
+                within = None
+        elif isinstance(record, PhaseRecord) and (
+            around is not None and (around.doing, around.step) == (record.phase, record.step)
+        ):
+            between = record.end_ns, record.end_ns, record.step, Doing.BETWEEN
+            around, within = BegunRecord(*between), None
+    return within or around

@@ -1,7 +1,7 @@
 """Finds the run that a user names, and its trace.
 
-A run is named by a path, or in short: `NAME` is `runs/NAME`, `@-1` the newest run in `runs`, `@-2`
-the one before. A path that exists goes first.
+A run is named by a path or a short name: `NAME` is `runs/NAME`, `@-1` the newest run in `runs`,
+`@-2` the one before. An existing path takes precedence.
 """
 
 import atexit
@@ -24,11 +24,11 @@ _COUNTED = re.compile(r"@-([1-9]\d{0,8})")
 
 
 def find_run(named: Path | None) -> Path:
-    """The path of the run or file that is named; None means the newest run in `runs` that has
-    recorded something.
+    """The path of the run or file with this name; None means the newest run in `runs` that recorded
+    anything.
 
-    Raises RrfpError if there is no such run, with the name that is nearest, and UsageError for an
-    `@` that counts none.
+    Raises RrfpError if there is no such run, with the most similar name, and UsageError for an
+    invalid `@-N`.
     """
     if named is None:
         return _newest()
@@ -52,6 +52,7 @@ def _newest() -> Path:
 
 
 def _counted(text: str) -> Path:
+    """The run that `@-N` names."""
     match = _COUNTED.fullmatch(text)
     if match is None:
         raise UsageError(
@@ -68,7 +69,8 @@ def _counted(text: str) -> Path:
 
 
 def _known(named: Path) -> Iterable[str]:
-    """What may have been meant: runs by both of their names, and what stands beside a path."""
+    """Names to suggest instead of `named`: all runs by name and by path, and the files next to
+    it."""
     for path in runs_in():
         yield from (path.name, str(path))
     with suppress(OSError):
@@ -76,8 +78,8 @@ def _known(named: Path) -> Iterable[str]:
 
 
 def resolve_session(path: Path) -> Path:
-    """The trace of the last session of a run that has ended, given its directory. Merges the
-    session's records. Raises RrfpError if it recorded nothing."""
+    """The trace of the last session of the ended run in this directory. Merges the session's
+    records if needed. Raises RrfpError if it recorded nothing."""
     # Imported late: Perfetto's module is slow to import.
     from rrfp.trace.merge import encode_session
 
@@ -88,11 +90,11 @@ def resolve_session(path: Path) -> Path:
 
 
 def resolve_trace(path: Path | None) -> Path:
-    """The trace of a run, given as `find_run` reads it, or as the trace file itself.
+    """The trace of a run, given by a name for `find_run` or as the trace file itself.
 
-    Merges the run's records if its launcher died before it could, and joins the sessions of a run
-    that was resumed; in a temporary directory if others may replace the files of the run's own.
-    Raises RrfpError if there is no trace, or sessions cannot be joined.
+    Merges the run's records if its launcher died before it could, and joins the sessions of a
+    resumed run. If others may replace files in the run's directory, it writes to a temporary
+    directory instead. Raises RrfpError if there is no trace, or sessions cannot be joined.
     """
     path = find_run(path)
     if path.is_file():
@@ -114,8 +116,8 @@ def resolve_trace(path: Path | None) -> Path:
 
 
 def _elsewhere(run: RunDir) -> Path:
-    """A new directory with links to what a run's own says besides its records; removed when this
-    process ends."""
+    """Make a temporary directory with links to the run's run.json and metrics.jsonl. It is removed
+    when this process ends."""
     path = Path(tempfile.mkdtemp(prefix="rrfp-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     for file in (run.run_json, run.metrics):
@@ -124,21 +126,21 @@ def _elsewhere(run: RunDir) -> Path:
 
 
 def encode_apart(path: Path) -> None:
-    """Make the trace of a run in a process of its own, for a process that is to load neither
-    perfetto nor protobuf. Raises RrfpError if that fails."""
+    """Make the trace of a run in a subprocess, for a process that must not import perfetto or
+    protobuf. Raises RrfpError if that fails."""
     root = str(Path(rrfp.__file__).parent.parent)
     program = (
         f"import sys; sys.path[:] = {[root, *sys.path]!r}; from pathlib import Path; "
         "from rrfp.trace.merge import encode_run; encode_run(Path(sys.argv[1]))"
     )
-    # Isolated, so that it runs no start-up code that is meant for the job's processes.
+    # Isolated mode, so that it does not run start-up code of the job's processes.
     command = [sys.executable, "-I", "-c", program, str(path)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     except (OSError, ValueError) as error:
         raise RrfpError(f"the process that makes it cannot start: {reason_of(error)}") from None
     if done.returncode != 0:
-        # Of an exception it prints its kind and what it says last.
+        # The last line of a traceback has the type and the message of the exception.
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         reason = last.partition(": ")[2] or last or "it says nothing"
         raise RrfpError(

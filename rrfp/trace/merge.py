@@ -1,39 +1,62 @@
 """Merges the ranks' spill files into the run's one trace.
 
-The files are read twice, and never held in memory as a whole. The first time tells what the trace
-must say before its records: when the run began, and which of its steps are kept on all ranks. The
-second time the records go into the trace, some steps of all ranks at a time.
+The files are read twice, and never held in memory as a whole. The first pass finds what the trace
+states before its records: when the run began, and which steps all ranks still have. The second pass
+writes the records into the trace, some steps of all ranks at a time.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.trace.completeness import description_of_trace, end_begun, flight_of, missing_from
-from rrfp.trace.flight_record import MOST_RECORDS
-from rrfp.trace.outcome import why_without_records
+from rrfp.trace.flight_record import MOST_RECORDS, Flight, missing_from, read_flight, ring_of
+from rrfp.trace.outcome import read_ending, why_without_records
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import trace_writer, write_trace
-from rrfp.trace.records import RankRecords, num_times
+from rrfp.trace.records import (
+    CostRecord,
+    RankRecords,
+    ReceiveRecord,
+    Recording,
+    SendRecord,
+    num_times,
+)
 from rrfp.trace.run_dir import RunDir, update_latest
-from rrfp.trace.run_json import describe_recording
-from rrfp.trace.sessions import joined
-from rrfp.trace.spill import KeptSteps, SpilledRank, is_being_written, kept_steps, segments_in
+from rrfp.trace.run_json import (
+    FIRST_KEPT_STEP,
+    OUTCOME,
+    RECORDING_OFF,
+    SESSIONS,
+    UNREAD_FLIGHTS,
+    describe_recording,
+    description_of,
+    first_step_of,
+    is_last,
+)
+from rrfp.trace.spill import (
+    RecordedSteps,
+    SpilledRank,
+    is_being_written,
+    segments_in,
+    steps_on_all_ranks,
+)
 
 _PART_BYTES = 2 << 20
-"""Of all ranks' files that are in memory at a time; their records take twenty times as much."""
+"""Bytes of all ranks' files in memory at a time; decoded records take twenty times as much."""
 
 
 def encode_run(directory: Path, elsewhere: Path | None = None) -> Path:
-    """Merge what the sessions of a run have recorded into their traces, and return the path of the
-    run's: that of its one session, or of all of them joined. With `elsewhere`, traces that the run
-    lacks are made in that directory, and the run is left as it is.
+    """Merge the records of a run's sessions into traces, and return the path of the run's trace:
+    that of its only session, or of all sessions joined. With `elsewhere`, missing traces are made
+    in that directory, and the run's directory does not change.
 
     Raises RrfpError if the run is still going, if a file is corrupt, if no rank recorded anything,
-    or if the sessions cannot be joined; the records of a session without a trace then stay.
+    or if the sessions cannot be joined. The records of a session without a trace then stay.
     """
     sessions = RunDir(directory).sessions()
     traces = [trace for session in sessions if (trace := _encoded(session, elsewhere)) is not None]
@@ -49,11 +72,13 @@ def encode_run(directory: Path, elsewhere: Path | None = None) -> Path:
 
 def encode_session(run: RunDir) -> bool:
     """Merge one session's records into its trace, if that has not been done, and remove them.
-    Returns whether there is a trace; raises RrfpError as `encode_run` does."""
+    Returns False if the session has neither records nor a trace. Raises RrfpError as `encode_run`
+    does."""
     return _encoded(run, None) is not None
 
 
 def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
+    """Merge one session and return its trace's path; None if it has neither records nor a trace."""
     segments = segments_in(run.records)
     for segment in chain.from_iterable(segments.values()):
         if is_being_written(segment):
@@ -79,10 +104,10 @@ def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
 def _merge(run: RunDir, ranks: Sequence[SpilledRank], trace: Path) -> dict[str, Any]:
     """Write the trace of a session, and return its description."""
     description = description_of_trace(run)
-    recovered = [_surveyed(run, rank, description) for rank in ranks]
-    kept = kept_steps([rank.ended_steps for rank in ranks if rank.begins_late])
-    if kept is not None:
-        description |= kept.described(description)
+    recovered = [_survey(run, rank, description) for rank in ranks]
+    steps = steps_on_all_ranks([rank.ended_steps for rank in ranks if rank.begins_late])
+    if steps is not None:
+        description |= steps.described(description)
     first_ns = min(
         (
             each_ns + rank.info.clock_offset_ns
@@ -93,30 +118,34 @@ def _merge(run: RunDir, ranks: Sequence[SpilledRank], trace: Path) -> dict[str, 
         default=0,
     )
     last_ns = max(
-        max(rank.last_ns, _last_ns(records)) + rank.info.clock_offset_ns
+        max(rank.last_ns, _last_ns([records])) + rank.info.clock_offset_ns
         for rank, records in zip(ranks, recovered, strict=True)
     )
     for records in recovered:
-        end_begun(records, last_ns - records.info.clock_offset_ns)
-        _leave(records, kept)
+        # An activity that a rank never ended lasts to the last known time of the run.
+        end_ns = last_ns - records.info.clock_offset_ns
+        records.begun[:] = [begun._replace(end_ns=end_ns) for begun in records.begun]
+        _drop_other_steps(records, steps)
     shifts_ns = [rank.info.clock_offset_ns - first_ns for rank in ranks]
     infos = [rank.info for rank in ranks]
     with trace_writer(trace, description, infos, shifts_ns) as writer:
-        for part in _parts(ranks, kept):
+        for part in _parts(ranks, steps):
             writer.write(part, is_last=False)
         writer.write(recovered, is_last=True)
     return description
 
 
-def _surveyed(run: RunDir, rank: SpilledRank, description: dict[str, Any]) -> RankRecords:
-    """Find out what a rank has spilled, and return what only its flight record holds."""
+def _survey(run: RunDir, rank: SpilledRank, description: dict[str, Any]) -> RankRecords:
+    """Survey a rank's spill files, and return the records that only its flight record has."""
     flight = flight_of(run, rank.info.rank, description)
     recent = rank.survey(MOST_RECORDS if flight is not None else 0)
     return RankRecords(rank.info) if flight is None else missing_from(recent, flight)
 
 
-def _parts(ranks: Sequence[SpilledRank], kept: KeptSteps | None) -> Iterator[list[RankRecords]]:
-    """The records that are kept, some flushes of all ranks at a time."""
+def _parts(
+    ranks: Sequence[SpilledRank], steps: RecordedSteps | None
+) -> Iterator[list[RankRecords]]:
+    """Yield the records of these steps, some flushes of all ranks at a time."""
     num_bytes = sum(rank.num_bytes for rank in ranks)
     num_flushes = max(rank.num_flushes for rank in ranks)
     num_of_a_part = max(1, num_flushes * _PART_BYTES // max(1, num_bytes))
@@ -127,27 +156,197 @@ def _parts(ranks: Sequence[SpilledRank], kept: KeptSteps | None) -> Iterator[lis
             for rank, each in zip(ranks, part, strict=True)
         ]
         for each in records:
-            _leave(each, kept)
+            _drop_other_steps(each, steps)
         yield records
 
 
-def _leave(records: RankRecords, kept: KeptSteps | None) -> None:
-    """Leave only what is kept."""
-    if kept is not None:
+def _drop_other_steps(records: RankRecords, steps: RecordedSteps | None) -> None:
+    """Remove all records but those of these steps; None means all steps."""
+    if steps is not None:
         for found in records.by_name().values():
-            found[:] = [record for record in found if kept.has(record.step)]
+            found[:] = [record for record in found if steps.has(record.step)]
 
 
 def _first_ns(records: RankRecords) -> int | None:
-    """When the first of these records began."""
+    """The earliest start of these records; None without records."""
     return min(
         (record[0] for found in records.by_name().values() for record in found), default=None
     )
 
 
-def _last_ns(records: RankRecords) -> int:
-    """When the last of these records ended."""
+def _last_ns(ranks: Iterable[RankRecords]) -> int:
+    """The latest end of all records; 0 without records."""
     return max(
-        (record[num_times(record) - 1] for found in records.by_name().values() for record in found),
+        (
+            record[num_times(record) - 1]
+            for records in ranks
+            for found in records.by_name().values()
+            for record in found
+        ),
         default=0,
     )
+
+
+# Information from the flight records of ranks that died.
+#
+# If a rank dies in the middle of a step, only its flight record has that step's records and the
+# activity that the rank had begun. Information about the recording goes into the trace's
+# description, so that a trace can be checked without its run's directory.
+
+
+def description_of_trace(run: RunDir) -> dict[str, Any]:
+    """The description of a session for its trace: the one in run.json, and how the run ended."""
+    description = description_of(run)
+    ending = read_ending(run) if is_last(run) else None
+    if ending is not None:
+        description[OUTCOME] = {"outcome": ending.outcome, "error": ending.error}
+    return description
+
+
+def flight_of(run: RunDir, rank: int, description: dict[str, Any]) -> Flight | None:
+    """Read a rank's flight record; None if it is missing or damaged. Adds to the trace's
+    description that it is damaged, or that the rank switched recording off."""
+    path = ring_of(run.rank_records(rank))
+    if not path.is_file():
+        return None
+    flight = None
+    with suppress(OSError):
+        flight = read_flight(path)
+    if flight is None:
+        description.setdefault(UNREAD_FLIGHTS, []).append(rank)
+    elif flight.off is not None:
+        step, reason = flight.off
+        entry = {"rank": rank, "step": step, "reason": reason}
+        description.setdefault(RECORDING_OFF, []).append(entry)
+    return flight
+
+
+# Joining the traces of a run's sessions.
+
+
+Link = tuple[int, int]
+"""The source and destination rank of a message."""
+
+
+def joined(recordings: list[Recording]) -> Recording:
+    """Join the recordings of a run's sessions: each step comes from the last session that ran it,
+    and the sessions follow each other without the time between them.
+
+    Raises RrfpError if their layouts differ.
+    """
+    parts = _contributions(recordings)
+    recordings = [recording for recording, _ in parts]
+    layouts = [_layout(recording) for recording in recordings]
+    for number, layout in enumerate(layouts):
+        if layout != layouts[-1]:
+            raise RrfpError(
+                f"the sessions of this run have several layouts ({_describe(layout)} in recorded "
+                f"session {number + 1}, {_describe(layouts[-1])} in the last one), so they do not "
+                "fit into one picture; name the trace of one session (trace.pftrace, "
+                "trace-2.pftrace and so on)"
+            )
+    descriptions = [recording.settings for recording in recordings]
+    whole = Recording({}, [RankRecords(records.info) for records in _by_rank(recordings[-1])])
+    start_ns, sequences = 0, Counter[Link]()
+    for recording, before in parts:
+        if FIRST_KEPT_STEP in recording.settings:
+            # Do not count the messages of steps whose records were removed.
+            sequences.subtract(_first_sequences(recording))
+        for records, into in zip(_by_rank(recording), whole.ranks, strict=True):
+            _append(into, records, before, start_ns, sequences)
+        start_ns, sequences = _last_ns(whole.ranks), _next_sequences(whole)
+    whole.settings = {**descriptions[-1], SESSIONS: descriptions[:-1]}
+    return whole
+
+
+def _contributions(recordings: list[Recording]) -> list[tuple[Recording, int | None]]:
+    """The sessions that have steps which no later session ran again, each with the first step that
+    a later session ran (None: there is none); the last session if none has steps. A session that
+    was killed at its start may have the records of some ranks only, and is skipped."""
+    first_steps = [first_step_of(recording.settings) for recording in recordings]
+    found: list[tuple[Recording, int | None]] = []
+    for number, recording in enumerate(recordings):
+        # A later session may begin at an earlier step than the one before it.
+        before = min(first_steps[number + 1 :], default=None)
+        tasks = (task for records in recording.ranks for task in records.tasks)
+        if any(before is None or task.step < before for task in tasks):
+            found.append((recording, before))
+    return found or [(recordings[-1], None)]
+
+
+def _layout(recording: Recording) -> list[tuple[object, ...]]:
+    """The place and the stages of each rank, by rank."""
+    return [
+        (each.info.rank, each.info.pp_rank, each.info.tp_rank, each.info.dp_rank, each.info.stages)
+        for each in _by_rank(recording)
+    ]
+
+
+def _describe(layout: list[tuple[Any, ...]]) -> str:
+    num_stages = len({stage for *_, stages in layout for stage in stages})
+    return f"{len(layout)} ranks and {num_stages} stages"
+
+
+def _by_rank(recording: Recording) -> list[RankRecords]:
+    return sorted(recording.ranks, key=lambda records: records.info.rank)
+
+
+def _append(
+    into: RankRecords,
+    records: RankRecords,
+    before: int | None,
+    start_ns: int,
+    sequences: Mapping[Link, int],
+) -> None:
+    """Append the records of the steps before the step `before` (None: all). Their times are moved
+    by `start_ns`, the sequence numbers of a link's messages by its entry in `sequences`."""
+    rank = records.info.rank
+    costs = into.costs[-1] if into.costs else None
+    found = records.by_name()
+    if before is not None:
+        # A later session continued, so the activity is no longer the run's last one.
+        found["begun"] = []
+    for name, target in into.by_name().items():
+        for record in found[name]:
+            if before is not None and record.step >= before:
+                continue
+            times = [start_ns + record[each] for each in range(num_times(record))]
+            moved = type(record)(*times, *record[len(times) :])
+            if isinstance(moved, SendRecord):
+                sequence = moved.sequence + sequences[rank, moved.peer]
+                moved = moved._replace(sequence=sequence)
+            elif isinstance(moved, ReceiveRecord):
+                sequence = moved.sequence + sequences[moved.peer, rank]
+                moved = moved._replace(sequence=sequence)
+            elif isinstance(moved, CostRecord) and costs is not None:
+                moved = moved._replace(
+                    num_records=moved.num_records + costs.num_records,
+                    cost_ns=moved.cost_ns + costs.cost_ns,
+                )
+            target.append(moved)
+
+
+def _next_sequences(recording: Recording) -> Counter[Link]:
+    """The sequence number of each link's next message."""
+    following = Counter[Link]()
+    for link, sequence in _messages(recording):
+        following[link] = max(following[link], sequence + 1)
+    return following
+
+
+def _first_sequences(recording: Recording) -> dict[Link, int]:
+    """The sequence number of each link's first recorded message."""
+    firsts: dict[Link, int] = {}
+    for link, sequence in _messages(recording):
+        firsts[link] = min(firsts.get(link, sequence), sequence)
+    return firsts
+
+
+def _messages(recording: Recording) -> Iterator[tuple[Link, int]]:
+    """The link and the sequence number of each message, as either end recorded it."""
+    for records in recording.ranks:
+        rank = records.info.rank
+        for send in records.sends:
+            yield (rank, send.peer), send.sequence
+        for receive in records.receives:
+            yield (receive.peer, rank), receive.sequence

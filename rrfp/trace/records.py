@@ -1,9 +1,9 @@
-"""What is recorded: a few record types, one tuple each, and the recording that holds them.
+"""The record types, one named tuple each, and the recording that holds them.
 
 All times are integer nanoseconds. A rank records on its own host's monotonic clock. In a
 `Recording` every time has been moved to the reference clock (that of rank 0's host) by the rank's
 `clock_offset_ns`, and counts from the start of the run. `step` numbers training steps and
-evaluations separately (`rrfp.trace.records`).
+evaluations separately (see below).
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ class TaskRecord(NamedTuple):
     chunk: int
     microbatch: int
     hint_position: int
-    """Place in the hint's order on this rank (of a round-based hint: when all times are equal)."""
+    """Position in the hint's order on this rank (for a hint in rounds: at equal task times)."""
     ready: int
     """Tasks ready at the decision, this one included: `ready_forwards` plus ready B and W."""
     skipped: int
@@ -47,13 +47,14 @@ class TaskRecord(NamedTuple):
     depth: int
     """D, this task included: chunk-forwards minus chunk-backwards run in the step."""
     held: int
-    """Activations kept from F until W (B if W is not split off), this task included, in chunks."""
+    """Activations stored from F until W (B if W is not split off), this task included, in
+    chunks."""
     ready_forwards: int
     ready_backwards: int
     held_bytes: int = 0
-    """Bytes of the activations kept, this task included; 0 where sizes are not known."""
+    """Bytes of the stored activations, this task included; 0 if sizes are not known."""
     waiting_bytes: int = 0
-    """Bytes of gradients that waited for those of earlier microbatches when the task began."""
+    """Bytes of gradients that waited for earlier microbatches' gradients when the task began."""
 
 
 class WaitRecord(NamedTuple):
@@ -80,11 +81,11 @@ class SendRecord(NamedTuple):
     sequence: int
     num_bytes: int
     plane: str = "inline"
-    """What carried its tensors (`rrfp.runtime.planes.registry`)."""
+    """The data plane that carried its tensors (`rrfp.runtime.planes.registry`)."""
     queued_ns: int = 0
-    """How long it waited on this rank before: for the link, for a slot, for a device."""
+    """How long it waited on this rank before it was sent: for the link, a slot or a device."""
     copy_ns: int = 0
-    """How long it was copied into its slot; the rest, up to the end, is the wire's."""
+    """How long the copy into its slot took; the rest of the duration is the wire's."""
 
 
 class ReceiveRecord(NamedTuple):
@@ -102,14 +103,14 @@ class ReceiveRecord(NamedTuple):
     num_bytes: int
     plane: str = "inline"
     queued_ns: int = 0
-    """How long it waited on this rank to be pulled."""
+    """How long it waited on this rank to be fetched."""
     copy_ns: int = 0
-    """How long it was pulled out of its sender's slot, or taken to the device."""
+    """How long it took to copy it from its sender's slot, or to the device."""
 
 
 class AgreementRecord(NamedTuple):
-    """One agreed task: when the leader sent its decision, or a follower took it up. Waiting for a
-    decision is a wait of cause `coordination`."""
+    """One agreed task: when the leader sent its decision, or a follower began to act on it. Waiting
+    for a decision is a wait of cause `coordination`."""
 
     start_ns: int
     end_ns: int
@@ -118,13 +119,13 @@ class AgreementRecord(NamedTuple):
     stage: int
     microbatch: int
     position: int
-    """Place in the group's agreed sequence of the step."""
+    """Position in the group's agreed sequence of the step."""
 
 
 class StimulusRecord(NamedTuple):
-    """A stimulus that the dispatcher took in; in order, they replay a rank exactly. `name` is the
-    stimulus' class. Without a task, stage and microbatch are -1 and kind is empty. `member` is the
-    group member that reported it (0: this rank)."""
+    """A stimulus that the dispatcher received; replaying a rank's stimuli in order repeats its
+    decisions exactly. `name` is the stimulus' class. Without a task, stage and microbatch are -1
+    and kind is empty. `member` is the group member that reported it (0: this rank)."""
 
     time_ns: int
     step: int
@@ -134,24 +135,25 @@ class StimulusRecord(NamedTuple):
     microbatch: int
     member: int
     expected_in_ns: int = 0
-    """Of an announcement: in how long its input was expected; negative where it was overdue."""
+    """For an announcement: the time until its input is expected; negative if it is overdue."""
     patience_ns: int = 0
-    """Of an announcement: how long the rank would wait for it."""
+    """For an announcement: how long the rank waits for it at most."""
 
 
 class Phase(StrEnum):
-    """What takes a rank's time besides tasks and waits."""
+    """A part of a rank's time other than tasks and waits."""
 
     SCHEDULE = "schedule"
-    """From the rank's entry into the schedule to its return: its share of the step's window."""
+    """From the rank's entry into the schedule to its return."""
     DATA = "data"
     OPTIMIZER = "optimizer"
     LAUNCH = "launch"
-    """The host handed a task to the device, which runs tasks beside it."""
+    """The host launched a task on the device, which runs asynchronously."""
     PLAN = "plan"
-    """The planner's process searched for the step's order of entry, while the step before ran."""
+    """The planner's process searched for the step's order of microbatches during the step
+    before."""
     SCRIPT = "script"
-    """In a recorded job: from a call's return to the next call. The script's own time, with its
+    """In a recorded job: the script's own time between two calls of the schedule, including its
     optimizer."""
 
 
@@ -163,15 +165,16 @@ class PhaseRecord(NamedTuple):
     step: int
     phase: str
     budget_bytes: int = 0
-    """Of a `SCHEDULE` phase: the most bytes of activations that the rank could keep in the step; 0
-    where no bound in bytes was in force."""
+    """For a `SCHEDULE` phase: the bound on the rank's activation bytes in the step; 0 without a
+    bound in bytes."""
     unknown_sizes: int = 0
-    """Of a `SCHEDULE` phase: the sizes that were not known yet, and counted as all of the bound."""
+    """For a `SCHEDULE` phase: the number of sizes that were not known yet and counted as the whole
+    bound."""
 
 
 class CostRecord(NamedTuple):
-    """What recording has cost this rank so far: the number of records, and the measured time of
-    taking and writing them."""
+    """The cost of recording on this rank so far: the number of records, and the measured time of
+    making and writing them."""
 
     time_ns: int
     step: int
@@ -180,8 +183,8 @@ class CostRecord(NamedTuple):
 
 
 class LossRecord(NamedTuple):
-    """How many of a step's last records this rank had no room for. They include the phase that
-    closes the step, without which the step counts as unfinished on this rank."""
+    """The number of a step's last records that did not fit into this rank's buffer. They include
+    the phase that closes the step, so the step counts as unfinished on this rank."""
 
     time_ns: int
     step: int
@@ -189,23 +192,23 @@ class LossRecord(NamedTuple):
 
 
 class Doing(StrEnum):
-    """What a rank may have begun besides a task, a wait (then it is a `Cause`) or a `Phase`."""
+    """An activity that a rank has begun. A wait is stated by its `Cause`, a phase as a `Phase`."""
 
     TASK = "task"
     SETTING_UP = "setting_up"
     """Before its first step."""
     EVALUATION = "evaluation"
     METRICS = "metrics"
-    """Exchanging the figures of a step, which every rank waits for."""
+    """Exchanging the metrics of a step, which every rank waits for."""
     CHECKPOINT = "checkpoint"
     CLOSING = "closing"
     BETWEEN = "between phases"
-    """Nothing that lasts: after a phase, before the next thing was begun."""
+    """After a phase, before the next activity began."""
 
 
 class BegunRecord(NamedTuple):
-    """What a rank has begun. While it trains only its flight record has these. A trace has the one
-    that the rank never ended, up to the last that is known of the run."""
+    """An activity that a rank has begun. During training only its flight record contains these. A
+    trace contains the one that the rank never ended; it extends to the run's last known time."""
 
     start_ns: int
     end_ns: int
@@ -213,11 +216,12 @@ class BegunRecord(NamedTuple):
     doing: str
     """`Doing`, a `Phase`, or the cause of a wait."""
     kind: str = ""
-    """The task that runs, or the one whose output is waited for; empty and -1 for neither."""
+    """Kind of the task that runs, or whose output the rank waits for; empty (and -1) for
+    neither."""
     stage: int = -1
     microbatch: int = -1
     peer: int = -1
-    """The rank that is waited for."""
+    """The rank that this rank waits for."""
 
 
 Record = (
@@ -235,7 +239,7 @@ Record = (
 
 
 def num_times(record: Any) -> int:
-    """How many of a record's first fields are times: start and end, or one."""
+    """The number of times at the beginning of a record: 2 (start and end) or 1."""
     return 2 if hasattr(record, "end_ns") else 1
 
 
@@ -256,7 +260,7 @@ RECORD_TYPES: dict[str, type[Record]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Who recorded: a process, its place in the layout, and its clock."""
+    """The process that recorded: its place in the layout, and its clock."""
 
     rank: int
     pp_rank: int
@@ -268,8 +272,8 @@ class RankInfo:
     clock_offset_ns: int = 0
     """Add this to the rank's times to move them to the reference clock."""
     clock_error_ns: int = 0
-    """How far its times may be off then: half the shortest round trip of the offset's measurement,
-    0 on the reference host, and on a GPU the error of its clock against the host's."""
+    """The error bound of the moved times: half the shortest round trip in the measurement of the
+    offset, 0 on the reference host, and on a GPU the error of its clock against the host's."""
 
 
 @dataclass(slots=True)
@@ -287,22 +291,15 @@ class RankRecords:
     costs: list[CostRecord] = field(default_factory=list)
     losses: list[LossRecord] = field(default_factory=list)
     begun: list[BegunRecord] = field(default_factory=list)
-    """What the rank never ended: one at most, of a run that ended amid it."""
+    """The activity that the rank never ended, if the run ended during one; at most one."""
 
     def by_name(self) -> dict[str, list[Any]]:
         """Each list (not a copy) by its type's name in `RECORD_TYPES`."""
-        return {
-            "task": self.tasks,
-            "wait": self.waits,
-            "send": self.sends,
-            "receive": self.receives,
-            "agreement": self.agreements,
-            "stimulus": self.stimuli,
-            "phase": self.phases,
-            "cost": self.costs,
-            "loss": self.losses,
-            "begun": self.begun,
-        }
+        lists = (
+            *(self.tasks, self.waits, self.sends, self.receives, self.agreements, self.stimuli),
+            *(self.phases, self.costs, self.losses, self.begun),
+        )
+        return dict(zip(RECORD_TYPES, lists, strict=True))
 
 
 @dataclass(slots=True)
@@ -313,7 +310,7 @@ class Recording:
     ranks: list[RankRecords]
 
 
-# Steps of a run: how they are numbered and named, and when each one ran.
+# The numbers, names and time windows of steps.
 #
 # In every record, training steps are numbered 0, 1, 2, ... Evaluations, which run forwards only,
 # have negative numbers: -1 is evaluation 0, -2 is evaluation 1, ... So step numbers do not rise
@@ -324,7 +321,7 @@ Window = tuple[int, int]
 """Start and end, in nanoseconds of the trace."""
 
 STEP, EVALUATION = "step", "evaluation"
-"""The two sorts of step."""
+"""The two sorts of steps."""
 
 
 def evaluation_step(number: int) -> int:
@@ -336,54 +333,53 @@ def is_evaluation(step: int) -> bool:
     return step < 0
 
 
-def told_step(step: int) -> tuple[str, int]:
-    """The sort of a step, and its number within that sort: `("evaluation", 0)`."""
+def split_step(step: int) -> tuple[str, int]:
+    """Convert a record's step number into its sort and the number within it: `("evaluation",
+    0)`."""
     return (EVALUATION, -1 - step) if step < 0 else (STEP, step)
 
 
 def step_name(step: int) -> str:
-    """`step 3`, `evaluation 0`."""
-    sort, number = told_step(step)
+    """Format a step number: `step 3`, `evaluation 0`."""
+    sort, number = split_step(step)
     return f"{sort} {number}"
 
 
 def step_names(steps: Iterable[int]) -> str:
-    """`steps 3, 4`, `evaluation 0`, or both, each in order."""
+    """Format step numbers: `steps 3, 4`, `evaluation 0`, or both joined by `and`."""
     numbers: dict[str, list[int]] = {STEP: [], EVALUATION: []}
-    for sort, number in map(told_step, in_order(steps)):
+    for sort, number in map(split_step, steps_in_order(steps)):
         numbers[sort].append(number)
     return " and ".join(numbered(sort, found) for sort, found in numbers.items() if found)
 
 
-def count_of(steps: Collection[int]) -> str:
-    """`1 step`, `3 evaluations`, or both."""
+def format_step_counts(steps: Collection[int]) -> str:
+    """Format the number of steps: `1 step`, `3 evaluations`, or both joined by `and`."""
     num_evaluations = sum(map(is_evaluation, steps))
     counts = {STEP: len(steps) - num_evaluations, EVALUATION: num_evaluations}
-    told = [counted(number, sort) for sort, number in counts.items() if number]
-    return " and ".join(told) or counted(0, STEP)
+    parts = [counted(number, sort) for sort, number in counts.items() if number]
+    return " and ".join(parts) or counted(0, STEP)
 
 
 def counted(number: int, sort: str) -> str:
-    """`1 step`, `3 evaluations`."""
+    """Format a number with its noun, in the plural unless it is 1: `1 step`, `3 evaluations`."""
     return f"{number} {sort}{'' if number == 1 else 's'}"
 
 
-def in_order(steps: Iterable[int]) -> list[int]:
-    """Training steps in their order, then evaluations in theirs."""
+def steps_in_order(steps: Iterable[int]) -> list[int]:
+    """Sort step numbers: training steps first, then evaluations, each in their order."""
     return sorted(steps, key=lambda step: (is_evaluation(step), abs(step)))
 
 
 def spread_evenly(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of a run's steps, spread evenly over them.
-
-    Each comes from the middle of its share of the run, because the first step warms up caches.
-    """
+    """Choose at most `most` of a run's steps at even distances. Each comes from the middle of its
+    part of the run, because the first step warms up caches."""
     num = min(len(steps), most)
     return [steps[(2 * part + 1) * len(steps) // (2 * num)] for part in range(num)]
 
 
 def step_windows(recording: Recording) -> dict[int, Window]:
-    """By step: the window of each step that every rank finished."""
+    """The window of each step that every rank finished, by step."""
     return windows_of(
         (
             (records.info.rank, phase.step, phase.start_ns, phase.end_ns)
@@ -396,7 +392,7 @@ def step_windows(recording: Recording) -> dict[int, Window]:
 
 
 def windows_of(schedules: Iterable[tuple[int, int, int, int]], num_ranks: int) -> dict[int, Window]:
-    """By step: the window of each step that all `num_ranks` ranks finished.
+    """The window of each step that all `num_ranks` ranks finished, by step.
 
     `schedules` are the run's `SCHEDULE` phases: rank, step, start and end in ns. A window extends
     from the first rank's entry into the schedule to the last one's return from it.
@@ -414,11 +410,11 @@ def windows_of(schedules: Iterable[tuple[int, int, int, int]], num_ranks: int) -
 
 
 _KINDS = {kind.value: kind for kind in Kind}
-"""A plain dictionary: the enum's own lookup would dominate the time of reading a replay."""
+"""Kinds by value, in a dictionary because the enum's own lookup is too slow for replays."""
 
 
-def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
-    """The record of a stimulus that a dispatcher takes in at this time."""
+def stimulus_record(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
+    """The record of a stimulus that a dispatcher receives at this time."""
     stage, kind, microbatch, member, expected_in_ns, patience_ns = -1, "", -1, 0, 0, 0
     match stimulus:
         case InputArrived():
@@ -426,7 +422,7 @@ def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
         case TaskAgreed():
             ((stage, kind, microbatch),) = stimulus
         case Announced():
-            # A time may be moved to another clock, but a duration stays.
+            # Store a duration, because times are moved to another clock and durations are not.
             (stage, kind, microbatch), expected_ns, patience_ns = stimulus
             expected_in_ns = expected_ns - time_ns
     name = stimulus.__class__.__name__
@@ -436,7 +432,7 @@ def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
 
 
 def stimulus_of(record: StimulusRecord) -> Stimulus:
-    """The stimulus that was recorded. Raises RrfpError if the record's name is not a stimulus."""
+    """Convert a record back into its stimulus. Raises RrfpError for an unknown name."""
     match record.name:
         case "ComputeIdle":
             return ComputeIdle()
@@ -456,7 +452,7 @@ def stimulus_of(record: StimulusRecord) -> Stimulus:
 
 
 def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
-    """The task that a record is about. Raises RrfpError if its kind is unknown."""
+    """The task that a record refers to. Raises RrfpError if its kind is unknown."""
     kind = _KINDS.get(record.kind)
     if kind is None:
         raise RrfpError(
@@ -466,11 +462,12 @@ def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
     return Task(record.stage, kind, record.microbatch)
 
 
-# The counts of a dispatcher, for ranks that follow a fixed schedule without one.
+# The counters of a task record, for ranks that follow a fixed schedule without a dispatcher.
 
 
 class FixedScheduleCounts:
-    """Counts over the tasks of one rank's step, fed in the order in which they run."""
+    """Counts activations over the tasks of one rank's step, given in the order in which they
+    run."""
 
     def __init__(self, releases: Kind) -> None:
         """`releases` is the kind of task that frees an activation: W if the backward is split,
@@ -481,11 +478,12 @@ class FixedScheduleCounts:
         """D: chunk-forwards minus chunk-backwards run."""
         self.held = 0
         self.peak_held = 0
-        """The most activations held so far, in slots of one chunk and one microbatch."""
+        """The most activations held so far; one is of one chunk and one microbatch."""
 
     def ran(self, kind: Kind) -> tuple[int, int, int, int, int, int, int]:
-        """Count a task; return the fields of its `TaskRecord` from `hint_position` on."""
-        place = self.num_run
+        """Count a task. Returns the fields of its `TaskRecord` from `hint_position` to
+        `ready_backwards`."""
+        position = self.num_run
         self.num_run += 1
         self.depth += (kind is Kind.F) - (kind is Kind.B)
         self.held += (kind is Kind.F) - (kind is self._releases)
@@ -493,78 +491,80 @@ class FixedScheduleCounts:
         # A fixed schedule considers one task and skips none.
         ready, skipped = 1, 0
         of_kind = int(kind is Kind.F), int(kind is Kind.B)
-        return place, ready, skipped, self.depth, self.held, *of_kind
+        return position, ready, skipped, self.depth, self.held, *of_kind
 
     def cause_of_transfer(self, num_tasks: int) -> Cause:
-        """The cause of a wait for a transfer at this point of a step of `num_tasks` tasks."""
+        """The cause of a wait for a transfer now, if the step has `num_tasks` tasks on this rank:
+        `WARMUP` before the first task, `DRAIN` after the last."""
         if self.num_run == 0:
             return Cause.WARMUP
         return Cause.DRAIN if self.num_run == num_tasks else Cause.TRANSFER
 
 
-# The bytes that activations keep, from the sums that a rank's tasks were recorded with.
+# Activation bytes of each microbatch, from the totals in a rank's task records.
 #
-# In a step, F adds what a microbatch keeps on a chunk. B leaves what is owed to W, and W gives back
-# that. So the change from one task to the next tells every size exactly. A dispatcher's sizes never
-# grow from F to W; measured ones may, where W needs more than F kept.
+# In a step, F adds a microbatch's activation bytes on a chunk. B reduces them to the bytes that W
+# still needs, and W frees those. So the change of the total from one task to the next gives every
+# size exactly. A dispatcher's sizes never grow from F to W; measured ones may, if W needs more
+# memory than F stored.
 
 
-class KeptChange(NamedTuple):
-    """What one task changed."""
+class ActivationChange(NamedTuple):
+    """The change of the activation bytes by one task."""
 
     task: TaskRecord
     change: int
-    """In bytes."""
-    kept: int
-    """What the microbatch still keeps on this chunk; negative if the sums do not add up."""
+    """In bytes; negative if the task frees memory."""
+    remaining: int
+    """The bytes that the microbatch still holds on this chunk; negative if the totals are wrong."""
 
 
-def are_known(tasks: Iterable[TaskRecord]) -> bool:
-    """Whether the sizes of any of these tasks are known."""
+def are_sizes_known(tasks: Iterable[TaskRecord]) -> bool:
+    """True if any of these tasks has a recorded number of bytes."""
     return any(task.held_bytes for task in tasks)
 
 
-def kept_changes(tasks: Iterable[TaskRecord]) -> Iterator[KeptChange]:
-    """The changes of one rank's tasks, in the order in which they ran. Steps begin with nothing."""
+def activation_changes(tasks: Iterable[TaskRecord]) -> Iterator[ActivationChange]:
+    """The changes by one rank's tasks, given in the order in which they ran. A step starts at 0."""
     step: int | None = None
     held = 0
-    kept: dict[tuple[int, int], int] = {}
+    remaining: defaultdict[tuple[int, int], int] = defaultdict(int)
     for task in tasks:
         if task.step != step:
             step, held = task.step, 0
-            kept = {}
+            remaining.clear()
         change = task.held_bytes - held
         held = task.held_bytes
         key = task.stage, task.microbatch
-        kept[key] = kept.get(key, 0) + change
-        yield KeptChange(task, change, kept[key])
+        remaining[key] += change
+        yield ActivationChange(task, change, remaining[key])
 
 
-def held_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
-    """By task, the bytes that wait for weight gradients alone once it has been chosen."""
+def bytes_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
+    """The bytes that are held only for pending weight gradients, after each task."""
     step: int | None = None
     total = 0
     found = []
-    for task, change, kept in kept_changes(tasks):
+    for task, change, remaining in activation_changes(tasks):
         if task.step != step:
             step, total = task.step, 0
         if task.kind == Kind.B:
-            total += kept
+            total += remaining
         elif task.kind == Kind.W:
             total += change
         found.append(total)
     return found
 
 
-def wrong_changes(tasks: Iterable[TaskRecord]) -> list[TaskRecord]:
-    """The tasks of one rank whose sums do not add up: an F that gives bytes back, a W that takes
-    some, a B or W that gives back more than were kept, and a last task of a microbatch on a chunk
-    after which some are left. `tasks` are of whole steps."""
+def tasks_with_wrong_bytes(tasks: Iterable[TaskRecord]) -> list[TaskRecord]:
+    """The tasks of one rank whose recorded bytes are inconsistent: an F that frees bytes, a W that
+    adds some, a B or W that frees more than the microbatch holds, and a microbatch's last task on a
+    chunk if it leaves some. `tasks` are of whole steps."""
     wrong = []
     left: dict[tuple[int, int, int], tuple[TaskRecord, int]] = {}
-    for task, change, kept in kept_changes(tasks):
+    for task, change, remaining in activation_changes(tasks):
         is_wrong_way = change < 0 if task.kind == Kind.F else task.kind == Kind.W and change > 0
-        if is_wrong_way or kept < 0:
+        if is_wrong_way or remaining < 0:
             wrong.append(task)
-        left[task.step, task.stage, task.microbatch] = task, kept
-    return wrong + [task for task, kept in left.values() if kept > 0]
+        left[task.step, task.stage, task.microbatch] = task, remaining
+    return wrong + [task for task, remaining in left.values() if remaining > 0]

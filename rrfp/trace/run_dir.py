@@ -1,5 +1,4 @@
-"""The directory of a run: the names of its files, how to make one, whose they are, and which ones
-there are."""
+"""Run directories: the names of their files, and how to make, check, list and empty them."""
 
 import os
 import re
@@ -15,13 +14,13 @@ from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 from rrfp.trace.safe_files import link_whole, why_not_own
 
 RUNS = Path("runs")
-"""Where runs go by default, below the working directory."""
+"""The default parent directory of runs, in the working directory."""
 LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS` that has a trace."""
 _LONGEST_PATH, _LONGEST_NAME = 4095, 128
-"""Of Linux, and of what a run's files are called in its directory."""
+"""The longest path on Linux, and the longest name of a file below a run's directory, in bytes."""
 _OTHERS, _OTHERS_WRITE = 0o077, 0o022
-"""The modes of a file that concern other users, and those that let them write."""
+"""The mode bits of group and others, and those that let them write."""
 _OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
@@ -47,32 +46,32 @@ class RunDir:
 
     @property
     def admission(self) -> Path:
-        """The orders of entry that the run planned: a line per finished step."""
+        """The planned orders of the microbatches: a line per finished step."""
         return self.path / "admission.csv"
 
     @property
-    def dealing(self) -> Path:
-        """What each replica was dealt of the global batches: a line per finished step."""
+    def assignments(self) -> Path:
+        """Each replica's part of the global batches: a line per finished step."""
         return self.path / "dealing.csv"
 
     @property
     def outcome(self) -> Path:
-        """How it ended (`rrfp.trace.outcome`)."""
+        """How the run ended (`rrfp.trace.outcome`)."""
         return self.path / "outcome.json"
 
     @property
     def trace(self) -> Path:
-        """What this session recorded: `trace.pftrace`, `trace-2.pftrace` and so on."""
+        """The trace of this session: `trace.pftrace`, `trace-2.pftrace` and so on."""
         return self.path / f"trace{self._suffix}.pftrace"
 
     @property
     def joined_trace(self) -> Path:
-        """The traces of all sessions in one, made when it is first asked for."""
+        """The traces of all sessions joined into one, made when it is first needed."""
         return self.path / "trace-joined.pftrace"
 
     @property
     def records(self) -> Path:
-        """What the ranks record while they train; merged into the trace, then removed."""
+        """The ranks' spill files of this session; merged into the trace, then removed."""
         return self.path / f"records{self._suffix}"
 
     @property
@@ -80,7 +79,7 @@ class RunDir:
         return "" if self.session == 1 else f"-{self.session}"
 
     def sessions(self) -> list["RunDir"]:
-        """The sessions that recorded something, in their order."""
+        """The sessions that have a trace or records, in their order."""
         found = {1} if self._has_recorded(1) else set()
         for entry in self.path.iterdir():
             match = _OF_SESSION.fullmatch(entry.name)
@@ -89,12 +88,15 @@ class RunDir:
         return [RunDir(self.path, session) for session in sorted(found)]
 
     def owns(self, name: str) -> bool:
-        """Whether a run makes or removes an entry of this name in its directory."""
-        files = (self.run_json, self.metrics, self.admission, self.dealing, self.outcome, self.logs)
+        """True if a run creates or removes an entry of this name in its directory."""
+        files = (
+            *(self.run_json, self.metrics, self.admission, self.assignments, self.outcome),
+            self.logs,
+        )
         return name in {file.name for file in files} or name.startswith(("trace", "records"))
 
     def has_trace(self) -> bool:
-        """Whether the records of some session were made into a trace."""
+        """True if any session has a trace."""
         return any(session.trace.exists() for session in self.sessions())
 
     def _has_recorded(self, session: int) -> bool:
@@ -103,11 +105,11 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """The output of the ranks' processes."""
+        """The directory of the ranks' logs."""
         return self.path / "logs"
 
     def rank_log(self, rank: int) -> Path:
-        """The log of one rank."""
+        """The stdout and stderr of one rank."""
         return self.logs / f"rank-{rank}.log"
 
     def rank_records(self, rank: int) -> Path:
@@ -118,8 +120,8 @@ class RunDir:
 def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) -> RunDir:
     """Make the directory of a new run: `out`, or else `<time>-<hint>/` in `runs`.
 
-    If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
-    if it exists without `force`, or cannot be made.
+    If `out` exists, `force` removes the files of the run in it, and no other files. Raises
+    UsageError if it exists without `force`, or cannot be made.
     """
     length = len(os.fsencode((runs if out is None else out).absolute()))
     if length + _LONGEST_NAME > _LONGEST_PATH:
@@ -138,9 +140,9 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
 
 @contextmanager
 def own_files(*, shared: bool = False) -> Iterator[None]:
-    """Files and directories that this process makes in the block, and processes that it starts
-    there, are for its user alone (modes 0600 and 0700); with `shared` others may read them if the
-    umask lets them."""
+    """In the block, set the umask of this process and its children so that new files and
+    directories are for this user only (modes 0600 and 0700). With `shared`, only deny others to
+    write."""
     before = os.umask(_OTHERS)
     if shared:
         os.umask(before | _OTHERS_WRITE)
@@ -151,13 +153,15 @@ def own_files(*, shared: bool = False) -> Iterator[None]:
 
 
 def _makes_own_files() -> bool:
+    """True if the current umask denies others all access (`own_files`)."""
     mask = os.umask(_OTHERS)
     os.umask(mask)
     return mask & _OTHERS == _OTHERS
 
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:
-    """The ranks that a run had by its settings; empty if the settings do not say."""
+    """The ranks that a run had, according to its settings; empty if the settings do not state
+    them."""
     listed = settings.get("ranks")
     expected = {
         entry["rank"]
@@ -165,15 +169,15 @@ def expected_ranks(settings: Mapping[str, object]) -> set[int]:
         if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
     }
     world = settings.get("world")
-    # If all are listed, they need not be the first ones: some ranks of a job are in no pipeline.
+    # A complete list may have gaps, because some ranks of a job are in no pipeline.
     if isinstance(world, int) and len(expected) < world <= MOST_OF_A_KIND:
         expected.update(range(world))
     return expected
 
 
 def own_run_dir(path: Path) -> RunDir:
-    """The run in a directory that exists and is to be written to. Takes away others' permission to
-    write there; raises UsageError if the directory belongs to another user."""
+    """Prepare an existing directory for writing a run: revoke other users' permission to write.
+    Raises UsageError if the directory belongs to another user."""
     try:
         path.chmod(path.stat().st_mode & ~_OTHERS_WRITE & 0o7777)
         why = why_not_own(path)
@@ -187,6 +191,7 @@ def own_run_dir(path: Path) -> RunDir:
 
 
 def _create_at(out: Path, force: bool) -> RunDir:
+    """Make `out`, or with `force` remove the files of the run in it."""
     run = RunDir(out)
     try:
         out.mkdir(parents=True)
@@ -206,10 +211,9 @@ def _create_at(out: Path, force: bool) -> RunDir:
 
 
 def empty(run: RunDir) -> None:
-    """Remove everything of a run, and nothing else that may be in its directory. May raise
-    OSError."""
+    """Remove all files of a run, and no other files in its directory. May raise OSError."""
     for file in (
-        *(run.run_json, run.metrics, run.admission, run.dealing),
+        *(run.run_json, run.metrics, run.admission, run.assignments),
         *(run.outcome, run.joined_trace),
     ):
         file.unlink(missing_ok=True)
@@ -222,11 +226,12 @@ def empty(run: RunDir) -> None:
 
 
 def _create_dated(runs: Path, hint: str) -> RunDir:
+    """Make `<time>-<hint>/` in `runs`, numbered if it exists."""
     runs.mkdir(exist_ok=True)
     latest = runs / LATEST.name
     if latest.exists() and not latest.is_symlink():
         raise UsageError(f"{latest} is not a link; move it away, it has to link to the newest run")
-    # A hint may be an order file; use its name, made fit for a directory.
+    # A hint may be the path of an order file; use its name without special characters.
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hint).stem) or "run"
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     path = runs / name
@@ -241,8 +246,8 @@ def _create_dated(runs: Path, hint: str) -> RunDir:
 
 
 def runs_in(directory: Path = RUNS) -> list[Path]:
-    """The directories of the runs in a directory, the newest first: the one that began last, or
-    went on last. Empty if there is no such directory. May raise OSError."""
+    """The run directories in a directory, the one that began or resumed last first. Empty without
+    such a directory. May raise OSError."""
     try:
         with os.scandir(directory) as entries:
             names = [each.name for each in entries if each.name != LATEST.name and _is_dir(each)]
@@ -253,14 +258,14 @@ def runs_in(directory: Path = RUNS) -> list[Path]:
 
 
 def _is_dir(entry: "os.DirEntry[str]") -> bool:
-    with suppress(OSError):  # as for a link to itself
+    with suppress(OSError):  # for example a link to itself
         return entry.is_dir()
     return False
 
 
 def began_ns(path: Path) -> int | None:
-    """When a run began, or last went on, in ns since 1970: it is described then. None for what is
-    not the directory of a run."""
+    """The time at which a run began or was last resumed, in ns since 1970: the mtime of run.json.
+    None if the path is not a run directory."""
     run = RunDir(path)
     for file in (run.run_json, run.trace, run.records):
         with suppress(OSError):
@@ -269,8 +274,8 @@ def began_ns(path: Path) -> int | None:
 
 
 def update_latest(runs: Path) -> None:
-    """Point `latest` to the newest run that has a trace, if this is a directory named `runs`. A
-    link that cannot be made is left as it is: a run does not fail for it."""
+    """Point the link `latest` to the newest run that has a trace, if `runs` is a directory of that
+    name. Errors are ignored, so that no run fails because of the link."""
     latest = runs / LATEST.name
     if runs.absolute().name != RUNS.name or (latest.exists() and not latest.is_symlink()):
         return

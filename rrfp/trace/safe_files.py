@@ -1,9 +1,9 @@
 """Creates and opens every file that rrfp writes. No other module opens a file for writing;
 `tests/trace/test_safe_files.py` finds those that do.
 
-A directory may belong to another user, or let others write, so a name in it proves nothing. A new
-file has an unpredictable name, is created exclusively, and is renamed into place. A file that
-exists is never opened through a link, and only if it belongs to this user.
+A directory may belong to another user, or let others write, so a file's name in it proves nothing.
+A new file gets an unpredictable name, is created exclusively, and is renamed into place. An
+existing file is opened for writing only if it belongs to this user, and never through a link.
 """
 
 import errno
@@ -20,17 +20,16 @@ from typing import IO, Any
 
 from rrfp.errors import RrfpError, reason_of
 
-# Opens files that others may have made: in a run's directory anything may have any name.
+# Reading files that others may have made.
 #
-# A pipe, a device or a socket in the place of a file is refused and not waited for, and what is
-# read whole has a bound. A link is followed: what a reader sees through it, its user may read
-# anyway.
+# A pipe, a device or a socket in the place of a file is refused without waiting for it, and reading
+# a whole file has a size limit. Links are followed, because the user may read their targets anyway.
 
 
 MOST_SMALL_BYTES = 64 << 20
-"""More than any description or note of a run has."""
+"""Size limit of a file that is read whole; descriptions of runs are much smaller."""
 LONGEST_LINE_BYTES = 256 << 20
-"""More than the records of a step take."""
+"""Size limit of a line; the records of a step are much smaller."""
 
 _SYSTEM = Path("/proc")
 _KINDS = {
@@ -43,16 +42,16 @@ _KINDS = {
 
 
 class UnfitFileError(RrfpError, OSError):
-    """What has the name of a run's file is none."""
+    """A path that should be a run's file is not a regular file, or is too large."""
 
     def __str__(self) -> str:
         return f"{self.filename} cannot be read: {self.strerror}; move it away first"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file to read. Raises UnfitFileError for anything else, without waiting, and
+    """Open a regular file to read. Raises UnfitFileError for anything else, without waiting, and
     OSError."""
-    # Opening a device may already do something, so look before.
+    # Check before opening too, as opening a device can have side effects.
     _check_regular(path, path.stat())
 
     def checked(name: str, flags: int) -> int:
@@ -68,8 +67,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
-    """The content of a regular file. Raises UnfitFileError for anything else, and for a file of
-    more than `most_bytes`, and OSError."""
+    """Read a regular file. Raises UnfitFileError for anything else and for a file of more than
+    `most_bytes`, and OSError."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise _too_large(path, most_bytes)
@@ -80,34 +79,34 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
 
 
 def lines_of(file: BufferedReader, path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
-    """The lines of an open file from its position on, the last one perhaps without its end; with
-    `num_bytes` those that begin in so many bytes. Raises UnfitFileError for a line that is longer
-    than any of a run's, and OSError."""
+    """Yield the lines of an open file from its current position; the last one may lack its newline.
+    With `num_bytes`, only lines that begin within the next `num_bytes` bytes. Raises UnfitFileError
+    for a line of `LONGEST_LINE_BYTES` or more, and OSError."""
     num_read = 0
     while num_bytes is None or num_read < num_bytes:
         if file.peek(1)[:1] == b"\0":
-            # A hole, as a crash leaves at the end; it may be of any size and has no line.
+            # A crash may leave a hole of any size at the end; it contains no line.
             yield file.read(1)
             return
         line = file.readline(LONGEST_LINE_BYTES)
         if not line:
             return
         if len(line) == LONGEST_LINE_BYTES:
-            told = f"it has a line of {LONGEST_LINE_BYTES >> 20} MiB or more"
-            raise UnfitFileError(errno.EFBIG, told, str(path))
+            why = f"it has a line of {LONGEST_LINE_BYTES >> 20} MiB or more"
+            raise UnfitFileError(errno.EFBIG, why, str(path))
         num_read += len(line)
         yield line
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
+    """Raise UnfitFileError if a file is not regular, or is in /proc."""
     kind = stat.S_IFMT(status.st_mode)
-    told = "" if kind == stat.S_IFREG else _KINDS.get(kind, "something else")
-    # The system's own files pass for regular ones; some wait for news, some never end.
-    if not told and _SYSTEM.exists() and status.st_dev == _SYSTEM.stat().st_dev:
-        told = "a file of the system's"
-    if told:
-        told = f"it is {told} and not a regular file"
-        raise UnfitFileError(errno.EINVAL, told, str(path))
+    found = "" if kind == stat.S_IFREG else _KINDS.get(kind, "something else")
+    # Files in /proc claim to be regular; some of them block, some never end.
+    if not found and _SYSTEM.exists() and status.st_dev == _SYSTEM.stat().st_dev:
+        found = "a file of the system's"
+    if found:
+        raise UnfitFileError(errno.EINVAL, f"it is {found} and not a regular file", str(path))
 
 
 def _too_large(path: Path, most_bytes: int) -> UnfitFileError:
@@ -117,16 +116,17 @@ def _too_large(path: Path, most_bytes: int) -> UnfitFileError:
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _OTHERS_WRITE, _GROUP_WRITES = 0o002, 0o020
 _NUM_NAME_BYTES = 200
-"""The longest part of a file's name that its unfinished part repeats; a name has at most 255."""
+"""How many bytes of a file's name its temporary file repeats; a name has at most 255 bytes."""
+
+
+# Writing files.
 
 
 @contextmanager
 def open_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which replaces `path` when the block ends. A concurrent reader sees the
-    previous one until then. A link at `path` is replaced, and what it leads to stays as it is.
-
-    If the block raises, `path` stays as it was. May raise OSError.
-    """
+    """Open a temporary file that replaces `path` atomically when the block ends. If the block
+    raises, `path` stays as it was. A link at `path` is replaced, not followed. May raise
+    OSError."""
     part = _part_of(path)
     try:
         with create_new(part) as file:
@@ -137,14 +137,14 @@ def open_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file by one with this content. May raise OSError."""
+    """Replace a file atomically by one with this content. May raise OSError."""
     with open_whole(path) as file:
         file.write(content)
 
 
 def create_new(path: Path) -> IO[bytes]:
-    """A new file, to write and read. Raises FileExistsError if anything has that name, be it a link
-    that leads nowhere, and OSError."""
+    """Create a file to write and read. Raises FileExistsError if the name exists, even as a
+    dangling link, and OSError."""
 
     def exclusively(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_EXCL | _SAFELY, 0o666)
@@ -152,11 +152,11 @@ def create_new(path: Path) -> IO[bytes]:
     return open(path, "w+b", opener=exclusively)
 
 
-def open_own(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[Any]:
-    """A file of this user to append to and read, or with `anew` to write from its beginning; made
-    if it does not exist.
+def open_own(path: Path, *, truncate: bool = False, buffering: int = -1) -> IO[Any]:
+    """Open a file of this user to append and read, or with `truncate` emptied to write and read. A
+    missing file is created.
 
-    Raises OSError, also for a link, for what is not a regular file, and for a file of a user who
+    Raises OSError, also for a link, for anything but a regular file, and for a file of a user who
     owns neither this process nor the directory.
     """
 
@@ -164,20 +164,20 @@ def open_own(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[Any]:
         descriptor = os.open(name, flags & ~os.O_TRUNC | _SAFELY, 0o666)
         try:
             _check_own(path, os.fstat(descriptor), stat.S_ISREG)
-            if anew:
+            if truncate:
                 os.ftruncate(descriptor, 0)
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
-    mode = "w+b" if anew else "a+b"
+    mode = "w+b" if truncate else "a+b"
     return open(path, mode, buffering, opener=checked)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, or take one that this user has made. Raises OSError as
-    `open_own` does."""
+    """Make a directory and its parents, or accept one that this user has made. Raises OSError for
+    the same reasons as `open_own`."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -185,7 +185,7 @@ def make_directory(path: Path) -> None:
 
 
 def link_whole(path: Path, target: str) -> None:
-    """Make a link to a directory, or replace one. May raise OSError."""
+    """Create a link to a directory, or replace a link atomically. May raise OSError."""
     part = _part_of(path)
     try:
         part.symlink_to(target, target_is_directory=True)
@@ -195,11 +195,11 @@ def link_whole(path: Path, target: str) -> None:
 
 
 def why_not_own(directory: Path) -> str:
-    """Why others may replace the files in a directory, in words that follow its name; empty if only
-    this user (and root) may. Raises OSError if there is no such directory.
+    """Explain why other users may replace the files in a directory, as a phrase that follows its
+    name; empty if only this user (and root) may. Raises OSError without such a directory.
 
-    A group counts as others, except a user's own group, which has the user's number: many systems
-    let that group write wherever its user does.
+    A group counts as other users, except a user's own group, which has the user's number: many
+    systems let that group write wherever its user does.
     """
     status, user = directory.stat(), os.geteuid()
     if not stat.S_ISDIR(status.st_mode):
@@ -212,7 +212,7 @@ def why_not_own(directory: Path) -> str:
 
 
 def is_own(directory: Path) -> bool:
-    """Whether only this user may replace the files in a directory. False where there is none."""
+    """True if only this user may replace the files in a directory; False without a directory."""
     try:
         return not why_not_own(directory)
     except OSError:
@@ -220,19 +220,19 @@ def is_own(directory: Path) -> bool:
 
 
 def unfinished(path: Path) -> list[Path]:
-    """What writers of `path` that were killed have left beside it, or write now. May raise
-    OSError."""
+    """List the temporary files of writers of `path`, running or killed. May raise OSError."""
     return [entry for entry in path.parent.iterdir() if entry.name.startswith(_prefix(path))]
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what writers of `path` that were killed have left beside it. Nobody may be writing it
-    now. May raise OSError."""
+    """Remove the temporary files of killed writers of `path`. No process may be writing it now. May
+    raise OSError."""
     for entry in unfinished(path):
         entry.unlink(missing_ok=True)
 
 
 def _part_of(path: Path) -> Path:
+    """A new unpredictable name for the temporary file of `path`."""
     return path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}")
 
 
@@ -241,32 +241,33 @@ def _prefix(path: Path) -> str:
 
 
 def _check_own(path: Path, status: os.stat_result, is_expected: Any) -> None:
+    """Raise OSError for another type of file or for a file of another user."""
     if not is_expected(status.st_mode):
-        told = "it is a link, or not of the kind that is written there"
-        raise OSError(errno.EINVAL, told, str(path))
-    # A file server may map owners, of a directory as of the files in it.
+        why = "it is a link, or not of the kind that is written there"
+        raise OSError(errno.EINVAL, why, str(path))
+    # A file server may map the owners of a directory and of its files alike.
     if status.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
-        told = f"it belongs to user {status.st_uid}"
-        raise PermissionError(errno.EPERM, told, str(path))
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(path))
 
 
-# A file that grows by whole lines: what cannot be written whole is taken back.
+# A file that grows by whole lines.
 
 
 _PIECE_BYTES = 1 << 20
 
 
 class WholeLines:
-    """Appends to a file. Every method may raise OSError, which names the file."""
+    """Appends whole lines to a file: a partly written line can be removed again. Every method may
+    raise OSError, which names the file."""
 
-    def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """`anew` empties the file first."""
+    def __init__(self, path: Path, *, truncate: bool = False) -> None:
+        """`truncate` empties the file first."""
         self._path = path
-        # Unbuffered: what is written has reached the system, and what is not was never begun.
-        self._file = open_own(path, anew=anew, buffering=0)
+        # Unbuffered, so that a failed write leaves nothing to be written later.
+        self._file = open_own(path, truncate=truncate, buffering=0)
         self._status = os.fstat(self._file.fileno())
         self.num_bytes = self._status.st_size
-        """Its size up to the last whole line."""
+        """The size of the file up to its last whole line."""
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -280,14 +281,14 @@ class WholeLines:
         return self._file.closed
 
     def write(self, octets: bytes) -> None:
-        """Add a part of a line, or some whole ones; `end` makes them count."""
+        """Write a part of a line, or several lines. They count as written after `end`."""
         rest = memoryview(octets)
         while rest:
             rest = rest[self._file.write(rest) or 0 :]
 
     def end(self) -> None:
-        """The line that was written is whole. Raises FileNotFoundError if the file is not where it
-        was any more: nobody will find what is written."""
+        """Mark the written line as whole. Raises FileNotFoundError if the file was removed or
+        moved."""
         self.num_bytes = self._file.seek(0, os.SEEK_CUR)
         with suppress(FileNotFoundError):
             found = self._path.stat()
@@ -295,42 +296,42 @@ class WholeLines:
                 return
         raise FileNotFoundError(errno.ENOENT, "it was removed or moved away", str(self._path))
 
-    def take_back(self) -> None:
-        """Remove what was written of a line that is not whole."""
+    def discard_partial(self) -> None:
+        """Remove a partly written line from the file."""
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self.num_bytes)
             self._file.seek(self.num_bytes)
 
     def read(self) -> Iterator[bytes]:
-        """What was written, in pieces, also where nobody else finds the file any more."""
+        """Yield the file's content in pieces of 1 MiB, even after the file was removed."""
         offset = 0
         while piece := os.pread(self._file.fileno(), _PIECE_BYTES, offset):
             offset += len(piece)
             yield piece
 
     def close(self) -> None:
-        """Closing twice is harmless."""
+        """Close the file; closing twice is harmless."""
         self._file.close()
 
 
-# A file that gets a line a step of a run: `metrics.jsonl`, `admission.csv`, `dealing.csv`.
+# A file with one line per step of a run: `metrics.jsonl`, `admission.csv`, `dealing.csv`.
 #
-# A line is written whole or not at all, and none is left out: what a full disk does not take waits
-# in memory until it does. So the file always holds the first steps of the run without a gap.
+# A line is written whole or not at all. Lines that a full disk refuses wait in memory until they
+# can be written, so the file always holds the first steps of the run without a gap.
 
 
 MOST_WAITING_BYTES = 64 << 20
-"""Some 100,000 steps. A disk that has no room for longer has been forgotten."""
+"""The limit of the lines in memory, about 100,000 steps; the file is given up beyond it."""
 
 _log = logging.getLogger(__name__)
 
 
 class ReportFile:
-    """Appends to such a file. A disk that takes nothing is warned of and alters nothing else."""
+    """Appends lines to such a file. A full disk causes a warning and nothing else."""
 
     def __init__(self, path: Path, *, is_needed: bool = False) -> None:
-        """A run of which nothing else is left ends when the directory of a file `is_needed` is
-        removed. May raise OSError."""
+        """With `is_needed`, removing the file's directory ends the run, as the file is the run's
+        only result. May raise OSError."""
         self._path = path
         self._is_needed = is_needed
         self._file: WholeLines | None = WholeLines(path)
@@ -339,10 +340,10 @@ class ReportFile:
         self._is_gone = False
 
     def write(self, line: str) -> None:
-        """Add a line. Raises RrfpError if it `is_needed` and nobody would find it."""
+        """Append a line. Raises RrfpError if the file `is_needed` and its directory was removed."""
         if self._file is None:
             return
-        had_room = not self._waiting
+        was_written = not self._waiting
         self._waiting.append(line.encode())
         self._num_waiting_bytes += len(self._waiting[-1])
         try:
@@ -352,7 +353,7 @@ class ReportFile:
         except OSError as error:
             if self._num_waiting_bytes > MOST_WAITING_BYTES:
                 self._give_up(self._file, reason_of(error))
-            elif had_room:
+            elif was_written:
                 _log.warning(
                     "%s cannot be written (%s); its lines wait in memory until there is room, and "
                     "the training goes on",
@@ -360,19 +361,20 @@ class ReportFile:
                     reason_of(error),
                 )
         else:
-            if not had_room:
+            if not was_written:
                 _log.warning("%s is written again; none of its lines is missing", self._path)
 
     def copy_to(self, path: Path) -> None:
-        """Write all lines so far into another file, also those that wait, and also where the file
-        is gone. May raise OSError."""
+        """Write all lines so far, including those in memory, into a new file, even if the original
+        was removed. May raise OSError."""
         with create_new(path) as copy:
             if self._file is not None:
                 copy.writelines(self._file.read())
             copy.writelines(self._waiting)
 
     def close(self) -> None:
-        """Write what waits, if there is room now, and close; a second call does nothing."""
+        """Write the lines in memory if the disk accepts them now, and close; a second call does
+        nothing."""
         file = self._file
         if file is None:
             return
@@ -386,17 +388,19 @@ class ReportFile:
         file.close()
 
     def _write_waiting(self, file: WholeLines) -> None:
+        """Write all lines that wait in memory. Raises OSError at the first that fails."""
         while self._waiting:
             try:
                 file.write(self._waiting[0])
             except OSError:
-                file.take_back()
+                file.discard_partial()
                 raise
             self._num_waiting_bytes -= len(self._waiting.popleft())
             file.end()
 
     def _note_gone(self, file: WholeLines, why: str) -> None:
-        """Nobody finds the file any more; it is written on, for `copy_to`."""
+        """Warn that the file was removed, or raise if it `is_needed` and its directory was removed
+        too. Otherwise writing goes on, for `copy_to`."""
         if self._is_needed and not self._path.parent.exists():
             self._file = None
             file.close()
@@ -414,6 +418,7 @@ class ReportFile:
             )
 
     def _give_up(self, file: WholeLines, why: str) -> None:
+        """Warn that the lines in memory are lost, and close the file."""
         _log.warning(
             "%s cannot be written (%s): it ends here, its last %d lines are lost, and the training "
             "goes on",

@@ -1,16 +1,16 @@
 """A rank's own append-only file of records, `records/rank-<N>.jsonl`.
 
-The first line is a header: format, version and who records. Every further line is one flush: a JSON
-array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line cut off by a crash is the
-last one and lacks its newline; only the step that was running is lost with it.
+The first line is a header: format, version and the rank that records. Every further line is one
+flush: a JSON array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A crash may cut off
+the last line, which then lacks its newline; only the records of the running step are lost.
 
-Where the records of a rank are bounded they go into several such files, its segments
-(`rrfp.trace.spill`): once a segment is long enough the next one begins, and the oldest is
-removed. Every segment has the header, and begins with a flush of its own.
+If the size of a rank's records is limited, they go into several such files, its segments. When a
+segment is long enough the writer begins the next one and removes the oldest. Every segment has the
+header, and begins with a new flush.
 
-A writer holds a shared lock on its file as long as its process lives. So a reader knows whether the
-run is still going, however it may end. The writer takes an exclusive lock and opens the file for
-writing, too; a reader takes a shared one and only reads, so that it may be another user.
+A writer locks its file exclusively until its process ends, so a reader can find out whether the run
+is still going, however it ends. A reader only needs a shared lock and read access, so it may be
+another user.
 """
 
 import fcntl
@@ -42,122 +42,120 @@ from rrfp.trace.records import (
     Record,
     is_evaluation,
     num_times,
-    told_step,
+    split_step,
 )
+from rrfp.trace.run_json import FIRST_KEPT_STEP, first_step_of
 from rrfp.trace.safe_files import WholeLines, lines_of, make_directory, open_regular
-from rrfp.trace.sessions import FIRST_KEPT_STEP, first_step_of
 
-# How much of a disk a run may take for what it records.
+# The disk budget of a run's records and trace.
 
 
 DEFAULT_TRACE_MB = 2048
 LEAST_MB_OF_A_RANK = 8
-"""Room for a rank's flight record, and for some steps."""
+"""The least budget of a rank in MiB: its flight record, and some steps."""
 _TRACE_PER_RECORDS = 5
-"""At most: a trace takes three to five times as much as the records that it is made of."""
+"""The most bytes of trace per byte of records; measured ratios are 3 to 5."""
 
 
 def records_bytes(trace_mb: int | None, num_ranks: int) -> int:
-    """The most bytes of records that each rank keeps, so that they and their trace, of which there
-    are both for a moment, take `trace_mb` MiB in all. None means the default; a rank needs some
-    room in any case."""
+    """The limit on each rank's records in bytes, such that the records and the trace made of them,
+    which exist together for a moment, take `trace_mb` MiB (None: the default) in all. A rank gets
+    at least `LEAST_MB_OF_A_RANK`."""
     least_mb = LEAST_MB_OF_A_RANK * num_ranks
     most_bytes = max(trace_mb or DEFAULT_TRACE_MB, least_mb) << 20
     return (most_bytes // num_ranks - FILE_BYTES) // (1 + _TRACE_PER_RECORDS)
 
 
-# The files of records of a rank: `rank-N.jsonl`, and in a run whose records are bounded then
-# `rank-N.2.jsonl` and so on, of which the oldest go (`rrfp.trace.spill`).
+# The segments of a rank: `rank-N.jsonl`, `rank-N.2.jsonl` and so on, of which the oldest are
+# removed.
 
 
 _NAME = re.compile(r"(rank-(\d+))(?:\.(\d+))?\.jsonl")
 
 
-def segment_of(first: Path, number: int) -> Path:
-    """The path of a rank's segment, counted from 1, by that of its first one."""
+def segment_path(first: Path, number: int) -> Path:
+    """The path of a rank's segment by its number, counted from 1; `first` is the first one's
+    path."""
     return first if number == 1 else first.with_name(f"{first.stem}.{number}.jsonl")
 
 
-def number_of(segment: Path) -> int:
+def segment_number(segment: Path) -> int:
     """The number of a segment, counted from 1."""
     match = _NAME.fullmatch(segment.name)
     return int(match[3] or 1) if match is not None else 1
 
 
 def segments_in(records: Path) -> dict[int, list[Path]]:
-    """The segments of each rank in a directory of records, by rank and in their order; empty where
-    there is no such directory."""
+    """The segments of each rank in a directory of records, by rank and in their order; empty
+    without such a directory."""
     found: dict[int, list[Path]] = {}
-    for path in _files_in(records):
-        if match := _NAME.fullmatch(path.name):
-            found.setdefault(int(match[2]), []).append(path)
-    return {rank: sorted(found[rank], key=number_of) for rank in sorted(found)}
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in records.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                found.setdefault(int(match[2]), []).append(path)
+    return {rank: sorted(found[rank], key=segment_number) for rank in sorted(found)}
 
 
 def segment_after(segment: Path) -> Path | None:
-    """The rank's next segment that is there; those between may have gone."""
+    """The rank's next segment that exists; segments in between may have been removed."""
     match = _NAME.fullmatch(segment.name)
     if match is None:
         return None
-    following = segment.with_name(f"{match[1]}.{number_of(segment) + 1}.jsonl")
+    following = segment.with_name(f"{match[1]}.{segment_number(segment) + 1}.jsonl")
     if following.exists():
         return following
     if segment.exists():
         return None
     segments = segments_in(segment.parent).get(int(match[2]), [])
-    return next((each for each in segments if number_of(each) > number_of(segment)), None)
+    return next((each for each in segments if segment_number(each) > segment_number(segment)), None)
 
 
-def _files_in(directory: Path) -> Iterator[Path]:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        yield from directory.iterdir()
-
-
-# The steps that a trace keeps of a run whose records are bounded: the last ones, each on all
-# ranks.
+# The steps in the trace of a run that removed old records: the last ones, each on all ranks.
 
 
 DROPPED_STEPS = "dropped_steps"
-"""In a trace's description: how many training steps of the session have gone, for room."""
+"""In a trace's description: the number of the session's training steps whose records were removed
+to stay within the disk budget."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSteps:
-    """What is kept: the training steps and the evaluations from these numbers on."""
+class RecordedSteps:
+    """The recorded steps: all training steps and all evaluations from these numbers on."""
 
     step: int
     evaluation: int
 
     def has(self, step: int) -> bool:
-        _, number = told_step(step)
+        """True if a step was recorded."""
+        _, number = split_step(step)
         return number >= (self.evaluation if is_evaluation(step) else self.step)
 
     def described(self, description: Mapping[str, Any]) -> dict[str, object]:
-        """What the description of the trace says of it."""
+        """The entries to add to the description of the trace."""
         num_dropped = self.step - first_step_of(description)
         return {DROPPED_STEPS: num_dropped, FIRST_KEPT_STEP: self.step}
 
 
-def kept_steps(ended: Sequence[Sequence[int]]) -> KeptSteps | None:
-    """What is kept where these ranks have lost their first steps; `ended` are the steps that each
-    still has the end of, in the order of the run. Each rank loses its own, so that what is kept
-    begins with the first step that they all have. None if there is no such step: then all is."""
+def steps_on_all_ranks(ended: Sequence[Sequence[int]]) -> RecordedSteps | None:
+    """The steps that all ranks still have, if some removed their first steps. `ended` has, for each
+    of those ranks, the steps whose ends it still has, in the order of the run. The result begins
+    with the first step that they all have; None, which means all steps, if there is none."""
     if not ended:
         return None
-    # What arrived early of a rank's first step was recorded with the step before, and is gone.
+    # Early messages of a rank's first step were recorded with the step before, and are removed.
     shared = {*ended[0][1:]}.intersection(*(steps[1:] for steps in ended[1:]))
     kept = list(dropwhile(lambda step: step not in shared, ended[0]))
     if not kept:
         return None
     gone = ended[0][: -len(kept)]
-    return KeptSteps(*(_first_of(sort, kept, gone) for sort in (STEP, EVALUATION)))
+    return RecordedSteps(*(_first_of(sort, kept, gone) for sort in (STEP, EVALUATION)))
 
 
 def _first_of(sort: str, kept: Iterable[int], gone: Iterable[int]) -> int:
-    """The first number of a sort of step that is kept."""
+    """The first recorded number of a sort of steps (training steps or evaluations)."""
 
     def numbers(steps: Iterable[int]) -> Iterator[int]:
-        return (number for told, number in map(told_step, steps) if told == sort)
+        return (number for each, number in map(split_step, steps) if each == sort)
 
     first = min(numbers(kept), default=None)
     return max(numbers(gone), default=-1) + 1 if first is None else first
@@ -174,10 +172,10 @@ _FIELD_TYPES = {
 _DEFAULTS = {
     name: tuple(record_type._field_defaults.values()) for name, record_type in RECORD_TYPES.items()
 }
-"""Of the last fields of each type, which rows of earlier versions lack."""
+"""The defaults of each type's last fields, which rows of earlier versions lack."""
 _new: Any = tuple.__new__
 _MOST_CLOCK_NS = 1 << 62
-"""Of a rank's own clock, which may have run since long before the run."""
+"""The greatest time on a rank's own clock, which may have started long before the run."""
 _MOST_TIME_NS = bounds_of("end_ns")[1]
 _BOUNDS = {
     name: tuple(
@@ -187,24 +185,25 @@ _BOUNDS = {
     )
     for name, record_type in RECORD_TYPES.items()
 }
-"""Of the numbers of each type that are not times."""
+"""For each type: index, name, least and greatest value of its numbers other than times."""
 _KIND_AT = {
     name: record_type._fields.index("kind")
     for name, record_type in RECORD_TYPES.items()
     if "kind" in record_type._fields
 }
 _KINDS = {*Kind, ""}
-"""A stimulus may be of no task."""
+"""The allowed kinds; empty for a stimulus without a task."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 NUM_SEGMENTS = 8
-"""Of a rank whose records are bounded. With more of them, less is removed at a time."""
+"""The number of segments of a rank whose records are limited. More segments are smaller ones, so
+that less is removed at a time."""
 
 _NUM_ROWS_OF_A_BATCH = 1000
 """Rows encoded per call. A call costs as much as ten rows; larger batches gain nothing."""
 
 _NUM_BYTES_READ = 1 << 16
-"""At a time, and one line at least."""
+"""Bytes read at a time, if they hold at least one line."""
 
 _MOST_HELD_S = 2.0
 _RETRY_S = 0.001
@@ -214,13 +213,13 @@ Row = tuple[str | int, ...]
 
 
 def row_of(record: Record) -> Row:
-    """The record as it is written: a plain tuple, which the garbage collector stops tracking. It
-    would scan a million named tuples again and again."""
+    """The record as a row to write: a plain tuple, which the garbage collector stops tracking. It
+    would scan a million named tuples repeatedly."""
     return _BEGINNINGS[type(record)] + record
 
 
 def step_of(row: Row) -> int:
-    """The step of a record as it is written."""
+    """The step of a row."""
     return int(row[1 + RECORD_TYPES[str(row[0])]._fields.index("step")])
 
 
@@ -229,14 +228,15 @@ class SpillWriter:
     OSError."""
 
     def __init__(self, path: Path, info: RankInfo, most_bytes: int | None = None) -> None:
-        """With `most_bytes`, at most so many are kept, and the last segment at least."""
+        """With `most_bytes`, remove the oldest segments beyond this total size, except the last
+        one."""
         make_directory(path.parent)
         self._first = path
         self._most_bytes = most_bytes
         self._header = _header(info)
         self._number = 1
         self._older: deque[tuple[Path, int]] = deque()
-        """The segments before this one that are there, each with its size."""
+        """The existing segments before the current one, each with its size in bytes."""
         self._file = self._begin()
         self._separator = "["
 
@@ -248,7 +248,8 @@ class SpillWriter:
             self._separator = ","
 
     def flush(self) -> None:
-        """End the current flush and pass it to the operating system; an empty one has no line."""
+        """End the current flush and pass it to the operating system; an empty flush writes
+        nothing."""
         if self._separator == ",":
             self._file.write(b"]\n")
             self._file.end()
@@ -257,14 +258,15 @@ class SpillWriter:
                 self._keep_within(self._most_bytes)
 
     def close(self) -> None:
-        """Take back a flush that was not ended, and close; closing twice is harmless."""
+        """Remove a flush that was not ended, and close; closing twice is harmless."""
         if not self._file.is_closed:
-            self._file.take_back()
+            self._file.discard_partial()
             _close(self._file)
 
     def _begin(self) -> WholeLines:
-        file = WholeLines(segment_of(self._first, self._number), anew=True)
-        hold(file)
+        """Create the current segment and lock it."""
+        file = WholeLines(segment_path(self._first, self._number), truncate=True)
+        lock_for_writing(file)
         file.write(self._header)
         file.end()
         return file
@@ -275,27 +277,28 @@ class SpillWriter:
         size, share = self._file.num_bytes, most_bytes // NUM_SEGMENTS
         if size >= share:
             last, self._number = self._file, self._number + 1
-            # Held before the last one is left: somebody may ask whether the rank still writes.
+            # Lock it before unlocking the last one, as others may check whether the rank still
+            # writes.
             self._file = self._begin()
             _close(last)
-            self._older.append((segment_of(self._first, self._number - 1), size))
+            self._older.append((segment_path(self._first, self._number - 1), size))
         while self._older and sum(each for _, each in self._older) + share > most_bytes:
             oldest, _ = self._older.popleft()
             oldest.unlink(missing_ok=True)
 
 
 def _header(info: RankInfo) -> bytes:
-    told = {"format": FORMAT, "version": VERSION, "rank": asdict(info)}
-    return f"{_encode(told)}\n".encode()
+    content = {"format": FORMAT, "version": VERSION, "rank": asdict(info)}
+    return f"{_encode(content)}\n".encode()
 
 
 def _close(file: WholeLines) -> None:
-    # A process forked meanwhile also has the file open, and would keep the lock.
+    # Unlock explicitly, because a forked process also has the file open and would keep the lock.
     fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
 
-class Held(Protocol):
+class LockableFile(Protocol):
     """An open file with a name."""
 
     @property
@@ -303,12 +306,10 @@ class Held(Protocol):
     def fileno(self) -> int: ...
 
 
-def hold(file: Held) -> None:
-    """Mark an open file as being written, until it is closed or its process ends.
-
-    Whoever asks whether it is has it for a moment only. Raises TimeoutError if somebody else keeps
-    it for longer.
-    """
+def lock_for_writing(file: LockableFile) -> None:
+    """Lock an open file exclusively, which marks it as being written until it is closed or this
+    process ends. Waits for readers that check it. Raises TimeoutError if another process holds the
+    lock for 2 s."""
     until = time.monotonic() + _MOST_HELD_S
     while True:
         try:
@@ -322,34 +323,14 @@ def hold(file: Held) -> None:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a process is alive that still writes this file, which it holds (`hold`). Several may
-    ask at once. Nobody writes a file that is not there.
-
-    May raise OSError.
-    """
+    """True if a living process writes this file and so has it locked (`lock_for_writing`); False
+    for a missing file. May raise OSError."""
     with suppress(FileNotFoundError), open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False
-
-
-def read_spill(path: Path) -> RankRecords | None:
-    """Everything in a spill file, on the rank's own clock.
-
-    None if the rank died before its header was complete. Raises RrfpError, with the line, for any
-    corruption other than a torn last line.
-    """
-    lines = iter_lines(path)
-    first = next(lines, None)
-    if first is None:
-        return None
-    records = RankRecords(header_of(path, first.value))
-    lists = records.by_name()
-    for line in lines:
-        add_flush(path, line.number, line.value, lists)
-    return records
 
 
 class Line(NamedTuple):
@@ -361,11 +342,12 @@ class Line(NamedTuple):
 
 
 def iter_lines(path: Path) -> Iterator[Line]:
-    """The lines of a spill file, up to one that is torn at its end. Raises RrfpError for one that
+    """The decoded lines of a spill file, without a torn last one. Raises RrfpError for a line that
     is not JSON, and OSError."""
     offset = number = 0
     while True:
-        # Open for some lines at a time, for there may be more ranks than files may be open.
+        # Open the file for some lines at a time: there may be more ranks than a process may open
+        # files.
         with open_regular(path) as file:
             file.seek(offset)
             lines = [*lines_of(file, path, _NUM_BYTES_READ)]
@@ -383,7 +365,8 @@ def iter_lines(path: Path) -> Iterator[Line]:
 
 
 def header_of(path: Path, value: Any) -> RankInfo:
-    """Who records, from the decoded first line. Raises RrfpError for anything else."""
+    """The rank that records, from the decoded first line. Raises RrfpError for an invalid
+    header."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise _corrupt(path, 1, "is not the header of a records file")
     if value.get("version") != VERSION:
@@ -398,7 +381,7 @@ def header_of(path: Path, value: Any) -> RankInfo:
 
 
 def _is_possible(info: RankInfo) -> bool:
-    """Whether all fields are of their types, and within what any run has."""
+    """True if all fields have the right types, and values that a run can have."""
     places = (info.rank, info.pp_rank, info.tp_rank, info.dp_rank, *info.stages)
     clocks_ns = (info.clock_offset_ns, info.clock_error_ns)
     return (
@@ -410,8 +393,9 @@ def _is_possible(info: RankInfo) -> bool:
 
 
 def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) -> None:
-    """Add the records of a decoded line, counted from 1, to the lists of their types
-    (`RankRecords.by_name`). Raises RrfpError for what is no flush."""
+    """Add the records of line `number`, counted from 1, to the lists of their types
+    (`RankRecords.by_name`). `value` is the decoded line. Raises RrfpError if it is not a valid
+    flush."""
     if not isinstance(value, list):
         raise _corrupt(path, number, "is not a list of records")
     found: dict[str, list[Any]] = {}
@@ -428,7 +412,7 @@ def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) 
             fields += _DEFAULTS[name][-num_missing:]
         if tuple(map(type, fields)) != types:
             raise _corrupt(path, number, f"has a '{name}' with wrong fields: {str(row)[:60]}")
-        # Their number is right, which is all that the type's own constructor would see to.
+        # Skip the type's constructor, which only checks the number of fields.
         found.setdefault(name, []).append(_new(RECORD_TYPES[name], fields))
     for name, records in found.items():
         problem = _impossible(name, records)
@@ -438,8 +422,8 @@ def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) 
 
 
 def _impossible(name: str, records: list[Any]) -> str:
-    """What no record of that type can hold and one of these does; empty if there is nothing. Looks
-    at a column at a time, for a record at a time would take as long as reading it."""
+    """Describe an impossible value in these records of one type; empty if all are possible. Checks
+    column by column, because record by record would take as long as reading them."""
     columns = tuple(zip(*records, strict=True))
     for index, field, least, most in _BOUNDS[name]:
         for value in (min(columns[index]), max(columns[index])):
@@ -463,18 +447,18 @@ def _corrupt(path: Path, number: int, fact: str) -> RrfpError:
     return RrfpError(f"{path}, line {number} {fact}; remove this file to read the other ranks")
 
 
-# What one rank has spilled, read without keeping it: once for what must be known first, and once
-# for the records.
+# The segments of one rank, read twice without holding them in memory: once for an overview, and
+# once for the records.
 
 
 _Flush = tuple[Path, int, Any]
-"""A line with the file and the number that name it in an error."""
+"""A decoded line, after the file and the line number to name in an error."""
 
 _PHASE = next(name for name, each in RECORD_TYPES.items() if each is PhaseRecord)
 _STEP_OF_PHASE, _NAME_OF_PHASE = (1 + PhaseRecord._fields.index(f) for f in ("step", "phase"))
 _TIME = 1
 _END = {name: num_times(each) for name, each in RECORD_TYPES.items()}
-"""The place of the last time in a row of each type, whose first entry is its name."""
+"""The index of the last time in a row of each type; index 0 is the type's name."""
 
 
 class SpilledRank:
@@ -485,14 +469,14 @@ class SpilledRank:
         self.info = info
         self._segments = segments
         self.first_ns: int | None = None
-        """When its first record began, on its own clock; None without any. Of all that `survey`
-        finds."""
+        """The start of its first record on its own clock; None without records. `survey` sets
+        it."""
         self.last_ns = 0
-        """When its last record ended."""
+        """The end of its last record. `survey` sets it."""
         self.num_bytes = sum(path.stat().st_size for path in segments)
         self.num_flushes = 0
         self.ended_steps: list[int] = []
-        """The steps that it ended, in their order, if earlier ones were removed; else empty."""
+        """The steps that it ended, in order, if earlier segments were removed; else empty."""
 
     @classmethod
     def of(cls, segments: Sequence[Path]) -> Self | None:
@@ -504,16 +488,17 @@ class SpilledRank:
 
     @property
     def begins_late(self) -> bool:
-        """Whether earlier segments were removed."""
-        return number_of(self._segments[0]) > 1
+        """True if earlier segments were removed."""
+        return segment_number(self._segments[0]) > 1
 
     def survey(self, num_recent: int) -> RankRecords:
-        """Find out what there is; returns the last records, at least so many."""
+        """Read all segments and set this object's times, `num_flushes` and `ended_steps`. Returns
+        the last records: at least `num_recent`, if there are as many."""
         recent: deque[_Flush] = deque()
         num_rows = 0
         for flush in self._flushes():
             *_, rows = flush
-            self._take(flush)
+            self._survey(flush)
             if num_recent:
                 recent.append(flush)
                 num_rows += len(rows)
@@ -522,7 +507,7 @@ class SpilledRank:
         return self._records(recent)
 
     def parts(self, num_flushes: int) -> Iterator[RankRecords]:
-        """The records of so many flushes at a time."""
+        """Yield the records of `num_flushes` flushes at a time."""
         flushes = self._flushes()
         while part := list(islice(flushes, num_flushes)):
             yield self._records(part)
@@ -530,11 +515,12 @@ class SpilledRank:
     def _flushes(self) -> Iterator[_Flush]:
         return chain.from_iterable(map(_flushes_of, self._segments))
 
-    def _take(self, flush: _Flush) -> None:
+    def _survey(self, flush: _Flush) -> None:
+        """Update this object by one flush. Raises RrfpError if it is damaged."""
         *_, rows = flush
-        found = _told_in(rows)
+        found = _summary_of(rows)
         if found is None:
-            # This says what is wrong with it, and takes an empty one for what it is.
+            # Decode it fully, which raises the right error unless it is just empty.
             self._records([flush])
             return
         first_ns, last_ns, ended_steps = found
@@ -552,9 +538,9 @@ class SpilledRank:
         return records
 
 
-def _told_in(rows: Any) -> tuple[int, int, list[int]] | None:
-    """The first and the last time in a flush, and the steps that it ends; None for an empty one,
-    and for what is none."""
+def _summary_of(rows: Any) -> tuple[int, int, list[int]] | None:
+    """The first and the last time in a flush, and the steps that it ends; None for an empty or
+    invalid flush."""
     try:
         first_ns = min(row[_TIME] for row in rows)
         last_ns = max(row[_END[row[0]]] for row in rows)
@@ -570,5 +556,6 @@ def _told_in(rows: Any) -> tuple[int, int, list[int]] | None:
 
 
 def _flushes_of(path: Path) -> Iterator[_Flush]:
+    """The lines of a segment after its header."""
     for line in islice(iter_lines(path), 1, None):
         yield path, line.number, line.value

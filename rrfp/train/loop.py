@@ -234,7 +234,7 @@ class StepReports:
         if policy is not None:
             self._batches.follow(policy)
             if self._policies is not None:
-                self._policies.steered(step, policy.policy.described())
+                self._policies.record(step, policy.policy.described())
             hint = describe_choice(policy.policy)
             choice = None if policy.choice is None else policy.choice.described()
         ranks = self._gather(report.summary)

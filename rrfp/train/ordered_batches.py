@@ -115,7 +115,7 @@ class OrderedBatches:
         num, dp = self._num_microbatches, self._layout.dp
         if self._admission.balances:
             given = [range(first, first + num) for first in range(0, dp * num, num)]
-            self._file = StepFile(run.dealing, given, first_step)
+            self._file = StepFile(run.assignments, given, first_step)
         else:
             self._file = StepFile(run.admission, [range(num)] * dp, first_step)
 

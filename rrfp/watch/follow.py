@@ -16,14 +16,14 @@ from rrfp.strict_json import parsed
 from rrfp.trace.outcome import Outcome, read_ending
 from rrfp.trace.records import NS_PER_S, RankInfo, RankRecords
 from rrfp.trace.run_dir import RunDir, expected_ranks
+from rrfp.trace.run_json import description_of
 from rrfp.trace.safe_files import LONGEST_LINE_BYTES, lines_of, open_regular
-from rrfp.trace.sessions import description_of
 from rrfp.trace.spill import (
     add_flush,
     header_of,
     is_being_written,
-    number_of,
     segment_after,
+    segment_number,
     segments_in,
 )
 from rrfp.watch.alarms import Alarm, Alarms, Alert
@@ -54,7 +54,7 @@ class RecordsTail:
         """The file that is read now."""
         self.info: RankInfo | None = None
         """The recording rank; None until the file's header is complete."""
-        self.begins_late = number_of(path) > 1
+        self.begins_late = segment_number(path) > 1
         """True if earlier steps were skipped."""
         self.grown_ns: int | None = None
         """Time at which the file last grew, in ns since 1970."""
@@ -136,7 +136,7 @@ class RecordsTail:
             return b""
         rest = self._file.read()
         self._file.close()
-        self.begins_late |= number_of(following) > number_of(self.path) + 1
+        self.begins_late |= segment_number(following) > segment_number(self.path) + 1
         self.path, self._file, self.has_more = following, file, True
         return rest
 

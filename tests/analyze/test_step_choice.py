@@ -45,13 +45,13 @@ from rrfp.trace.records import (
     RankRecords,
     Recording,
     TaskRecord,
-    count_of,
     evaluation_step,
-    in_order,
+    format_step_counts,
     is_evaluation,
     step_name,
     step_names,
     step_windows,
+    steps_in_order,
 )
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import SpillWriter, row_of
@@ -112,8 +112,8 @@ def test_steps_have_names() -> None:
     ]
     assert step_names([-2, 5, -1, 3]) == "steps 3, 5 and evaluations 0, 1"
     assert (step_names([4]), step_names([-4]), step_names([])) == ("step 4", "evaluation 3", "")
-    assert in_order([-3, 1, -1, 0]) == [0, 1, -1, -3]
-    assert [count_of(each) for each in ([], [4], [0, 1], [-1], [-2, -1, 0])] == [
+    assert steps_in_order([-3, 1, -1, 0]) == [0, 1, -1, -3]
+    assert [format_step_counts(each) for each in ([], [4], [0, 1], [-1], [-2, -1, 0])] == [
         *("0 steps", "1 step", "2 steps", "1 evaluation", "1 step and 2 evaluations")
     ]
 

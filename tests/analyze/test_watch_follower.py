@@ -20,7 +20,7 @@ from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.writer import write_run_files
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo
 from rrfp.trace.run_dir import RunDir
-from rrfp.trace.spill import SpillWriter, number_of, segments_in
+from rrfp.trace.spill import SpillWriter, segment_number, segments_in
 from rrfp.watch import follow as follow_module
 from rrfp.watch.alarms import Alert, Kind
 from rrfp.watch.figures import extra_work
@@ -85,7 +85,7 @@ def test_a_run_whose_records_are_bounded_is_followed_from_segment_to_segment(
         look()
         assert follower.state()[0] is RunState.GOING
     segments = segments_in(live.run.records)
-    assert all(number_of(paths[0]) > 1 for paths in segments.values())
+    assert all(segment_number(paths[0]) > 1 for paths in segments.values())
     assert seen == [*range(12)]
     assert not follower.begins_late
     # One that comes later reads what is left.

@@ -18,12 +18,12 @@ from rrfp.cli import app, main
 from rrfp.cli.errors import run_app
 from rrfp.errors import RrfpError, StoppedError
 from rrfp.trace.outcome import (
-    Culprit,
     Ending,
+    FaultOrigin,
     FoundBy,
     Outcome,
     RunFailedError,
-    is_going,
+    is_running,
     noting_outcome,
     read_ending,
 )
@@ -31,7 +31,7 @@ from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir, create_run_dir
 from rrfp.trace.spill import SpillWriter
 
-CULPRIT = Culprit(FoundBy.LINK, link=(0, 1))
+CULPRIT = FaultOrigin(FoundBy.LINK, link=(0, 1))
 SETTINGS = {"hint": "bfw", "dispatch": "ready", "pp": 4, "tp": 2, "dp": 1, "chunks": 1, "steps": 3}
 
 
@@ -81,10 +81,10 @@ def test_the_outcome_is_noted(error: BaseException | None, ending: Ending) -> No
     run = _run("one")
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, noting_outcome(run):
-        assert is_going(run)
+        assert is_running(run)
         if error is not None:
             raise error
-    assert not is_going(run)
+    assert not is_running(run)
     assert read_ending(run) == ending
 
 

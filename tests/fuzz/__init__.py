@@ -1,4 +1,5 @@
-"""Every reader, fed with damaged copies of what it reads: `python -m tests.fuzz`, or `make fuzz`.
+"""Feeds every reader damaged copies of its files: `python -m tests.fuzz`, or `make fuzz`.
 
-An input ends well if the reader takes it or refuses it in a sentence, in bounded time and memory.
+An input passes if the reader reads it, or refuses it with a one-sentence error, in bounded time and
+memory.
 """

@@ -1,6 +1,7 @@
-"""`python -m tests.fuzz`: so many damaged inputs over all readers, and a table of how they ended.
+"""`python -m tests.fuzz`: feed damaged inputs to all readers and print a table of how they ended.
 
-Every batch of inputs is a process of its own; one that hangs or crashes costs the rest nothing.
+Every batch of inputs runs in a process of its own, so that a hang or a crash affects no other
+input.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from typing import Any
 
 from tests.fuzz.readers import READERS
 
-_LONGEST_S = 300
-"""On the clock, for the start of a process and for an input: one that waits takes no time of the
-processor, by which `tests.fuzz.batch` ends it."""
+_LONGEST_SLEEP_S = 300
+"""How long a process may print nothing while all its threads sleep. Time in which it runs, or waits
+for a processor or a disk, does not count; `tests.fuzz.batch` limits the processor's time."""
+_POLL_S = 1.0
 _BATCH = 1500
-_SHOWN = 3
+_MOST_SHOWN = 3
 
 
 @dataclass(slots=True)
@@ -37,13 +39,13 @@ class Tally:
     seconds: float = 0.0
     found: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, told: dict[str, Any]) -> None:
-        self.ended["found" if told["why"] else told["ended"]] += 1
-        self.longest_s = max(self.longest_s, told["s"])
-        self.most_bytes = max(self.most_bytes, told["bytes"])
-        self.seconds += told["s"]
-        if told["why"]:
-            self.found.append(told)
+    def add(self, result: dict[str, Any]) -> None:
+        self.ended["found" if result["why"] else result["ended"]] += 1
+        self.longest_s = max(self.longest_s, result["s"])
+        self.most_bytes = max(self.most_bytes, result["bytes"])
+        self.seconds += result["s"]
+        if result["why"]:
+            self.found.append(result)
 
 
 def main() -> int:
@@ -59,7 +61,7 @@ def main() -> int:
     shares = sum(READERS[name].share for name in names)
     begun_s = time.monotonic()
     total: Counter[str] = Counter()
-    _say(
+    _print(
         f"{'reader':32}{'inputs':>7}{'read':>7}{'refused':>8}{'found':>6}{'longest':>9}{'peak':>9}"
     )
     with ThreadPoolExecutor(asked.processes) as pool:
@@ -70,28 +72,28 @@ def main() -> int:
             tallies[name] = pool.submit(_fuzz, name, asked.seed, numbers, asked.keep.absolute())
         try:
             for name, tally in tallies.items():
-                total += _show(name, tally.result())
+                total += _print_tally(name, tally.result())
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # nobody waits for the other readers
+            pool.shutdown(cancel_futures=True)  # Do not run the other readers.
             raise
-    _say(f"{sum(total.values())} inputs in {time.monotonic() - begun_s:.0f} s: {dict(total)}")
+    _print(f"{sum(total.values())} inputs in {time.monotonic() - begun_s:.0f} s: {dict(total)}")
     if total["found"]:
-        _say(f"What was found is in {asked.keep}")
+        _print(f"What was found is in {asked.keep}")
     return min(total["found"], 1)
 
 
-def _show(name: str, tally: Tally) -> Counter[str]:
-    _say(
+def _print_tally(name: str, tally: Tally) -> Counter[str]:
+    _print(
         f"{name:32}{sum(tally.ended.values()):7}{tally.ended['read']:7}{tally.ended['refused']:8}"
         f"{tally.ended['found']:6}{tally.longest_s:7.1f} s{tally.most_bytes >> 20:5} MiB"
         f"  ({tally.seconds:.0f} s)"
     )
-    for told in tally.found[:_SHOWN]:
-        _say(f"--- input {told['number']} of {name}: {told['why']}")
+    for result in tally.found[:_MOST_SHOWN]:
+        _print(f"--- input {result['number']} of {name}: {result['why']}")
     return tally.ended
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -105,7 +107,7 @@ def _fuzz(name: str, seed: int, numbers: range, keep: Path) -> Tally:
 
 
 def _batch(name: str, seed: int, numbers: range, keep: Path, tally: Tally) -> int:
-    """Run one process, and give the number of the first input that it did not come to."""
+    """Run one process, and return the number of the first input that it did not reach."""
     command = [sys.executable, "-m", "tests.fuzz.batch", name, str(seed)]
     following, begun = numbers.start, False
     with (
@@ -117,11 +119,11 @@ def _batch(name: str, seed: int, numbers: range, keep: Path, tally: Tally) -> in
             env=os.environ | {"POLARS_MAX_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
         ) as process,
     ):
-        for told in _told(process):
-            begun = "begun" in told
+        for result in _results(process):
+            begun = "begun" in result
             if not begun:
-                tally.add(told)
-                following = told["number"] + 1
+                tally.add(result)
+                following = result["number"] + 1
         code = process.wait()
         noise.seek(0)
         why = f"its process ended with {code}: {noise.read().decode('utf-8', 'replace')[-3000:]}"
@@ -133,17 +135,34 @@ def _batch(name: str, seed: int, numbers: range, keep: Path, tally: Tally) -> in
     return following
 
 
-def _told(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """The lines of a process until it ends, or is ended for its silence."""
+def _results(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """The lines of a process until it ends; kills it if it sleeps for `_LONGEST_SLEEP_S`."""
     assert process.stdout is not None
     rest = b""
-    while select.select([process.stdout], [], [], _LONGEST_S)[0]:
-        octets = os.read(process.stdout.fileno(), 1 << 16)
-        if not octets:
-            return
-        *lines, rest = (rest + octets).split(b"\n")
-        yield from map(json.loads, lines)
+    slept_s = 0.0
+    while slept_s < _LONGEST_SLEEP_S:
+        if select.select([process.stdout], [], [], _POLL_S)[0]:
+            octets = os.read(process.stdout.fileno(), 1 << 16)
+            if not octets:
+                return
+            *lines, rest = (rest + octets).split(b"\n")
+            yield from map(json.loads, lines)
+            slept_s = 0.0
+        elif is_asleep(process.pid):
+            slept_s += _POLL_S
     process.kill()
+
+
+def is_asleep(pid: int) -> bool:
+    """True if all threads of a process sleep; one that waits for a processor or a disk does not."""
+    try:
+        states = [
+            (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except OSError:  # A thread ended meanwhile.
+        return False
+    return all(state in "ST" for state in states)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One process that feeds a reader a number of inputs: `python -m tests.fuzz.batch`.
 
-It tells how each ended, a line of JSON an input. A hang or a crash ends the process, and so whoever
-reads its lines knows which input was to blame.
+It prints how each input ended, as one line of JSON. If the process hangs or crashes, the last line
+identifies the input that caused it.
 """
 
 import json
@@ -26,16 +26,16 @@ from tests.fuzz.reader import Attempt, Reader
 from tests.fuzz.readers import READERS
 
 LONGEST_S = 30
-"""Of the processor's time; other processes may be using the machine as well."""
+"""The longest time of an input, in seconds of the processor: the machine may be busy."""
 MOST_BYTES = 1 << 30
 
 
 class TookTooLongError(BaseException):
-    """An input took longer than any may. No reader catches it."""
+    """An input took longer than `LONGEST_S`. A BaseException, so that no reader catches it."""
 
 
 class Inputs:
-    """The damaged copies of what a reader reads, by number."""
+    """Makes numbered damaged copies of a reader's files."""
 
     def __init__(self, reader: Reader, whole: Path, seed: int) -> None:
         self._reader, self._whole, self._seed = reader, whole, seed
@@ -45,7 +45,7 @@ class Inputs:
         self._contents = {file: (whole / file).read_bytes() for file in self._files}
 
     def write(self, number: int, directory: Path) -> Attempt:
-        """Write an input, and draw what is tried on it."""
+        """Write an input into a new directory, and draw the attempt to make on it."""
         draw = random.Random(f"{self._seed} {self._reader.name} {number}")
         file = draw.choice(self._files)
         data = self._contents[file]
@@ -60,63 +60,65 @@ class Inputs:
 
 def main(name: str, seed: int, numbers: range, keep: Path) -> None:
     reader = READERS[name]
-    tell = _teller()
+    report = _take_stdout()
     with tempfile.TemporaryDirectory(prefix="rrfp-fuzz-") as folder, chdir(folder):
         whole = Path(folder, "whole")
         whole.mkdir()
         reader.make(whole)
         inputs = Inputs(reader, whole, seed)
-        # Once each on what is whole: what is loaded then is not the input's.
-        right = {attempt: _tried_on_a_copy(whole, attempt) for attempt in reader.attempts}
-        _noise()
-        _bound_memory()
+        # Try undamaged files first, so that the memory of loaded modules does not count as an
+        # input's.
+        right = {attempt: _try_on_copy(whole, attempt) for attempt in reader.attempts}
+        _take_stderr()
+        _limit_memory()
         signal.signal(signal.SIGPROF, _too_long)
         directory = Path(folder, "input")
         for number in numbers:
-            tell({"begun": number})
+            report({"begun": number})
             attempt = inputs.write(number, directory)
             began_s = time.process_time()
-            ended, why = _ended(directory, attempt, right[attempt] if reader.same else None)
+            ended, why = _end_of(directory, attempt, right[attempt] if reader.same else None)
             took_s = time.process_time() - began_s
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            noise = _noise()
+            noise = _take_stderr()
             why += "" if reader.has_log else noise
             if peak > MOST_BYTES:
                 why += f"it took {peak >> 20} MiB"
-            tell({"number": number, "ended": ended, "why": why, "s": took_s, "bytes": peak})
+            report({"number": number, "ended": ended, "why": why, "s": took_s, "bytes": peak})
             if why:
                 kept = keep / f"{name.replace(' ', '-')}-{seed}-{number}"
                 shutil.copytree(directory, kept, symlinks=True, dirs_exist_ok=True)
             if peak > MOST_BYTES:
-                return  # The peak stays, so the inputs that follow need another process.
+                return  # The peak never falls, so later inputs need another process.
             shutil.rmtree(directory)
 
 
-def _teller() -> Callable[[dict[str, object]], None]:
-    """Tells on what was stdout; what readers print there, also from Rust, goes nowhere."""
+def _take_stdout() -> Callable[[dict[str, object]], None]:
+    """Redirect stdout to /dev/null, also for Rust, and return a function that writes a line of JSON
+    to the original stdout."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
 
-    def tell(told: dict[str, object]) -> None:
-        lines.write(json.dumps(told) + "\n")
+    def report(result: dict[str, object]) -> None:
+        lines.write(json.dumps(result) + "\n")
         lines.flush()
 
-    return tell
+    return report
 
 
-def _noise() -> str:
-    """What was written to the process' own stderr, a file, since the last call: by a panic of Rust,
-    or a library in C."""
+def _take_stderr() -> str:
+    """Empty the file behind stderr, and return the text that a panic of Rust or a library in C has
+    written there, bypassing `sys.stderr`."""
     if not os.fstat(2).st_size:
         return ""
-    told = os.pread(2, 3000, 0).decode("utf-8", "replace")
+    text = os.pread(2, 3000, 0).decode("utf-8", "replace")
     os.ftruncate(2, 0)
     os.lseek(2, 0, os.SEEK_SET)
-    return f"past sys.stderr it wrote {told}"
+    return f"past sys.stderr it wrote {text}"
 
 
-def _tried_on_a_copy(whole: Path, attempt: Attempt) -> object:
+def _try_on_copy(whole: Path, attempt: Attempt) -> object:
     copy = whole.with_name("copy")
     shutil.copytree(whole, copy, symlinks=True)
     try:
@@ -126,8 +128,8 @@ def _tried_on_a_copy(whole: Path, attempt: Attempt) -> object:
         shutil.rmtree(copy)
 
 
-def _bound_memory() -> None:
-    """Refuse this process more memory than an input may take, beyond what it has mapped."""
+def _limit_memory() -> None:
+    """Limit the address space of this process to its present size plus `MOST_BYTES`."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -137,29 +139,30 @@ def _too_long(*_: object) -> None:
     raise TookTooLongError
 
 
-def _ended(directory: Path, attempt: Attempt, right: object) -> tuple[str, str]:
-    """How an attempt ended, and what is wrong with that if anything is."""
+def _end_of(directory: Path, attempt: Attempt, right: object) -> tuple[str, str]:
+    """Make an attempt. Returns `read`, `refused` or `found`, and a description of the fault found,
+    if any. `right` is the expected output, or None if any output is right."""
     try:
-        told = _tried(directory, attempt)
+        output = _try(directory, attempt)
     except RrfpError:
         return "refused", ""
     except TookTooLongError:
         return "found", f"more than {LONGEST_S} s:\n{traceback.format_exc()[-3000:]}"
     except BaseException:
         why = traceback.format_exc()[-3000:]
-        # Again, for the traceback that a command does not show.
+        # Repeat the attempt with the traceback that a command does not show otherwise.
         with patch.dict(os.environ, {DEBUG_VARIABLE: "1"}):
             try:
-                _tried(directory, attempt)
+                _try(directory, attempt)
             except BaseException as error:
                 why += str(error)
         return "found", why
-    if right is not None and told != right:
-        return "found", f"it told otherwise: {str(told)[:1000]}"
-    return "refused" if str(told).startswith(("1: ", "2: ")) else "read", ""
+    if right is not None and output != right:
+        return "found", f"its output changed: {str(output)[:1000]}"
+    return "refused" if str(output).startswith(("1: ", "2: ")) else "read", ""
 
 
-def _tried(directory: Path, attempt: Attempt) -> object:
+def _try(directory: Path, attempt: Attempt) -> object:
     with chdir(directory), _within(LONGEST_S):
         return attempt()
 

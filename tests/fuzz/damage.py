@@ -1,4 +1,4 @@
-"""Damages of files: of their bytes, and inside of the containers that they are."""
+"""Damages files: their bytes, or the content of the container that they are."""
 
 import gzip
 import io
@@ -15,7 +15,7 @@ from typing import Any
 import polars as pl
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
-# Damages that need not know what a file holds: bits, pieces, numbers and words of it.
+# Damage to a file of any format: to bits, pieces, numbers and words.
 
 
 _NUMBERS = (
@@ -38,7 +38,7 @@ Damage = Callable[[random.Random, bytes], bytes]
 
 
 def damaged(draw: random.Random, data: bytes, others: tuple[bytes, ...] = ()) -> bytes:
-    """The same with one to four damages; `others` are like files, to take pieces from."""
+    """The data with one to four damages; `others` are similar files to take pieces from."""
     for _ in range(draw.choice((1, 1, 1, 2, 2, 3, 4))):
         if others and draw.random() < 0.06:
             data = _spliced(draw, data, draw.choice(others))
@@ -48,7 +48,7 @@ def damaged(draw: random.Random, data: bytes, others: tuple[bytes, ...] = ()) ->
 
 
 def _place(draw: random.Random, data: bytes) -> int:
-    """Somewhere; half the time near an end, where headers and footers are."""
+    """A random position; half the time near an end, where headers and footers are."""
     near = min(len(data), 64)
     where = draw.random()
     if where < 0.25:
@@ -68,7 +68,7 @@ def _flipped(draw: random.Random, data: bytes) -> bytes:
 
 
 def _overwritten(draw: random.Random, data: bytes) -> bytes:
-    """A binary number of another value, such as a declared size."""
+    """Overwrite a few bytes with a binary number, as if a declared size had changed."""
     size, order = draw.choice((1, 2, 4, 8)), draw.choice("<>")
     value = draw.choice(_NUMBERS) & ((1 << 8 * size) - 1)
     octets = struct.pack(f"{order}{ {1: 'B', 2: 'H', 4: 'I', 8: 'Q'}[size] }", value)
@@ -125,7 +125,7 @@ def _replaced(draw: random.Random, data: bytes, pattern: re.Pattern[bytes]) -> b
 
 
 def _other_lines(draw: random.Random, data: bytes) -> bytes:
-    """A line less, twice, moved, empty, or with another one's end."""
+    """Remove, repeat, swap or empty a line, or replace its second half by another line's."""
     lines = data.split(b"\n")
     one, other = draw.randrange(len(lines)), draw.randrange(len(lines))
     match draw.randrange(5):
@@ -170,12 +170,11 @@ ODD: tuple[Any, ...] = (
     *("\x1b[2J", "\u202e", "=1+1", "</script>", "a" * 70_000, "\ud800", "../.."),
     *([], {}, [[]], {"": 0}, [0], [None] * 9),
 )
-"""Values that few expect."""
+"""Values that readers may not expect."""
 
 
 def damaged_inside(name: str, draw: random.Random, data: bytes) -> bytes | None:
-    """The contents of a file of that name with something in them changed; None where this knows no
-    more of such files than that they are octets."""
+    """Change a part of a file's content according to its format; None for an unknown format."""
     for ending, damage in _OF_ENDINGS.items():
         if name.endswith(ending):
             return damage(draw, data)
@@ -202,11 +201,11 @@ def _json_lines(draw: random.Random, data: bytes) -> bytes | None:
 
 
 def changed(draw: random.Random, document: Any) -> Any:
-    """A document of JSON with another value, or none, in one of its places, or in its own."""
+    """Change or remove a random value of a JSON document, or replace the whole document."""
     places = list(_places(document))
     if not places or draw.random() < 0.03:
         return draw.choice(ODD)
-    # As often one near the top as one of the many below.
+    # Choose the depth first, because most values are at the bottom.
     depth = draw.randint(1, max(map(len, places)))
     *above, last = draw.choice([place for place in places if len(place) == depth] or places)
     holder = document
@@ -232,10 +231,10 @@ def _places(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
 
 
 def _encoded(draw: random.Random, document: Any) -> bytes:
-    told = json.dumps(document, ensure_ascii=draw.random() < 0.5)
-    if draw.random() < 0.1 and told.startswith("{"):
-        told = f'{{"settings": 1, {told[1:]}'  # Twice, perhaps.
-    return told.encode("utf-8", "surrogatepass")
+    text = json.dumps(document, ensure_ascii=draw.random() < 0.5)
+    if draw.random() < 0.1 and text.startswith("{"):
+        text = f'{{"settings": 1, {text[1:]}'  # The key may be there twice now.
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _gzip(draw: random.Random, data: bytes) -> bytes:
@@ -250,7 +249,7 @@ def _gzip(draw: random.Random, data: bytes) -> bytes:
 
 
 def _png(draw: random.Random, data: bytes) -> bytes:
-    """Chunks changed and sealed again."""
+    """Change chunks, with correct checksums."""
     chunks, place = [], 8
     while place + 12 <= len(data):
         (size,) = struct.unpack_from(">I", data, place)
@@ -276,7 +275,7 @@ def _png(draw: random.Random, data: bytes) -> bytes:
 
 
 def _perfetto(draw: random.Random, data: bytes) -> bytes:
-    """Fields of packets changed, whole packets moved, doubled or lost."""
+    """Change fields of packets; move, repeat or remove whole packets."""
     trace = pb.Trace.FromString(data)
     packets = list(trace.packet)
     for _ in range(draw.choice((1, 1, 2, 5))):
@@ -322,7 +321,7 @@ def _text(text: str) -> str:
 
 
 def _sqlite(draw: random.Random, data: bytes) -> bytes:
-    """Cells changed, columns and tables lost."""
+    """Change cells; remove rows; rename columns and tables."""
     with closing(sqlite3.connect(":memory:")) as database:
         database.deserialize(data)
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
@@ -355,7 +354,7 @@ def _sqlite(draw: random.Random, data: bytes) -> bytes:
 
 
 def _parquet(draw: random.Random, data: bytes) -> bytes | None:
-    """Columns of other types and values, or missing; None where there can be no such file."""
+    """Change a column's type or values, or remove it; None if Parquet cannot hold the result."""
     frame = pl.read_parquet(io.BytesIO(data))
     octets = io.BytesIO()
     with suppress(pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError):

@@ -1,7 +1,7 @@
-"""Inputs that atheris finds by what they make a reader do: `python -m tests.fuzz.guided 500` tries
-so many on each reader, and `python -m tests.fuzz.guided 500 order` on one.
+"""Coverage-guided fuzzing with atheris: `python -m tests.fuzz.guided 500` tries 500 inputs on each
+reader, and `python -m tests.fuzz.guided 500 order` on one.
 
-atheris is no dependency of the project; `make fuzz` puts it into `build/atheris`.
+atheris is not a dependency of the project; `make fuzz` installs it into `build/atheris`.
 """
 
 import random
@@ -19,11 +19,11 @@ _GUIDING = (
     *("rrfp.simulate.costs", "rrfp.trace", "rrfp.train.checkpoints", "rrfp.train.data"),
     *("rrfp.train.settings", "rrfp.watch"),
 )
-"""What reads, and so is worth following."""
+"""The modules that read files, whose coverage guides the fuzzer."""
 _MOST_MB = 2048
-"""Of a whole process, instrumented and with all that it has loaded."""
+"""The memory limit of a whole instrumented process, with all modules that it has loaded."""
 _LONGEST_S = 120
-"""On the clock: other processes may be using the machine as well."""
+"""The longest time of an input in wall-clock seconds, generous because the machine may be busy."""
 
 
 def main(num_inputs: str, name: str | None = None) -> int:
@@ -36,16 +36,16 @@ def main(num_inputs: str, name: str | None = None) -> int:
     for each in READERS:
         command = [sys.executable, "-m", __spec__.name, num_inputs, each]
         done = subprocess.run(command, capture_output=True, check=False)
-        told = done.stderr.decode("utf-8", "replace")
-        last = next((line for line in reversed(told.splitlines()) if line.startswith("#")), "")
-        sys.stdout.write(f"{each:32}{'found: ' + told[-4000:] if done.returncode else last}\n")
+        log = done.stderr.decode("utf-8", "replace")
+        last = next((line for line in reversed(log.splitlines()) if line.startswith("#")), "")
+        sys.stdout.write(f"{each:32}{'found: ' + log[-4000:] if done.returncode else last}\n")
         sys.stdout.flush()
         failed += [each] * bool(done.returncode)
     return min(len(failed), 1)
 
 
 def _fuzz(name: str, num_inputs: str) -> None:
-    """Does not return: libFuzzer ends the process."""
+    """Fuzz one reader. Never returns: libFuzzer ends the process."""
     import atheris
     from polars.exceptions import PanicException
 
@@ -62,7 +62,7 @@ def _fuzz(name: str, num_inputs: str) -> None:
     keep.mkdir(parents=True, exist_ok=True)
     reader.make(whole)
     files = sorted(file for each in reader.damaged for file in whole.glob(each))
-    # The first octet of an input says which file the rest is, and what is tried.
+    # The first byte of an input selects a file, whose content follows, and an attempt.
     ways = [(file, attempt) for attempt in reader.attempts for file in files][:256]
     for number, (file, _) in enumerate(ways):
         (corpus / str(number)).write_bytes(bytes((number,)) + file.read_bytes())
@@ -76,13 +76,14 @@ def _fuzz(name: str, num_inputs: str) -> None:
             attempt()
 
     def other_input(data: bytes, max_size: int, seed: int) -> bytes:
-        """Half of them are damaged as a file of that name can be, which libFuzzer does not know."""
+        """A mutated input. Half of them get the damage made for files of that name, which libFuzzer
+        does not know."""
         draw = random.Random(seed)
         if not data or draw.random() < 0.5:
             return bytes(atheris.Mutate(data, max_size))
         file, _ = ways[data[0] % len(ways)]
         found = None
-        # It may be no such file any more.
+        # Earlier damage may have destroyed the file's format.
         with suppress(Exception, PanicException):
             found = damaged_inside(file.name, draw, data[1:])
         return (data[:1] + (damaged(draw, data[1:]) if found is None else found))[:max_size]

@@ -1,4 +1,4 @@
-"""What a reader is to the fuzzer, and how a command is held to its promise."""
+"""Readers as the fuzzer sees them, and the checks on how a command ends."""
 
 import io
 import os
@@ -15,35 +15,35 @@ from rrfp.cli import app, errors
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 Attempt = Callable[[], object]
-"""Reads what lies in the working directory. Refuses by RrfpError; any other error is a finding."""
+"""Reads files in the working directory. RrfpError means refused; any other error is a finding."""
 
 
 class BrokenPromiseError(Exception):
-    """A command ended as none may."""
+    """A command ended in a way that is never allowed, such as with a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Something that reads files that others may have made or damaged."""
+    """A part of rrfp that reads files which others may have made or damaged."""
 
     name: str
     make: Callable[[Path], object]
-    """Writes whole files into a directory."""
+    """Writes undamaged files into a directory."""
     damaged: tuple[str, ...]
-    """Which of these are damaged, one in each input: patterns below the directory."""
+    """Glob patterns below the directory of the files to damage, one file in each input."""
     attempts: tuple[Attempt, ...]
-    """One is drawn for each input."""
+    """The attempts, one of which is drawn for each input."""
     share: int = 1
-    """How many inputs it gets for one of the others': what is quick gets more."""
+    """The number of inputs in proportion to other readers'; fast readers get more."""
     same: bool = False
-    """Whether damage must not change what is told: the files only keep what can be made anew."""
+    """True if damage must not change the output, because the files are only a cache."""
     has_log: bool = False
-    """Whether ranks alone read it, whose stderr is a log: a panic of Rust may stand there, beside
-    the sentence that ends the run."""
+    """True if only ranks read the files. Their stderr is a log, in which a panic of Rust may
+    precede the error that ends the run."""
 
 
 def rrfp(*arguments: str) -> Attempt:
-    """A command line. It may end well, or refuse in one sentence on stderr."""
+    """An attempt that runs a command line. It must succeed, or refuse in one sentence on stderr."""
 
     def run() -> str:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
@@ -52,25 +52,25 @@ def rrfp(*arguments: str) -> Attempt:
             out.flush()
         if os.environ.get(errors.DEBUG_VARIABLE):
             raise BrokenPromiseError(err.getvalue()[-3000:])
-        told = out.buffer.getvalue().decode("utf-8", "surrogateescape")
-        _check(code, told, err.getvalue())
-        return told if code == 0 else f"{code}: {err.getvalue()}"
+        output = out.buffer.getvalue().decode("utf-8", "surrogateescape")
+        _check(code, output, err.getvalue())
+        return output if code == 0 else f"{code}: {err.getvalue()}"
 
     return run
 
 
 def refusing_to_start(*arguments: str) -> Attempt:
-    """`rrfp train`, up to where it would make a directory and start processes."""
+    """An attempt that runs `rrfp train` until it would make a directory and start processes."""
     run = rrfp("train", "--out", "run", *arguments)
 
     def stop(_: object) -> None:
         pass
 
-    def tried() -> object:
+    def run_patched() -> object:
         with patch("rrfp.cli.train._run", stop):
             return run()
 
-    return tried
+    return run_patched
 
 
 def _check(code: object, out: str, err: str) -> None:
@@ -83,7 +83,7 @@ def _check(code: object, out: str, err: str) -> None:
         if word in err:
             broken(word)
     last = err.strip().split("\n")[-1]
-    # `trace check` tells its findings on stdout, a gate its sentence like an error.
+    # `trace check` prints its findings on stdout; a failed gate ends with a sentence like an error.
     if code in (2, 3) and not last.startswith("rrfp: "):
         broken(f"exit code {code} without a sentence")
     if code == 1 and not last.startswith("rrfp: ") and not out:

@@ -1,4 +1,4 @@
-"""All readers, by name."""
+"""All readers that are fuzzed, by name."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ from tests.interchange.test_other_tools import steps_of_two_stages, written
 from tests.train.test_images import write_lines
 from tests.train.test_tokenized_data import END, train_tokenizer, write_jsonl, write_parquet
 
-# Readers of what a model is trained on and goes on from.
+# Readers of training data and checkpoints.
 
 
 _DATA = Path("data")
@@ -150,7 +150,7 @@ OF_DATA = (
 )
 
 
-# Readers of the small files that a user writes: orders, costs, settings.
+# Readers of small files that a user writes: orders, costs, settings.
 
 
 _SIZE = ("--pp", "2", "--microbatches", "3")
@@ -227,11 +227,11 @@ def _order(directory: Path) -> None:
     (directory / "order.csv").write_text(format_order(order))  # type: ignore[arg-type]
 
 
-def _dealt() -> object:
+def _read_assignment() -> object:
     return resolve_balancing("dealing.csv")
 
 
-def _laid_out() -> object:
+def _read_layout() -> object:
     text = Path("layout.txt").read_text(encoding="utf-8", errors="surrogateescape")
     return parse_layout(text, "--layout")
 
@@ -260,9 +260,15 @@ OF_INPUTS = (
         share=6,
     ),
     Reader(
-        "dealing", _written("dealing.csv", "0 3; 1 2\n1,2;0,3\n"), ("dealing.csv",), (_dealt,), 20
+        "dealing",
+        _written("dealing.csv", "0 3; 1 2\n1,2;0,3\n"),
+        ("dealing.csv",),
+        (_read_assignment,),
+        20,
     ),
-    Reader("layout", _written("layout.txt", "Et*3|(tt|)*2t*3L"), ("layout.txt",), (_laid_out,), 20),
+    Reader(
+        "layout", _written("layout.txt", "Et*3|(tt|)*2t*3L"), ("layout.txt",), (_read_layout,), 20
+    ),
     Reader("rows of costs", _written("c.csv", _ROWS), ("c.csv",), _costs("c.csv"), 6),
     Reader("table of costs", _written("c.toml", _TABLE), ("c.toml",), _costs("c.toml"), 5),
     Reader("costs of a model", _written("c.toml", _MODEL), ("c.toml",), _costs("c.toml"), 5),
@@ -277,7 +283,7 @@ OF_INPUTS = (
 )
 
 
-# Readers of what other programs record.
+# Readers of other programs' traces.
 
 
 _RAN = played("1f1b", Shape(2, 3), 2)
@@ -297,15 +303,15 @@ def _given(directory: Path) -> Path:
 def _profiles(directory: Path) -> None:
     given = _given(directory)
     for rank, rows in enumerate(_RAN):
-        told = plain_profile(rows, rank, 2, pg_config=[{"pg_desc": "pp", "ranks": [0, 1]}])
-        (given / f"rank_{rank}.json").write_text(json.dumps(told))
+        content = plain_profile(rows, rank, 2, pg_config=[{"pg_desc": "pp", "ranks": [0, 1]}])
+        (given / f"rank_{rank}.json").write_text(json.dumps(content))
 
 
 def _packed_profiles(directory: Path) -> None:
     given = _given(directory)
     for rank, rows in enumerate(_RAN):
-        told = json.dumps(plain_profile(rows, rank, 2)).encode()
-        (given / f"rank_{rank}.json.gz").write_bytes(gzip.compress(told, 1, mtime=0))
+        content = json.dumps(plain_profile(rows, rank, 2)).encode()
+        (given / f"rank_{rank}.json.gz").write_bytes(gzip.compress(content, 1, mtime=0))
 
 
 def _exports(directory: Path) -> None:
@@ -374,7 +380,7 @@ OF_IMPORTS = (
 )
 
 
-# Readers of what runs of rrfp leave behind.
+# Readers of the files of rrfp's own runs.
 
 
 TRACE = "run.pftrace"
@@ -432,12 +438,12 @@ def _ended_run(directory: Path) -> None:
 
 
 def _resumed_run(directory: Path) -> None:
-    """Two sessions, of which one has its trace yet."""
+    """A run of two sessions, only the first of which has its trace."""
     run, made = RunDir(directory / "run"), recording()
     _records(directory, 2)
     write_trace(run.trace, made)
-    told = {**made.settings, "session": 2, "first_step": 1, "sessions": [made.settings]}
-    run.run_json.write_text(json.dumps(told))
+    content = {**made.settings, "session": 2, "first_step": 1, "sessions": [made.settings]}
+    run.run_json.write_text(json.dumps(content))
 
 
 def _cached_trace(directory: Path) -> None:

@@ -1,4 +1,5 @@
-"""Profiles of torch.profiler made event by event, and those of real runs in tests/fixtures."""
+"""Makes profiles of torch.profiler event by event, and reads those of real runs in
+tests/fixtures."""
 
 import gzip
 import json
@@ -94,7 +95,7 @@ def dump(entries: list[Entry], num_ranks: int = 4, sizes: Any = ((8,),)) -> dict
     }
 
 
-# Named orders played in time, and what programs that know no microbatches record of them.
+# Hints' orders with times, as recorded by programs that do not know microbatches.
 
 
 TASK_NS = 1_000_000
@@ -109,7 +110,7 @@ class Timed(NamedTuple):
     task: Task
 
 
-class Told(NamedTuple):
+class NamedSpan(NamedTuple):
     """An event as a profiler names it."""
 
     start_ns: int
@@ -119,7 +120,8 @@ class Told(NamedTuple):
 
 
 def played(name: str, shape: Shape, num_steps: int) -> list[list[Timed]]:
-    """What each rank runs when: each task once its rank is free and its input has come."""
+    """The tasks of each rank with times: a task begins when its rank is free and its input
+    arrived."""
     rows = ORDERS[name].for_shape(shape).rows
     ran: list[list[Timed]] = [[] for _ in rows]
     ended: dict[tuple[int, Task], int] = {}
@@ -153,7 +155,7 @@ def _ready_ns(
     return max((ended[step, need] for need in needs), default=0)
 
 
-def operators(ran: list[Timed]) -> Iterator[Told]:
+def operators(ran: list[Timed]) -> Iterator[NamedSpan]:
     """The operators of a rank, numbered by autograd, with a receive before each task and a send
     after it."""
     number = 0
@@ -161,7 +163,7 @@ def operators(ran: list[Timed]) -> Iterator[Told]:
     unknown = range(1 << 40, (1 << 40) + NUM_OPERATORS)
     for start_ns, end_ns, step, task in ran:
         key = step, task.stage, task.microbatch
-        yield Told(start_ns - TRANSFER_NS, start_ns, "c10d::recv_", number)
+        yield NamedSpan(start_ns - TRANSFER_NS, start_ns, "c10d::recv_", number)
         part_ns = (end_ns - start_ns) // NUM_OPERATORS
         if task.kind is Kind.F:
             numbers[key] = range(number, number + NUM_OPERATORS)
@@ -173,8 +175,8 @@ def operators(ran: list[Timed]) -> Iterator[Told]:
         for index, (name, sequence) in enumerate(names):
             begin_ns = start_ns + index * part_ns
             is_last = index == NUM_OPERATORS - 1
-            yield Told(begin_ns, end_ns if is_last else begin_ns + part_ns, name, sequence)
-        yield Told(end_ns, end_ns + TRANSFER_NS // 2, "c10d::send", number)
+            yield NamedSpan(begin_ns, end_ns if is_last else begin_ns + part_ns, name, sequence)
+        yield NamedSpan(end_ns, end_ns + TRANSFER_NS // 2, "c10d::send", number)
 
 
 def plain_profile(ran: list[Timed], rank: int, num_ranks: int, **more: Any) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def plain_profile(ran: list[Timed], rank: int, num_ranks: int, **more: Any) -> d
     return {"schemaVersion": 1, "distributedInfo": told, "traceEvents": events}
 
 
-def told_tasks(recording: Any, rank: int) -> list[tuple[int, int, Task]]:
+def imported_tasks(recording: Any, rank: int) -> list[tuple[int, int, Task]]:
     """The tasks of an imported run: their lengths, steps and names, in their order."""
     return [
         (task.end_ns - task.start_ns, task.step, Task(task.stage, Kind(task.kind), task.microbatch))
@@ -220,7 +222,7 @@ def ran() -> list[list[Timed]]:
     return played("interleaved", SHAPE, 2)
 
 
-def nsight_export(path: Path, told: Iterator[Told], *, late_ns: int | None = None) -> Path:
+def nsight_export(path: Path, told: Iterator[NamedSpan], *, late_ns: int | None = None) -> Path:
     """An export in the schema that Nsight Systems documents, with the ranges of emit_nvtx. With
     `late_ns` every range launches a kernel, which runs so much later and for as long."""
     with sqlite3.connect(path) as database:
@@ -270,7 +272,7 @@ def exports(ran: list[list[Timed]], directory: Path, late_ns: int | None = None)
 def spans_file(
     path: Path, ran: list[list[Timed]], *, evaluates: bool = False, num_tensor_ranks: int = 1
 ) -> Path:
-    """What the collector's file exporter writes of Megatron-LM's spans: a line an export."""
+    """Write Megatron-LM's spans like the collector's file exporter: one line per export."""
     lines = []
     for rank, rows in enumerate(ran):
         spans = []
@@ -311,7 +313,7 @@ def spans_file(
 
 
 def execution_trace(rows: list[Timed]) -> dict[str, Any]:
-    """What chakra_trace_link writes."""
+    """An execution trace as chakra_trace_link writes it."""
     nodes = [
         {
             "id": number,
@@ -340,7 +342,7 @@ def field(number: int, value: int | bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def protobuf(told: Iterator[Told], *, has_times: bool) -> bytes:
+def protobuf(told: Iterator[NamedSpan], *, has_times: bool) -> bytes:
     """Nodes as et_def.proto has them, with their times rounded to microseconds."""
     messages = [field(1, b"0.0.4")]
     for number, (start_ns, end_ns, name, sequence) in enumerate(told):
@@ -353,7 +355,7 @@ def protobuf(told: Iterator[Told], *, has_times: bool) -> bytes:
     return b"".join(varint(len(message)) + message for message in messages)
 
 
-# Pipelines under torch.profiler and nothing of ours, with the times that a hook took.
+# Pipelines under torch.profiler without rrfp, with the times that a hook measured.
 
 
 NUM_RANKS = 4
@@ -364,11 +366,11 @@ WIDTH = 256
 
 @dataclass(slots=True)
 class PlainRun:
-    """What one rank recorded."""
+    """The profile of one rank, and the tasks that a hook measured."""
 
     profile: dict[str, Any]
     truth: list[tuple[int, int, int, str, int | None, int | None]]
-    """Of each task: start and end in ns since 1970, step, kind, and stage and microbatch where the
+    """For each task: start and end in ns since 1970, step, kind, and stage and microbatch if the
     hook knows them."""
 
 

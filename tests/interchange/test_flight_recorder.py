@@ -1,4 +1,4 @@
-"""Dumps of torch's flight recorder, told as who waits for whom."""
+"""Dumps of torch's flight recorder: the report on which ranks wait for which."""
 
 import json
 import os
@@ -39,8 +39,8 @@ def rrfp(*arguments: str) -> int:
         return cli.main()
 
 
-def told(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
-    """What the command says of a hang, as text and as JSON."""
+def report_of(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    """Run the command on the dumps of a hang. Returns its output as text and as JSON."""
     capsys.readouterr()
     assert rrfp("trace", "import", "--flight-recorder", str(path)) == 0
     text = capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_the_rank_that_never_came_to_a_collective_is_named(
     as_json: bool, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     late = [REDUCED, ("all_reduce", WORLD, 2, STARTED)]
-    text, found = told(put({0: late, 1: late, 2: [REDUCED], 3: late}, as_json=as_json), capsys)
+    text, found = report_of(put({0: late, 1: late, 2: [REDUCED], 3: late}, as_json=as_json), capsys)
     assert text.startswith("Rank 2 never came: ranks 0, 1, 3 wait for it in all_reduce #2 of")
     assert "/job/train.py:10 train" in " ".join(text.split())
     assert found["never_came"] == [2]
@@ -70,7 +70,7 @@ def test_a_chain_of_receives_ends_at_the_rank_that_does_not_send(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipeline that waits for a gradient which the last rank never sends."""
-    text, found = told(
+    text, found = report_of(
         put(
             {
                 0: [("send 0->1", PIPELINE, 1, DONE), ("recv 0<-1", PIPELINE, 2, STARTED)],
@@ -90,7 +90,7 @@ def test_ranks_that_wait_for_each_other_are_a_circle(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits = {rank: [(f"recv {rank}<-{(rank + 1) % 4}", PIPELINE, 1, STARTED)] for rank in range(4)}
-    text, found = told(put(waits), capsys)
+    text, found = report_of(put(waits), capsys)
     assert text.startswith("Ranks wait for each other in a circle: 0 -> 1 -> 2 -> 3 -> 0.")
     assert found["circles"] == [[0, 1, 2, 3]]
     assert found["never_came"] == []
@@ -99,7 +99,7 @@ def test_ranks_that_wait_for_each_other_are_a_circle(
 def test_two_ranks_that_both_send_first_are_a_circle(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What each would receive is begun, and stands behind what it sends."""
+    """Each has begun its receive too, but it runs only after its send."""
     both = {
         rank: [
             (f"send {rank}->{1 - rank}", PIPELINE, 1, STARTED),
@@ -107,15 +107,15 @@ def test_two_ranks_that_both_send_first_are_a_circle(
         ]
         for rank in range(2)
     }
-    text, _ = told(put({**both, 2: [REDUCED], 3: [REDUCED]}), capsys)
+    text, _ = report_of(put({**both, 2: [REDUCED], 3: [REDUCED]}), capsys)
     assert text.startswith("Ranks wait for each other in a circle: 0 -> 1 -> 0.")
 
 
-def test_different_operations_under_one_number_are_told(
+def test_different_operations_with_one_number_are_reported(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = ("all_reduce", WORLD, 1, STARTED), ("all_gather", WORLD, 1, STARTED)
-    text, found = told(put({0: [one], 1: [one], 2: [other], 3: [one]}), capsys)
+    text, found = report_of(put({0: [one], 1: [one], 2: [other], 3: [one]}), capsys)
     assert "different operations as number 1" in text
     assert "rank 2 all_gather" in " ".join(text.split())
     assert found["mismatches"][0]["sequence"] == 1
@@ -125,7 +125,7 @@ def test_a_rank_without_a_dump_may_have_died(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     waiting = [("all_reduce", WORLD, 1, STARTED)]
-    text, found = told(put({0: waiting, 1: waiting, 2: waiting}), capsys)
+    text, found = report_of(put({0: waiting, 1: waiting, 2: waiting}), capsys)
     assert "Rank 3 left no dump: look at its log" in text
     assert found["ranks_without_dump"] == [3]
 
@@ -134,18 +134,18 @@ def test_a_rank_that_is_late_comes_before_one_without_a_dump(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     waiting = [REDUCED, ("all_reduce", WORLD, 2, STARTED)]
-    text, found = told(put({0: waiting, 1: [REDUCED], 2: waiting}), capsys)
+    text, found = report_of(put({0: waiting, 1: [REDUCED], 2: waiting}), capsys)
     assert text.startswith("Rank 1 never came: ranks 0, 2 wait for it in all_reduce #2 of")
     assert "Rank 3 left no dump: look at its log" in text
     assert found["never_came"] == [1, 3]
-    text, _ = told(put({1: waiting}), capsys)
+    text, _ = report_of(put({1: waiting}), capsys)
     assert text.startswith("Rank 3 left no dump, and ranks 0, 1, 2 wait for it in all_reduce #2 of")
 
 
 def without_config(
     content: dict[str, Any], backend: str = "gloo", ranks: str = "[]"
 ) -> dict[str, Any]:
-    """As it is on gloo: the ranks of a group without a name, and no state but that what ended is
+    """A dump as on gloo: a group without a name, and no state except that finished operations are
     retired."""
     content["pg_config"] = {"": {"name": "", "desc": "", "ranks": ranks}}
     for entry in content["entries"]:
@@ -155,7 +155,7 @@ def without_config(
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_where_no_dump_tells_the_groups_all_ranks_belong_to_that_of_all(
+def test_without_groups_in_the_dumps_all_ranks_belong_to_the_default_group(
     as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 1 began nothing, and rank 2 left no dump. As JSON, torch then writes no entries."""
@@ -170,32 +170,33 @@ def test_where_no_dump_tells_the_groups_all_ranks_belong_to_that_of_all(
     waiting = [("all_reduce", WORLD, 1, STARTED)]
     for rank, entries in ((0, waiting), (1, []), (3, waiting)):
         write(rank, entries)
-    text, found = told(tmp_path, capsys)
+    text, found = report_of(tmp_path, capsys)
     assert text.startswith("Rank 1 never came: ranks 0, 3 wait for it in all_reduce #1 of")
     assert "Look at rank 1: it began no operation at all." in text
     assert found["ranks_without_dump"] == [2]
     write(1, waiting)
     write(2, waiting)
-    text, _ = told(tmp_path, capsys)
+    text, _ = report_of(tmp_path, capsys)
     said = " ".join(text.split())
     assert "to which all that left a dump have come, and it does not end: look for a rank" in said
 
 
-def test_what_nccl_gave_up_has_not_ended(
+def test_an_operation_that_nccl_aborted_has_not_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is retired as what ended is; on gloo nothing else tells."""
+    """NCCL retires it like a finished operation, which on gloo is the only sign that it
+    finished."""
     for backend, begins in (("nccl", "Ranks 0, 1 are in all_reduce #1"), ("gloo", "No rank waits")):
         for rank in range(2):
             content = without_config(dump([REDUCED], num_ranks=2), backend)
             (tmp_path / f"trace_rank_{rank}").write_bytes(pickle.dumps(content))
-        assert told(tmp_path, capsys)[0].startswith(begins)
+        assert report_of(tmp_path, capsys)[0].startswith(begins)
 
 
 def test_both_halves_of_a_transfer_wait_for_nobody(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, found = told(
+    text, found = report_of(
         put(
             {
                 0: [("send 0->1", PIPELINE, 1, STARTED)],
@@ -211,7 +212,7 @@ def test_both_halves_of_a_transfer_wait_for_nobody(
 
 
 def batch(rank: int, peer: int, number: int, state: str) -> list[Entry]:
-    """As torch writes it: the state of what ends it alone changes."""
+    """A batch as torch writes it: only the state of its last entry changes."""
     return [
         (f"send {rank}->{peer}", PIPELINE, number, "scheduled"),
         (f"recv {rank}<-{peer}", PIPELINE, number, "scheduled"),
@@ -223,16 +224,16 @@ def test_the_parts_of_a_batch_end_with_it(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = {0: batch(0, 1, 1, DONE), 1: batch(1, 0, 1, DONE), 2: [REDUCED], 3: [REDUCED]}
-    text, found = told(put(done), capsys)
+    text, found = report_of(put(done), capsys)
     assert text.startswith("No rank waits")
-    text, found = told(put({0: [*done[0], *batch(0, 1, 2, STARTED)]}), capsys)
+    text, found = report_of(put({0: [*done[0], *batch(0, 1, 2, STARTED)]}), capsys)
     assert text.startswith("Rank 1 never came: rank 0 waits for it in batch #2 of")
     assert "the last that it began was batch #1 of PIPELINE_MODEL_PARALLEL_GROUP (18)" in " ".join(
         text.split()
     )
     assert [(wait["rank"], wait["waits_for"]) for wait in found["waits"]] == [(0, [1])]
     assert [part["operation"] for part in found["waits"][0]["parts"]] == ["send", "recv"]
-    _, found = told(put({1: [*done[1], *batch(1, 0, 2, STARTED)]}), capsys)
+    _, found = report_of(put({1: [*done[1], *batch(1, 0, 2, STARTED)]}), capsys)
     assert [wait["waits_for"] for wait in found["waits"]] == [[], []]
 
 
@@ -243,36 +244,36 @@ def test_a_batch_of_collectives_is_compared_as_a_whole(
         return [REDUCED, *((name, WORLD, 2, DONE) for name in (*names, "coalesced"))]
 
     same = ends("all_gather", "all_reduce")
-    _, found = told(put(dict.fromkeys(range(4), same)), capsys)
+    _, found = report_of(put(dict.fromkeys(range(4), same)), capsys)
     assert found["mismatches"] == []
     # A dump that no longer has the first part of its oldest batch.
-    _, found = told(put({2: same[2:]}), capsys)
+    _, found = report_of(put({2: same[2:]}), capsys)
     assert found["mismatches"] == []
-    _, found = told(put({2: ends("all_gather", "all_gather")}), capsys)
+    _, found = report_of(put({2: ends("all_gather", "all_gather")}), capsys)
     assert found["mismatches"][0]["operations"] == {
         "all_gather of [[8]], all_reduce of [[8]]": [0, 1, 3],
         "all_gather of [[8]], all_gather of [[8]]": [2],
     }
 
 
-def test_ranks_in_what_does_not_end_are_told_from_those_behind_them(
+def test_ranks_in_a_hung_operation_differ_from_ranks_behind_them(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     late, inner = [("all_reduce", WORLD, 1, STARTED)], [("send 1->2", PIPELINE, 1, STARTED)]
-    text, _ = told(
+    text, _ = report_of(
         put({0: late, 1: inner, 2: [("recv 2<-1", PIPELINE, 1, STARTED)], 3: late}), capsys
     )
     said = " ".join(text.split())
     assert said.startswith("Rank 1 is in send #1 of PIPELINE_MODEL_PARALLEL_GROUP (18) to rank 2,")
     assert "look at the network. Ranks 0, 3 wait for it." in said
-    text, _ = told(put({1: [], 2: []}), capsys)
+    text, _ = report_of(put({1: [], 2: []}), capsys)
     assert text.startswith("Ranks 1, 2 never came: ranks 0, 3 wait for them in all_reduce #1 of")
 
 
-def test_a_job_that_does_not_hang_is_told(
+def test_a_job_that_does_not_hang_is_reported(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, found = told(put({rank: [REDUCED] for rank in range(4)}), capsys)
+    text, found = report_of(put({rank: [REDUCED] for rank in range(4)}), capsys)
     assert text.startswith("No rank waits")
     assert found["waits"] == []
 
@@ -281,7 +282,7 @@ def test_many_ranks_fit_on_a_screen(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each of 100 ranks waits in an operation of its own."""
-    told(
+    report_of(
         put({rank: [(f"recv {rank}<-{rank + 1}", PIPELINE, 1, STARTED)] for rank in range(100)}),
         capsys,
     )
@@ -306,7 +307,7 @@ class Harmful:
         ("trace_0.json", b'{"version": [], "entries": []}', "of version unknown"),
     ],
 )
-def test_what_is_no_dump_is_refused(
+def test_a_file_that_is_not_a_dump_is_refused(
     name: str,
     content: bytes,
     sentence: str,
@@ -373,7 +374,7 @@ def test_other_files_of_a_directory_are_skipped_and_named(put: Callable[..., Pat
 
 
 def nested(depth: int) -> list[Any]:
-    """Of few objects, and with 2 ** depth in its text."""
+    """A value of few objects whose text has 2 ** depth parts."""
     found: list[Any] = []
     for _ in range(depth):
         found = [found, found]
@@ -388,13 +389,13 @@ def nested(depth: int) -> list[Any]:
         {"profiling_name": "nccl:\ud800\x1b[31m", "time_created_ns": -(10**5000)},
     ],
 )
-def test_what_cannot_be_printed_is_left_out(
+def test_unprintable_text_is_replaced(
     odd: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = dump([("all_reduce", WORLD, 1, STARTED)], num_ranks=1)
     content["entries"][0].update(odd)
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(content))
-    text, _ = told(tmp_path, capsys)
+    text, _ = report_of(tmp_path, capsys)
     assert text.isascii()
     assert "\x1b" not in text
 

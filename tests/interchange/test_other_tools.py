@@ -20,8 +20,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
 from rrfp.interchange.chrome import write_chrome
 from rrfp.interchange.formats import import_run
-from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
-from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.range_names import ScheduleRange, ranks_by_name, schedule_range, task_range
 from rrfp.replay.whatif import what_if
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Phase, TaskRecord, WaitRecord, evaluation_step
@@ -29,21 +28,21 @@ from tests.analyze.recordings import make_recording
 from tests.e2e.trace_processor import MISSING, trace_processor
 from tests.interchange.made_profiles import (
     SHAPE,
+    NamedSpan,
     Timed,
-    Told,
     execution_trace,
     expected_tasks,
     exports,
+    imported_tasks,
     nsight_export,
     operators,
     protobuf,
     ran,
     spans_file,
-    told_tasks,
 )
 from tests.train.trained import rrfp_here
 
-# What Nsight Systems, OpenTelemetry and Chakra recorded, made into runs.
+# Runs from traces of Nsight Systems, OpenTelemetry and Chakra.
 
 
 __all__ = ["ran"]
@@ -52,19 +51,17 @@ __all__ = ["ran"]
 def check_imported(paths: list[Path], ran: list[list[Timed]]) -> tuple[str, ...]:
     imported = import_run(paths)
     for rank, rows in enumerate(ran):
-        assert told_tasks(imported.recording, rank) == expected_tasks(rows)
+        assert imported_tasks(imported.recording, rank) == expected_tasks(rows)
     assert imported.recording.settings["settings"]["hint"] == "interleaved"  # type: ignore[index]
     return imported.notes
 
 
-def test_nsight_systems_tells_the_ranges_of_operators(
-    ran: list[list[Timed]], tmp_path: Path
-) -> None:
+def test_operators_in_nsight_systems_are_imported(ran: list[list[Timed]], tmp_path: Path) -> None:
     notes = check_imported(exports(ran, tmp_path), ran)
     assert any("2 chunks a rank, interleaved by Megatron" in note for note in notes)
 
 
-def test_nsight_systems_tells_when_the_gpu_ran(ran: list[list[Timed]], tmp_path: Path) -> None:
+def test_gpu_times_in_nsight_systems_are_imported(ran: list[list[Timed]], tmp_path: Path) -> None:
     paths = exports(ran, tmp_path, late_ns=7_000)
     check_imported(paths, ran)
     assert import_run(paths).recording.settings["settings"]["device"] == "cuda"  # type: ignore[index]
@@ -88,9 +85,7 @@ def test_only_some_numbers_in_names_are_ranks(
     assert (ranks, bool(notes)) == (found, is_noted)
 
 
-def test_files_are_numbered_by_name_and_that_is_told(
-    ran: list[list[Timed]], tmp_path: Path
-) -> None:
+def test_files_are_numbered_by_name_with_a_note(ran: list[list[Timed]], tmp_path: Path) -> None:
     paths = [
         path.rename(tmp_path / f"job_4821{place}.sqlite")
         for place, path in enumerate(exports(ran, tmp_path), 3)
@@ -100,18 +95,20 @@ def test_files_are_numbered_by_name_and_that_is_told(
     assert not any("missing" in note for note in notes)
 
 
-def test_nsight_systems_tells_our_ranges(ran: list[list[Timed]], tmp_path: Path) -> None:
-    """Those of trace_native, which tell everything, whatever the files are called."""
+def test_rrfps_ranges_in_nsight_systems_are_imported(
+    ran: list[list[Timed]], tmp_path: Path
+) -> None:
+    """The ranges of trace_native contain everything, so the names of the files do not matter."""
 
-    def ranges(rank: int, rows: list[Timed]) -> Iterator[Told]:
+    def ranges(rank: int, rows: list[Timed]) -> Iterator[NamedSpan]:
         for start_ns, end_ns, step, task in rows:
             chunk = SHAPE.chunk_of(task.stage)
             name = task_range(task.kind, task.stage, chunk, task.microbatch, step)
-            yield Told(start_ns, end_ns, name, None)
+            yield NamedSpan(start_ns, end_ns, name, None)
         for step in {row.step for row in rows}:
             own = [row for row in rows if row.step == step]
             call = ScheduleRange(step, rank, rank, 0, 0, SHAPE.stages_of(rank))
-            yield Told(own[0].start_ns, own[-1].end_ns, schedule_range(call), None)
+            yield NamedSpan(own[0].start_ns, own[-1].end_ns, schedule_range(call), None)
 
     paths = [
         nsight_export(tmp_path / f"{name}.sqlite", ranges(rank, rows))
@@ -173,7 +170,7 @@ def test_an_execution_trace_in_protobuf_is_read(ran: list[list[Timed]], tmp_path
         paths[-1].write_bytes(protobuf(operators(rows), has_times=True))
     recording = import_run(paths).recording
     for rank, rows in enumerate(ran):
-        found = [(step, task) for _, step, task in told_tasks(recording, rank)]
+        found = [(step, task) for _, step, task in imported_tasks(recording, rank)]
         assert found == [(row.step, row.task) for row in rows]
     (tmp_path / "untimed.0.et").write_bytes(protobuf(operators(ran[0]), has_times=False))
     with pytest.raises(RrfpError, match="is an execution trace without times"):
@@ -372,7 +369,7 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
 def test_a_panic_of_the_reader_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What Rust itself says of it, from a thread of its own, is not heard."""
+    """The message that Rust prints on a thread of its own is discarded."""
 
     def panic(*_: object, **__: object) -> NoReturn:
         os.write(2, b"thread 'async-executor-0' panicked")
@@ -402,7 +399,7 @@ def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     recording = make_recording(4, 6, 2)
-    # Nothing keeps a task from overlapping another in somebody's trace.
+    # Tasks may overlap in another program's trace.
     recording.ranks[0].tasks.append(recording.ranks[0].tasks[0]._replace(microbatch=99))
     (tmp_path / "run").mkdir()
     write_trace(tmp_path / "run" / "trace.pftrace", recording)
@@ -540,7 +537,7 @@ def test_parquet_holds_the_frames(run: Path, tmp_path: Path) -> None:
         ((), 2),
     ],
 )
-def test_where_it_cannot_go_is_told_in_a_sentence(
+def test_an_output_that_cannot_be_written_is_a_sentence(
     arguments: tuple[str, ...],
     code: int,
     run: Path,

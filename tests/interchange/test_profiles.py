@@ -1,4 +1,4 @@
-"""Profiles of torch.profiler made into runs: which tasks they tell of, when and in which steps."""
+"""Runs from profiles of torch.profiler: their tasks, times and steps."""
 
 import gzip
 import json
@@ -61,13 +61,13 @@ from tests.interchange.made_profiles import (
     Timed,
     event_of,
     expected_tasks,
+    imported_tasks,
     plain_profile,
     played,
     profile_megatron,
     profile_of,
     profile_pipelining,
     put,
-    told_tasks,
 )
 from tests.properties.cases import examples
 from tests.properties.naive_analyses import naive_work, work_on_path
@@ -285,7 +285,7 @@ def test_steps_without_a_backward_are_evaluations_where_they_are_counted(
     assert {task.step for rank in recording.ranks for task in rank.tasks} == {0, 1, 2}
 
 
-def test_what_is_no_harm_is_passed_over(put: Callable[[str, Any], Path]) -> None:
+def test_harmless_oddities_are_skipped(put: Callable[[str, Any], Path]) -> None:
     since_1970_us = 1.7e15
     event_0, event_1 = (
         event_of("PP:0F0", since_1970_us, 10),
@@ -348,13 +348,13 @@ def test_gpipes_stages_are_the_ranks_numbers(put: Callable[[str, Any], Path]) ->
     assert "all ranks are taken for one pipeline" in imported.notes[0]
 
 
-# What is derived of every import alike: clocks, waits and messages.
+# Derived for every import: clocks, waits and messages.
 
 
 SOURCE = Source("test", 1, "cpu", True, None)
 
 
-def test_a_clock_that_is_off_is_found_by_causality_and_told(tmp_path: Path) -> None:
+def test_a_wrong_clock_is_found_by_causality_and_reported(tmp_path: Path) -> None:
     early_us = 50_000_000
     for rank in range(4):
         told = json.loads(
@@ -382,7 +382,7 @@ def test_shifts_that_contradict_each_other_are_none() -> None:
     assert least_shifts({(0, 1): -5, (1, 0): 4}, [0, 1]) is None
 
 
-def test_an_order_that_no_clock_explains_is_told() -> None:
+def test_an_order_that_no_clock_explains_is_reported() -> None:
     def rank(number: int, *tasks: tuple[int, int, Kind]) -> RankSpans:
         return RankSpans(
             RankInfo(number, number, 0, 0, (number,), "h", 1),
@@ -398,7 +398,7 @@ def test_an_order_that_no_clock_explains_is_told() -> None:
     assert bubbles(frames_of(imported.recording)).ranks[0].busy_ns == 70
 
 
-def test_waits_are_derived_from_who_gives_what() -> None:
+def test_waits_are_derived_from_producers_and_consumers() -> None:
     """Two stages, one microbatch, known by construction: rank 0 waits for its gradient until 60,
     moves messages until 65, and does nothing known until 70."""
 
@@ -422,7 +422,7 @@ def test_waits_are_derived_from_who_gives_what() -> None:
     assert messages.select("left_ns", "came_ns", "used_ns").rows() == [(10, 10, 15), (60, 65, 70)]
 
 
-def test_a_task_begins_once_its_input_was_given() -> None:
+def test_a_task_begins_when_its_input_was_sent() -> None:
     """A span of torch.distributed.pipelining on the CPU holds the wait for its input."""
     tasks = [TaskSpan(0, 50, 0, Kind.F, 1, 0)]
     late = RankSpans(RankInfo(1, 1, 0, 0, (1,), "h", 1), tasks, receives_inside=True)
@@ -434,7 +434,7 @@ def test_a_task_begins_once_its_input_was_given() -> None:
 
 
 @pytest.mark.parametrize(("late_ns", "told"), [(900, None), (5_000, "rank 1 by 5 us, ")])
-def test_only_shifts_that_matter_are_told(late_ns: int, told: str | None) -> None:
+def test_only_large_shifts_are_reported(late_ns: int, told: str | None) -> None:
     ranks = [
         RankSpans(
             RankInfo(number, number, 0, 0, (number,), "h", 1),
@@ -494,7 +494,7 @@ def test_causes_sum_to_the_window_and_no_message_comes_early(ranks: list[RankSpa
     assert min(starts_ns) >= 0
 
 
-# Profiles without ranges of ours made into runs, against the times that a hook took.
+# Runs from profiles without rrfp's ranges, compared with the times that a hook measured.
 
 
 MOST_OFF_NS = 1_000_000
@@ -599,7 +599,7 @@ def put_profiles(directory: Path, profiles: Iterable[dict[str, Any]]) -> list[Pa
         ("interleaved", Shape(4, 8, 3)),
     ],
 )
-def test_orders_are_told_by_autograd_alone(order: str, shape: Shape, tmp_path: Path) -> None:
+def test_orders_are_found_by_autograd_alone(order: str, shape: Shape, tmp_path: Path) -> None:
     ran = played(order, shape, 3)
     imported = import_run(
         put_profiles(
@@ -607,11 +607,11 @@ def test_orders_are_told_by_autograd_alone(order: str, shape: Shape, tmp_path: P
         )
     )
     for rank, rows in enumerate(ran):
-        assert told_tasks(imported.recording, rank) == expected_tasks(rows)
+        assert imported_tasks(imported.recording, rank) == expected_tasks(rows)
     assert imported.recording.settings["settings"]["hint"] == order  # type: ignore[index]
 
 
-def test_what_a_backward_computes_anew_is_no_forward(tmp_path: Path) -> None:
+def test_recomputed_operators_are_not_a_forward(tmp_path: Path) -> None:
     ran = played("1f1b", Shape(2, 3), 1)
     profiles = [plain_profile(rows, rank, 2) for rank, rows in enumerate(ran)]
     for profile, rows in zip(profiles, ran, strict=True):
@@ -629,7 +629,7 @@ def test_what_a_backward_computes_anew_is_no_forward(tmp_path: Path) -> None:
                 )
     recording = import_run(put_profiles(tmp_path, profiles)).recording
     for rank, rows in enumerate(ran):
-        assert told_tasks(recording, rank) == expected_tasks(rows)
+        assert imported_tasks(recording, rank) == expected_tasks(rows)
 
 
 def test_the_gpu_ran_what_the_host_launched(tmp_path: Path) -> None:
@@ -653,11 +653,11 @@ def test_the_gpu_ran_what_the_host_launched(tmp_path: Path) -> None:
     assert imported.recording.settings["settings"]["device"] == "cuda"  # type: ignore[index]
     for rank, rows in enumerate(ran):
         lengths = [round(2 * (row.end_ns - row.start_ns) / 3 + kernel_us * US) for row in rows]
-        found = [length for length, _, _ in told_tasks(imported.recording, rank)]
+        found = [length for length, _, _ in imported_tasks(imported.recording, rank)]
         assert found == pytest.approx(lengths, abs=4)
 
 
-def test_groups_tell_places(tmp_path: Path) -> None:
+def test_groups_determine_places(tmp_path: Path) -> None:
     """Two replicas of two ranks, as Megatron lays them out: 0 and 2 are a pipeline."""
     ran = played("1f1b", Shape(2, 4), 1)
     profiles = []
@@ -676,7 +676,7 @@ def test_groups_tell_places(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_cut_off_is_left_out_and_told(tmp_path: Path) -> None:
+def test_incomplete_steps_are_left_out_and_reported(tmp_path: Path) -> None:
     ran = played("1f1b", Shape(2, 4), 2)
     ran[1] = ran[1][:-1]
     imported = import_run(
@@ -709,7 +709,7 @@ def last_in_first_out(ran: list[list[Timed]]) -> list[list[Timed]]:
         (last_in_first_out, "nothing tells them"),
     ],
 )
-def test_an_order_that_tells_no_microbatches_is_refused(
+def test_an_order_without_known_microbatches_is_refused(
     spoil: Callable[[list[list[Timed]]], list[list[Timed]]], sentence: str, tmp_path: Path
 ) -> None:
     ran = spoil(played("gpipe", Shape(2, 2), 1))
@@ -732,11 +732,11 @@ def test_one_rank_of_many_says_what_is_missing(tmp_path: Path) -> None:
     ran = played("interleaved", Shape(2, 4, 2), 1)
     (path,) = put_profiles(tmp_path, [plain_profile(ran[1], 1, 2)])
     imported = import_run([path])
-    assert told_tasks(imported.recording, 0) == expected_tasks(ran[1])
+    assert imported_tasks(imported.recording, 0) == expected_tasks(ran[1])
     assert any("1 of 2 ranks is missing (0)" in note for note in imported.notes)
 
 
-def test_the_last_pipeline_rank_alone_tells_no_steps(tmp_path: Path) -> None:
+def test_the_last_pipeline_rank_alone_does_not_show_steps(tmp_path: Path) -> None:
     """In 1F1B each of its forwards has its backward next, as in a step of one microbatch."""
     ran = played("1f1b", Shape(2, 4, 1), 2)
     first, last = put_profiles(
@@ -747,7 +747,7 @@ def test_the_last_pipeline_rank_alone_tells_no_steps(tmp_path: Path) -> None:
     assert len({task.step for task in import_run([first, last]).recording.ranks[1].tasks}) == 2
 
 
-def test_what_a_profile_says_in_odd_text_is_read(tmp_path: Path) -> None:
+def test_odd_text_in_a_profile_is_read(tmp_path: Path) -> None:
     """A byte order mark before it, and half a character in the host's name."""
     profile = plain_profile(played("1f1b", Shape(2, 4, 1), 1)[0], 0, 2)
     path = tmp_path / "odd.json"
@@ -793,5 +793,5 @@ def test_a_profile_names_evaluations() -> None:
         *("rrfp F٣ stage=0 chunk=0 step=0", f"PP:{'9' * 40}F0"),
     ],
 )
-def test_other_names_tell_nothing(name: str) -> None:
+def test_other_names_are_not_ranges_of_a_pipeline(name: str) -> None:
     assert parse_range(name) is None

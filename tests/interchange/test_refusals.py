@@ -45,13 +45,13 @@ from tests.interchange.made_profiles import (
 from tests.properties.cases import examples
 from tests.train.trained import rrfp_here
 
-# What `rrfp trace import` refuses, and leaves as it was, and which ranks it says are missing.
+# Refusals of `rrfp trace import`, which change no files, and its notes on missing ranks.
 
 
 __all__ = ["put", "ran"]
 
 
-def test_missing_ranks_are_told(tmp_path: Path) -> None:
+def test_missing_ranks_are_reported(tmp_path: Path) -> None:
     files = [FIXTURES / f"megatron/rank-{rank}.json.gz" for rank in (0, 1, 3)]
     assert import_run(files).notes == (
         "1 of 4 ranks is missing (2): what is said of waits for them, and of the run as a whole, "
@@ -148,7 +148,7 @@ GOOD = profile_of([F0, B0])
         ({"a.csv": b"", "b.csv": b""}, "import it alone"),
     ],
 )
-def test_what_is_no_run_is_refused_in_a_sentence(
+def test_a_file_that_is_not_a_run_is_refused_in_a_sentence(
     files: dict[str, Any],
     sentence: str,
     put: Callable[[str, Any], Path],
@@ -198,7 +198,7 @@ def test_an_existing_run_is_replaced_only_by_force(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_what_cannot_be_written_leaves_things_as_they_were(
+def test_a_failed_write_changes_nothing(
     is_new: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -227,7 +227,7 @@ def rrfp(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("table", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL"])
-def test_what_ends_before_it_began_is_refused(
+def test_an_event_that_ends_before_it_begins_is_refused(
     table: str, ran: list[list[Timed]], tmp_path: Path
 ) -> None:
     path = exports(ran, tmp_path, late_ns=7_000)[0]
@@ -253,14 +253,14 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of ours."""
+    """A run directory of rrfp."""
     path = tmp_path / "run"
     code = rrfp("trace", "import", str(FIXTURES / "megatron"), "-o", str(path))
     assert code == 0
     return path
 
 
-def test_what_is_ours_is_known_as_such(
+def test_rrfps_own_files_are_recognized(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported, tables = tmp_path / "exported.json.gz", tmp_path / "tables"
@@ -301,7 +301,7 @@ def packed(data: bytes) -> bytes:
         ("a.gz", packed(b""), "is empty; the program"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_a_sentence(
+def test_a_file_that_is_not_a_trace_is_refused_in_a_sentence(
     name: str,
     content: bytes,
     sentence: str,
@@ -426,7 +426,7 @@ def test_a_database_with_names_that_are_no_text_is_refused(tmp_path: Path) -> No
         import_run([path])
 
 
-def test_a_database_without_an_end_is_refused(
+def test_a_database_with_a_cycle_of_pages_is_refused(
     ran: list[list[Timed]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exports(ran, tmp_path)[0]

@@ -108,7 +108,7 @@ class Rig:
         )
 
     def losses(self, batch: Any) -> torch.Tensor:
-        """Of all labels, by the stages one after the other, which this rank has all of."""
+        """The total over all labels. This rank runs all stages, one after the other."""
         output: Any = None
         for chunk in self.model.chunks:
             chunk.module.set_input_tensor([output])

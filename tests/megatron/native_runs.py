@@ -20,13 +20,13 @@ from tests.megatron.training import SMALL
 
 @dataclass(slots=True)
 class NativeRun:
-    """What one rank saw of a run."""
+    """The results of a run on one rank."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     parameters_sha256: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
-    """Of all steps but the first."""
+    """All steps except the first."""
 
 
 def train(

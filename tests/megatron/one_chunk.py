@@ -79,7 +79,7 @@ class Chunk:
         self._losses.pop(microbatch).backward()  # type: ignore[no-untyped-call]
 
     def gradients_in_order(self) -> dict[str, str]:
-        """Those of a step as Megatron runs it, with nothing of ours around it."""
+        """The digests of a step that Megatron runs alone."""
         self.model.zero_grad_buffer()
         for microbatch in range(MICROBATCHES):
             self.forward(microbatch)
@@ -88,7 +88,7 @@ class Chunk:
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    """Of the gradients by parameter name, to the bit."""
+    """Digests of the gradients, by parameter name."""
     found = {}
     parameter: Any
     for name, parameter in model.named_parameters():

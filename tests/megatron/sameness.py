@@ -1,5 +1,5 @@
-"""What a rank does for a row of `test_learns_the_same.py`: it runs Megatron's own schedule, then
-ours, on the same modules and data, and gives what each came to."""
+"""The work of a rank for a row of `test_learns_the_same.py`: runs Megatron's own schedule and then
+rrfp's on the same modules and data, and returns the results of each."""
 
 import random
 import tempfile
@@ -47,7 +47,7 @@ from tests.megatron.training import (
 )
 
 Settings = dict[str, Any]
-"""Of `TrainSettings`, or of a schedule of ours."""
+"""Keywords of `TrainSettings`, or of one of rrfp's schedules."""
 
 MEGATRON: Settings = {"dispatch": "megatron"}
 
@@ -59,8 +59,8 @@ class Row:
     layout: str
     name: str
     work: Callable[..., list[Any]]
-    """Of a rank's layout, the settings and the schedules: what the reference comes to on this rank,
-    and then what each of the schedules does."""
+    """Takes a rank's layout, the settings and the schedules. Returns the reference's result on this
+    rank, followed by each schedule's."""
     schedules: Sequence[Settings]
     settings: Settings = field(default_factory=dict)
     is_slow: bool = False
@@ -98,7 +98,7 @@ def learn(settings: Settings, rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 REVERSE = "in reverse"
 SHUFFLED = "shuffled"
-"""And a seed."""
+"""A function that also takes a seed."""
 
 
 def with_order_files(row: Row, settings: Settings, directory: Path) -> Row:
@@ -145,7 +145,7 @@ def shuffled_order(shape: Shape, seed: int) -> Order:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw of a training."""
+    """The results of a training on one rank."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -309,7 +309,7 @@ def of_images(layout: Any, settings: Settings, schedules: Sequence[Settings]) ->
 
 @dataclass(frozen=True)
 class FromData:
-    """What steps on a loop's data came to on one rank."""
+    """The results of steps on a loop's data on one rank."""
 
     losses: list[list[float]]
     gradients: list[str]
@@ -352,8 +352,8 @@ def number_of(item: Any) -> float:
 
 
 def admitted(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
-    """A step, twice, and an evaluation: ours admit the items in another order than they come in,
-    Megatron's schedule is given them in that order, whoever has data."""
+    """Run two steps and an evaluation. rrfp's schedules admit the items in another order than they
+    come in; Megatron's schedule gets its data in that order, on each rank with data."""
     rig = Rig(settings, layout)
     items = list(rig.data(loops.NUM))
     order = pyramid([batch["tokens"].numel() for batch in items])
@@ -377,20 +377,22 @@ def admitted(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> 
     return found
 
 
-def dealt(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
+def balanced(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
     """A step, twice, of items that ours deal to the replicas; Megatron's schedule is given what
     each of them gets."""
-    return _dealt(Rig(settings, layout), layout, settings, schedules)
+    return _balanced(Rig(settings, layout), layout, settings, schedules)
 
 
-def dealt_by_tokens(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
+def balanced_by_tokens(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
     """Likewise, where gradients are scaled by the tokens of all replicas."""
     rig = Rig(settings, layout)
     with patch.object(rig.gpt.config, "calculate_per_token_loss", True):
-        return _dealt(rig, layout, settings, schedules)
+        return _balanced(rig, layout, settings, schedules)
 
 
-def _dealt(rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
+def _balanced(
+    rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settings]
+) -> list[Any]:
     data = open_data(TrainSettings(**settings))
     given = [[*masked(data.batches(replica), loops.NUM)] for replica in range(layout.dp)]
     items = [item for of_replica in given for item in of_replica]

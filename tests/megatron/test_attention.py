@@ -170,14 +170,14 @@ LENGTH = SMALL["seq_length"]
 
 
 class Found(NamedTuple):
-    """What one rank came to."""
+    """The results on one rank."""
 
     outcomes: list[list[Outcome]]
     """By schedule, Megatron's first: of the mean loss, and of the loss per token."""
     gradients: npt.NDArray[np.float32]
     """Under Megatron's own schedule, per token."""
     whole: Outcome
-    """What Megatron's own schedule comes to, per token, where each rank has whole sequences."""
+    """The results of Megatron's own schedule per token, if each rank has whole sequences."""
     whole_gradients: npt.NDArray[np.float32]
 
 
@@ -246,7 +246,7 @@ def compare_with_native(schedules: list[DispatchSettings]) -> Found:
 
 
 def join_groups(num_ranks: int) -> None:
-    """Two stages, whose sequences so many ranks share."""
+    """Two stages whose sequences are each split over several ranks."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -294,7 +294,7 @@ class ContextRig(OwnAttentionRig):
 
 
 # Packed sequences (`packed_seq_params`, Megatron's THD format) over pipeline stages: a loop builds
-# their bounds anew for every microbatch, on every stage, and microbatches differ in all of them.
+# their bounds again for every microbatch, on every stage, and microbatches differ in all of them.
 
 
 PACKS = ((5, 1, 9), (16,), (2, 3), (7, 6, 11, 8))

@@ -27,7 +27,7 @@ LINEAR = "LinearWithGradAccumulationAndAsyncCommunication"
 
 @pytest.fixture(autouse=True)
 def look_anew() -> Iterator[None]:
-    """What was found good in another test is looked at again."""
+    """Clears the cached results of checks in earlier tests."""
     check_for_drop_in.cache_clear()
     yield
     check_for_drop_in.cache_clear()
@@ -172,7 +172,7 @@ def test_a_module_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_parameters_with_defaults_may_be_new(
     schedules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are refused where a call sets them."""
+    """Unknown arguments are refused only if a call sets them."""
 
     def getter(pp_size: Any = None, vp_size: Any = None, x: Any = None) -> None:
         pass
@@ -195,7 +195,7 @@ def test_parameters_with_defaults_may_be_new(
     arguments |= {"num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
     with pytest.raises(UsageError, match=r"^x 4 of Megatron's forward_.* to rrfp; leave it out$"):
         given(**arguments, x=4)
-    with pytest.raises(RuntimeError, match="attribute config"):  # The model is None.
+    with pytest.raises(RuntimeError, match="attribute config"):  # there is no model
         given(**arguments, x=3)
 
 
@@ -392,7 +392,7 @@ def file_of(name: str) -> Path:
 
 
 def trees_below(root: str) -> Iterator[ast.Module]:
-    """The modules of ours that are imported with one, and itself."""
+    """The trees of a module of rrfp.megatron and of all those that it imports."""
     todo, seen = [root], set()
     while todo:
         name = todo.pop()
@@ -408,7 +408,7 @@ def trees_below(root: str) -> Iterator[ast.Module]:
 
 
 def used_below(root: str) -> Iterator[str]:
-    """What these modules use of `megatron.core`, as far as the text tells."""
+    """Names of `megatron.core` that these modules use, as far as their text shows."""
     for tree in trees_below(root):
         for node in tree.body:
             if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megat")):

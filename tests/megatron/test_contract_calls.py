@@ -1,5 +1,5 @@
-"""What a training loop passes, and what its functions are called with, against Megatron's own
-schedule on the same modules and data."""
+"""A training loop's arguments, and the arguments that its functions get, compared with Megatron's
+own schedule on the same modules and data."""
 
 import hashlib
 import sys
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
 PP2 = {**SMALL, "pp": 2, "microbatches": MICROBATCHES}
 
 ByCase = dict[str, list[Any]]
-"""By case, what Megatron's schedule came to and then what each of ours did."""
+"""By case: the result of Megatron's schedule, and then those of rrfp's schedules."""
 
 
 @pytest.mark.timeout(400)
@@ -140,7 +140,7 @@ class Timers:
 
 
 def timed(rig: Rig, schedule: Any) -> dict[tuple[str, str], int]:
-    """What is timed, but for the transfers, which no task of ours waits for."""
+    """The timers, without those of transfers, because no task of rrfp waits for a transfer."""
     timers = Timers()
     with patch.object(rig.gpt.config, "timers", timers):
         rig.run(schedule)
@@ -153,8 +153,8 @@ def timed(rig: Rig, schedule: Any) -> dict[tuple[str, str], int]:
 
 
 def inputs(rig: Rig, schedule: Any) -> list[Any]:
-    """What a stage finds as its input: a leaf that asks for its gradient, in a tensor of its own,
-    and told which microbatch it is."""
+    """The input of a stage is a separate leaf tensor that requires a gradient, and the model gets
+    the microbatch's number."""
     found: dict[int, Any] = {}
 
     def step(data_iterator: Iterator[Batch], model: Any) -> Any:
@@ -506,7 +506,7 @@ class Loop:
 
         def look(model: list[Any], loss: LossFunction | None, **arguments: Any) -> Any:
             with torch.no_grad():
-                return told_to_all(call(schedule, model, batches, loss, **arguments))
+                return broadcast_to_all(call(schedule, model, batches, loss, **arguments))
 
         def learn(rig: Rig, loss: LossFunction) -> Any:
             for chunk in rig.gpt.chunks:
@@ -617,7 +617,7 @@ def values(output: dict[str, torch.Tensor], data: Batch) -> Any:
 
 
 def lists(output: dict[str, torch.Tensor], data: Batch, *, non_loss_data: bool) -> Any:
-    """What is collected comes alone, without a loss."""
+    """Collected data are returned alone, without a loss."""
     assert non_loss_data
     return {"values": [*output["values"]], "lengths": [len(row) for row in data["tokens"]]}
 
@@ -649,8 +649,8 @@ def gradients(rig: Rig) -> str:
     return digest.hexdigest()
 
 
-def told_to_all(found: list[Any]) -> Any:
-    """What the last stage's rank found, told to its pipeline right after the call."""
+def broadcast_to_all(found: list[Any]) -> Any:
+    """The results of the last stage's rank, broadcast to its pipeline right after the call."""
     from megatron.core import parallel_state
 
     last = parallel_state.get_pipeline_model_parallel_last_rank()

@@ -1,4 +1,4 @@
-"""Megatron-Core on the CPU, whatever else the machine has."""
+"""Megatron-Core on the CPU, on machines with and without GPUs."""
 
 import subprocess
 import sys

@@ -76,7 +76,7 @@ def links() -> set[str]:
 
 
 def share_the_links(rig: Rig) -> None:
-    """All that ask for one function get it; closed, it opens its links anew."""
+    """Equal arguments give the same function. After a close, it opens its links again."""
     training, evaluation = ours(), ours()
     assert training is evaluation
     first = rig.run(training)
@@ -101,8 +101,8 @@ def share_the_links(rig: Rig) -> None:
 
 
 def number_the_steps(rig: Rig) -> None:
-    """Records count steps as the loop trains, and evaluations apart, also where links are opened
-    anew. The first rank runs ahead: it has done its part of an evaluation before the others."""
+    """Records number training steps and evaluations separately, also after links are opened again.
+    The first rank runs ahead: it finishes its part of an evaluation before the others."""
     from rrfp.megatron.dropin import get_forward_backward_func
 
     records: list[Record] = []
@@ -144,7 +144,7 @@ def change_the_number_of_microbatches(rig: Rig) -> None:
 
 
 def mark_the_first_microbatch(rig: Rig, reverse: str) -> None:
-    """Modules that cache weights are told of the first forward that runs, whichever it is."""
+    """Modules that cache weights get a flag for the first forward that runs, of any microbatch."""
     chunk = rig.gpt.chunks[0]
     events: list[str] = []
     chunk.set_is_first_microbatch = partial(events.append, "first")
@@ -232,7 +232,7 @@ def never_called(*_: object) -> None:
 
 
 def fail_and_go_on(rig: Rig) -> None:
-    """What a stage raises comes out there, its neighbour is told at once, and both can go on."""
+    """An error of a stage is raised there, its neighbor gets it at once, and both can continue."""
     schedule = ours(hint="b-first")
     expected = rig.run(schedule)
 
@@ -263,7 +263,7 @@ def fail_and_go_on(rig: Rig) -> None:
 # The drop-in's settings: what is refused, and credits that no link ever exceeds.
 
 
-def test_names_are_taken_as_text() -> None:
+def test_names_may_be_text() -> None:
     settings: Any = {
         "hint": "zb-v",
         "w": "ranked",

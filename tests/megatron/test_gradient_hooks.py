@@ -31,7 +31,7 @@ SETTINGS = {**SMALL, "pp": 2, "layers": 4}
 STEPS = 2
 
 Seen = list[tuple[str, float]]
-"""What hooks were called with, in their order."""
+"""The arguments of hook calls, in order."""
 
 Case = Callable[[Rig, Seen], Any]
 """Prepares a model; may return a forward step."""
@@ -168,7 +168,7 @@ def gradient_of_inputs(rig: Rig, _: Seen) -> Any:
 
 
 def autocast(rig: Rig, _: Seen) -> Any:
-    """Around half of the microbatches, in another default dtype of theirs."""
+    """Runs half of the microbatches in another default dtype."""
     count = 0
 
     def step(data: Any, model: Any) -> Any:
@@ -442,7 +442,7 @@ def test_chunks_are_reduced_in_one_order(tmp_path: Path) -> None:
 def reduce_chunks_in_many_ways(
     layout: Any, settings: dict[str, Any], hint: str
 ) -> list[list[Outcome]]:
-    """Three steps: without overlap, and then with it, started by hooks or by functions of ours."""
+    """Run three steps: without overlap, then with overlap started by hooks and by own functions."""
     from megatron.core import distributed
 
     schedules = [ours(), ours(hint="bfw-deep"), ours(hint="fb", limit=1), ours(hint=hint)]

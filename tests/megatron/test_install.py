@@ -96,7 +96,7 @@ HOLDERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 """In what a loop holds the schedule function that it has fetched."""
 
 
-def test_a_loop_that_has_fetched_megatrons_function_before_is_told() -> None:
+def test_a_loop_that_has_fetched_megatrons_function_before_is_refused() -> None:
     (raised,) = run_ranks(
         1, on_rigs, call_what_was_fetched_before, {**SMALL, "pp": 1}, timeout_s=110
     )
@@ -134,7 +134,7 @@ def call_what_was_fetched_before(layout: Any, settings: dict[str, Any]) -> dict[
     return raised
 
 
-def test_a_loop_that_was_traced_too_late_is_told_and_trains(
+def test_a_loop_that_was_traced_too_late_is_warned_and_trains(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run_ranks(
@@ -212,7 +212,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import schedules
 
     found = {module.__name__: module for module in (schedules, pipeline_parallel)}
-    # In Megatron-LM's loop, and in somebody's own.
+    # In Megatron-LM's loop, and in another one.
     for name in ("megatron.training.training", "megatron.bridge.training.train"):
         found[name] = ModuleType(name)
         monkeypatch.setitem(sys.modules, name, found[name])

@@ -1,4 +1,4 @@
-"""Who takes part in the recording of a job, what is said where some cannot, and what is kept."""
+"""The ranks that take part in the recording of a job, its messages, and the recorded steps."""
 
 import errno
 import io
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Model(SimpleNamespace):
-    """What a recording asks of a model chunk."""
+    """The part of a model chunk that a recording uses."""
 
     def parameters(self) -> list[Any]:
         return []
@@ -162,7 +162,7 @@ def test_a_second_pipeline_is_trained_and_not_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(50)  # less than ranks wait for each other
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_rank_that_cannot_record_tells_the_others(tmp_path: Path, broken: int) -> None:
+def test_a_rank_that_cannot_record_notifies_the_others(tmp_path: Path, broken: int) -> None:
     found = run_ranks(2, record_some, tmp_path / "run", [[0, 1]], None, broken, timeout_s=45)
     beginning = "rrfp: the run is not recorded, the training goes on: "
     for rank, (steps, (sentence,)) in enumerate(found):
@@ -253,7 +253,7 @@ def test_a_job_that_was_started_again_is_recorded_beside(tmp_path: Path) -> None
     assert f"rank 0 failed while the ranks met: {run} exists; choose another" in learned
 
 
-def test_what_arrives_as_an_evaluation_begins_is_kept() -> None:
+def test_early_records_of_an_evaluation_are_recorded() -> None:
     from rrfp.megatron.job.description import describe_native_dispatch
     from rrfp.megatron.job.recording import JobRecording
 

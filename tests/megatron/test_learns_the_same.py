@@ -19,9 +19,9 @@ from tests.megatron.sameness import (
     Row,
     Settings,
     admitted,
+    balanced,
+    balanced_by_tokens,
     called,
-    dealt,
-    dealt_by_tokens,
     from_data,
     learn,
     logged,
@@ -243,8 +243,8 @@ LENGTHS_DEALT = Row(
 
 def rows_of_dealing() -> Iterator[Row]:
     items: Settings = {"microbatches": NUM, "variable_lengths": True, "seq_length": 48}
-    yield Row("pp2-dp2", "items dealt", dealt, [*DEALT, {}], items)
-    yield Row("pp2-dp2", "items dealt by tokens", dealt_by_tokens, [*DEALT, {}], items)
+    yield Row("pp2-dp2", "items dealt", balanced, [*DEALT, {}], items)
+    yield Row("pp2-dp2", "items dealt by tokens", balanced_by_tokens, [*DEALT, {}], items)
     yield LENGTHS_DEALT
     by_ours, settings = hints("bf-deep", "bfw"), LENGTHS_DEALT.settings
     yield Row("pp2-c2-dp2", "lengths dealt", trained_by_ours, by_ours, settings, is_slow=True)

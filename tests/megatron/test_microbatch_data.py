@@ -1,5 +1,5 @@
-"""What each microbatch of a step draws: what Megatron's own schedule would have drawn for it,
-whatever runs first. Megatron's schedule is simulated here by a loop over its order of forwards."""
+"""Each microbatch of a step draws the data that it has under Megatron's own schedule, in any order
+of tasks. A loop over Megatron's order of forwards simulates its schedule here."""
 
 import itertools
 import random
@@ -122,7 +122,7 @@ def in_megatrons_order(num_microbatches: int, num_chunks: int, group_size: int) 
 def natively(
     given: Sequence[Any], steps: Sequence[Sequence[Slot]], draws: Callable[[Slot], int]
 ) -> list[dict[Slot, list[Any]]]:
-    """What each slot draws in each step, one slot after the other."""
+    """The draws of each microbatch in each step, one after the other."""
     return [
         {slot: [next(given[slot[0]]) for _ in range(draws(slot))] for slot in step}
         for step in steps
@@ -296,7 +296,7 @@ def test_noise_beside_items_that_are_there_already_is_the_tasks() -> None:
             torch.rand(())
 
 
-# What cannot be told in advance, and ends with a sentence.
+# Errors that can be detected only during a step.
 
 
 def test_more_than_one_item_a_microbatch_cannot_be_viewed_out_of_order() -> None:
@@ -384,7 +384,7 @@ def drop_out(layout: Any, settings: dict[str, Any], reverse: str) -> list[list[i
         for hint in ("bfw", "f-first", reverse):
             found = train(rig, ours(hint=hint), kind)
             assert same(found, expected, in_order=hint != reverse), (kind, hint)
-    # A loader cannot be saved in mid-epoch; one that only has the random states can.
+    # A loader cannot be saved during an epoch; one that only has the random states can.
     set_off()
     schedule = ours(hint="bfw")
     loop = Loop(rig, schedule, "of_generators")
@@ -423,8 +423,8 @@ def test_noise_of_the_forward_step(layout: dict[str, Any], tmp_path: Path) -> No
 
 
 def add_noise(layout: Any, settings: dict[str, Any], reverse: str) -> list[Any]:
-    """What steps with random masks come to: Megatron's own, ours in order, ours out of order, and
-    the second step once more, from a checkpoint."""
+    """The results of steps with random masks: Megatron's own, rrfp's in order and out of order, and
+    the second step again from a checkpoint."""
     rig = Rig(settings, layout)
 
     def noisy_step(data_iterator: Iterator[Any], model: Any) -> Any:
@@ -609,7 +609,7 @@ def test_what_is_no_number_is_refused(found: Any, told: str) -> None:
     assert len(str(error.value)) < 200
 
 
-def test_a_function_that_fails_is_told() -> None:
+def test_a_failure_of_the_function_is_raised() -> None:
     class Heavy:
         def __call__(self, item: Any) -> float:
             raise ValueError("no\nsuch luck")

@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "six layers": {"layers": 6, "microbatches": 6},
 }
-"""What changes the function that is trained."""
+"""Settings that change the trained function."""
 
 
 def train_all(settings: dict[str, Any], variants: list[dict[str, Any]]) -> list[RankRun]:
@@ -444,7 +444,7 @@ def test_events_are_used_again(gpu: Gpu) -> None:
     assert timer.mark() is not second
 
 
-def test_long_runs_are_told_as_precisely(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_long_runs_are_as_precise(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA tells the time between two events in single precision."""
 
     def elapsed_ms(start: Event, end: Event) -> float:

@@ -1,4 +1,4 @@
-"""What newer releases of Megatron-Core brought: kept, or refused with the reason."""
+"""Features of newer releases of Megatron-Core: supported, or refused with the reason."""
 
 import os
 import subprocess

@@ -29,7 +29,7 @@ NUM_BYTES = 4096
 
 
 class Forgetful(Outbox):
-    """Lets go of the tensors when their copy is queued."""
+    """Releases the tensors when their copy is queued."""
 
     def _copy(self, *taken: Any) -> _Copying:
         copying = super()._copy(*taken)
@@ -163,7 +163,7 @@ class WaitsForDevice(TorchDispatchMode):  # type: ignore[no-untyped-call] # torc
 
 
 def count_waits(flags: dict[str, Any]) -> dict[str, int]:
-    """What waits in the tasks and at the ends of two steps of ours."""
+    """The waits in tasks and at the end of two steps under rrfp."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
@@ -213,7 +213,7 @@ IN_ORDER = {"hint": "zb-v", "dispatch": "fixed"}
 
 
 def learn(hints: list[dict[str, Any]], compiled: str) -> list[dict[str, Any]]:
-    """What one rank with two chunks learns under each of these, layers or their MLPs compiled."""
+    """The results of one rank with two chunks, with compiled layers or compiled MLPs."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()

@@ -427,19 +427,19 @@ def test_a_balanced_run_goes_on_and_is_repeated_from_its_file(tmp_path: Path) ->
     lengths: dict[str, Any] = {"variable_lengths": True, "seq_length": 48, "pp": 4, "dp": 2}
     balanced = {**lengths, "admit": "pyramid", "admit_across": "replicas"}
     run = checkpointed.train(tmp_path / "whole", 4, **balanced)
-    lines = run.dealing.read_text()
+    lines = run.assignments.read_text()
     assert len(lines.splitlines()) == 4
     expected = checkpointed.tensors_of(checkpointed.newest(tmp_path / "whole"))
 
     parted = tmp_path / "parted"
     checkpointed.train(parted, 2, **balanced, hint="f-first")
     resumed = checkpointed.train(parted, 4, **balanced, hint="bfw", resume=True)
-    assert resumed.dealing.read_text() == lines
+    assert resumed.assignments.read_text() == lines
     assert_same(parted, expected)
 
-    listed = {**lengths, "admit_across": str(run.dealing)}
+    listed = {**lengths, "admit_across": str(run.assignments)}
     repeated = checkpointed.train(tmp_path / "listed", 4, **listed, hint="1f1b", dispatch="fixed")
-    assert repeated.dealing.read_text() == lines
+    assert repeated.assignments.read_text() == lines
     assert_same(tmp_path / "listed", expected)
 
     checkpointed.train(tmp_path / "given", 4, **lengths)

@@ -1,4 +1,4 @@
-"""Which ranks run in step: those that share a collective, and whole pipelines that they couple."""
+"""Ranks that run in step: those that share a collective, and the pipelines that they couple."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -153,7 +153,7 @@ def places_in_megatron(settings: dict[str, Any]) -> list[Place]:
 
 
 @pytest.mark.parametrize("told", [b"[[5], [9]]", b"[[0, 1], [0]]", b"\x80\x04N.", b"[[1]]"])
-def test_a_place_that_cannot_be_is_told_with_its_rank(told: bytes) -> None:
+def test_an_invalid_place_is_reported_with_its_rank(told: bytes) -> None:
     store = HashStore()
     store.set("test/place-in-groups/1", told)  # type: ignore[arg-type]
     with pytest.raises(RrfpError, match=r"what rank 1 published as .* cannot be read"):
@@ -340,7 +340,7 @@ def test_ranks_wait_as_long_as_their_process_group_does() -> None:
 
 
 def wait_for_the_second_rank() -> list[str]:
-    """What the first rank is told while the second one does not come, and once that has ended."""
+    """The first rank's errors while the second one does not come, and after that has ended."""
     from rrfp.errors import RrfpError
     from rrfp.runtime.exit_hooks import at_end
     from rrfp.runtime.rendezvous import default_store
@@ -370,7 +370,7 @@ def test_a_stage_without_parameters_trains() -> None:
 
 
 def train_with_an_empty_stage() -> list[tuple[Any, Any]]:
-    """What Megatron's own schedule gives on this rank, and what ours does under each hint."""
+    """The results on this rank of Megatron's own schedule, and of rrfp's under each hint."""
     found = []
     for empty in (1, 2):
         model = Model([[0, 1, 2]], 1, empty=empty)
@@ -382,7 +382,7 @@ def train_with_an_empty_stage() -> list[tuple[Any, Any]]:
     return found
 
 
-def test_a_rank_that_fails_before_its_links_are_open_tells_the_others() -> None:
+def test_a_rank_that_fails_before_its_links_are_open_notifies_the_others() -> None:
     first, *others = run_ranks(3, in_the_world, fail_on_the_first_rank, 3, timeout_s=TIMEOUT_S)
     assert first == "2 data iterators came with 1 model chunks; pass a list of one per chunk"
     for told in others:
@@ -390,7 +390,7 @@ def test_a_rank_that_fails_before_its_links_are_open_tells_the_others() -> None:
 
 
 def fail_on_the_first_rank() -> str:
-    """What this rank is told; the links would be waited for far longer than the test may take."""
+    """The error of this rank. The timeout of the links is far longer than that of the test."""
     from rrfp.errors import RrfpError
     from rrfp.megatron.dropin import get_forward_backward_func
     from rrfp.megatron.settings import DispatchSettings

@@ -260,8 +260,8 @@ def test_generators_as_states_give_the_same_streams_and_stay() -> None:
 
 
 def drawn_from_both_trackers(_layout: Any) -> list[list[float]]:
-    """What two steps draw, and their loop between them, with a tracker that keeps states' bytes,
-    and with one that keeps generators, as Transformer Engine's and the one for CUDA graphs do."""
+    """The draws of two steps and of the loop between them, with a tracker that stores states by
+    value, and one that stores generators, as Transformer Engine's and that for CUDA graphs do."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     from rrfp.megatron.step.random_streams import RandomStreams

@@ -44,7 +44,7 @@ PLAIN = ("--dispatch", "megatron", "--no-trace")
 def seen(
     out: Path, settings: dict[str, Any], *arguments: str, options: tuple[str, ...] = PLAIN
 ) -> list[dict[str, Any]]:
-    """What the ranks of a job saw of their training, by rank."""
+    """The training results of a job, by rank."""
     out.mkdir()
     num_ranks = settings["pp"]
     command = [str(out), json.dumps(settings), *arguments]
@@ -192,7 +192,7 @@ def test_a_job_whose_environment_has_no_trace_writer_leaves_its_records(
     assert steps_of(read_whole(run).recording) == {(0, 1, 2)}
 
 
-def test_install_is_told_where_to_record() -> None:
+def test_install_records_in_a_given_directory() -> None:
     from rrfp.megatron import install
 
     with pytest.raises(UsageError, match="say where with out=DIRECTORY"):
@@ -262,7 +262,7 @@ def test_a_job_that_torchrun_starts_again_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_window_that_no_step_reaches_is_told(tmp_path: Path) -> None:
+def test_a_window_without_steps_is_reported(tmp_path: Path) -> None:
     done = launched(tmp_path, "--out", "run", "--steps", "7:")
     assert done.returncode == 0, done.stderr
     why = "the job began 3 steps, and those from 7 on were to be recorded"

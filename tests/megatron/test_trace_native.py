@@ -99,7 +99,7 @@ def evaluate_between(settings: dict[str, Any], out: Path) -> NativeRun:
     return train(settings, out, exported, evaluates=True)
 
 
-def test_evaluations_are_told_apart(tmp_path: Path) -> None:
+def test_evaluations_are_distinguished(tmp_path: Path) -> None:
     num_steps, num_microbatches = 3, 4
     settings = {"pp": 2, "steps": num_steps, "microbatches": num_microbatches}
     ranks = run_ranks(2, evaluate_between, settings, tmp_path / "run", timeout_s=200)
@@ -154,9 +154,9 @@ def check_run(num_ranks: int, settings: dict[str, Any], order: str, tmp_path: Pa
 
 
 def check_same(own: Bubbles, imported: Bubbles) -> None:
-    """To 1% of the window. What is told of the ranges' own time is overhead here or there; and a
-    busy core may leave a process between a record's look at the clock and that of its range, now
-    and then."""
+    """The times agree to 1% of the window. The ranges' own time is overhead in one or the other. A
+    busy core may also preempt a process between reading the clock for a record and for its
+    range."""
     near = 0.01 * own.window_ns + 3 * TIME_SLICE_NS
     assert imported.window_ns == pytest.approx(own.window_ns, abs=near)
     for left, right in zip(imported.ranks, own.ranks, strict=True):
@@ -200,7 +200,7 @@ train({"pp": 2, "steps": 2}, Path(sys.argv[1]))
 
 
 def launched(tmp_path: Path, out: Path) -> str:
-    """Run a script of two ranks under torchrun; what was told besides what it logged."""
+    """Run a script of two ranks under torchrun. Returns its messages without its log."""
     script, log = tmp_path / "train.py", tmp_path / "log"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -289,7 +289,7 @@ def test_waits_for_overlapping_transfers_are_recorded() -> None:
     assert taken.is_completed()
     records = tally.records(wait=True)
     assert records == [WaitRecord(0, 1, 0, Cause.WARMUP), WaitRecord(2, 3, 0, Cause.WARMUP)]
-    # What the host did is told at once, and before that, that it begins.
+    # The host's tasks are recorded at once, and their begins before that.
     assert told[1::2] == records
     begun = [each for each in told if isinstance(each, BegunRecord)]
     assert told[::2] == begun
@@ -317,7 +317,7 @@ def run_late() -> None:
     rank.NativeSchedule = LateSchedule  # type: ignore[attr-defined]
 
 
-def test_a_step_is_told_once_the_gpu_has_caught_up(tmp_path: Path) -> None:
+def test_a_step_is_recorded_once_the_gpu_has_caught_up(tmp_path: Path) -> None:
     train_prepared(tmp_path, 3, run_late, dispatch="megatron", no_trace=False)
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -372,7 +372,7 @@ def test_overlapping_transfers_are_recorded_and_learn_the_same() -> None:
 
 
 def own(script: str, *arguments: str) -> str:
-    """What a script of one process, without torch.distributed, printed and logged."""
+    """The output and log of a script of one process without torch.distributed."""
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         check=True,
@@ -384,7 +384,7 @@ def own(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_name_that_was_imported_before_is_replaced_and_no_step_is_told() -> None:
+def test_a_name_imported_before_is_replaced_and_a_missing_step_is_reported() -> None:
     told = own(
         """
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining as early
@@ -417,7 +417,7 @@ def test_without_torch_distributed_the_training_goes_on_with_one_warning(
     assert told.count("rrfp:") == 1
 
 
-def test_what_fails_again_and_again_is_told_once(
+def test_repeated_failures_are_reported_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fails(*_: object, **__: object) -> None:

@@ -137,7 +137,7 @@ def test_buckets_are_ready_only_with_their_weights() -> None:
 
 
 def reductions(layout: Any) -> list[list[str]]:
-    """What differs from Megatron's reduced gradients, with each of two kinds of optimizer."""
+    """Differences from Megatron's reduced gradients, with each of two kinds of optimizer."""
     return [
         _reduction(Chunk(layout, {}, overlap_grad_reduce=True, bucket_size=1000, **ddp))
         for ddp in ({}, {"use_distributed_optimizer": True})

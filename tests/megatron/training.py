@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(slots=True)
 class RankRun:
-    """What one rank saw of a run."""
+    """The results of a run on one rank."""
 
     losses: list[float] = field(default_factory=list)
     heldout_losses: list[float] = field(default_factory=list)
@@ -45,13 +45,13 @@ class RankRun:
     summaries: list[StepSummary | None] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     orders: list[list[int]] = field(default_factory=list)
-    """Of a planned run: the order of entry of each step."""
+    """The order of entry of each step, if it was planned."""
     plans: list[dict[str, object] | None] = field(default_factory=list)
     """Likewise: how each order was chosen."""
     policies: list[StepPolicy] = field(default_factory=list)
-    """What steered each step."""
+    """The policy of each step."""
     parameters_sha256: str = ""
-    """Of this rank's parameters at the end."""
+    """A digest of this rank's final parameters."""
 
     def tasks(self) -> list[TaskRecord]:
         return [record for record in self.records if isinstance(record, TaskRecord)]
@@ -159,7 +159,7 @@ TIMEOUT_S = 300.0
 
 
 class Outcome(NamedTuple):
-    """What a step came to on one rank."""
+    """The results of a step on one rank."""
 
     losses: list[float]
     gradients_sha256: str
@@ -290,11 +290,11 @@ def three_value_step(data_iterator: Iterator[Batch], model: Any) -> tuple[torch.
 NUM = 6
 NUM_STEPS = 2
 NUM_SAMPLES = 8
-"""Fewer than the steps take: the loader begins again in mid-step."""
+"""Fewer items than the steps take: the loader restarts within a step."""
 
 
 class Trained(NamedTuple):
-    """What some steps came to on one rank."""
+    """The results of some steps on one rank."""
 
     losses: list[list[float]]
     gradients: list[str]
@@ -366,7 +366,7 @@ def states() -> str:
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds of the random states."""
+    """The random states in a checkpoint."""
 
     python: Any
     numpy: Any

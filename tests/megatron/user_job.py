@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
 
 
 def train(settings: Any, layout: Any, schedule: Any, *, evaluates: bool) -> dict[str, Any]:
-    """What one rank sees of its training."""
+    """The training results of one rank."""
     import torch
 
     from rrfp.train.data.batches import open_data
@@ -85,9 +85,8 @@ NOT_OF_A_JOB = ("typer", "rich", "polars", "perfetto", "google.protobuf", "PIL",
 
 
 def run_example(run: str, *, installs: bool) -> list[str]:
-    """Train and record the example on this rank, by `rrfp run` or by `install()`, and return which
-    of the packages that no job needs are loaded then. An import of ours that a job has no use for
-    fails at once."""
+    """Train and record the example on this rank, by `rrfp run` or by `install()`, and return the
+    loaded packages that no job needs. An import of such a package by rrfp fails at once."""
     sys.meta_path.insert(0, _OnlyOfAJob())
     arguments = [str(EXAMPLE), "--pp", "2", "--steps", "3"]
     if installs:
@@ -109,7 +108,7 @@ def run_example(run: str, *, installs: bool) -> list[str]:
 
 
 class _OnlyOfAJob:
-    """Refuses what modules of ours import beside torch, Megatron-Core, NumPy and Python's own."""
+    """Refuses imports by rrfp of packages other than torch, Megatron-Core, NumPy and Python's."""
 
     def find_spec(self, name: str, *_: object) -> None:
         frame = sys._getframe(1)

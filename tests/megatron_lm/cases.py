@@ -1,4 +1,4 @@
-"""What is run: arguments of `pretrain_gpt.py`, and the schedules that must come to the same."""
+"""The cases: arguments of `pretrain_gpt.py`, and the schedules whose results must be equal."""
 
 from dataclasses import dataclass
 
@@ -61,13 +61,13 @@ class Case:
     hints: tuple[str, ...] = HINTS
     reference: str = NATIVE
     resumptions: tuple[tuple[str, str], ...] = ()
-    """Before and after a checkpoint in mid-run: schedules that together come to what the reference
-    does without a break."""
+    """The schedules before and after a checkpoint. Together they must give the results of the
+    reference, which runs without a break."""
     iterations: str = _ITERATIONS
     layers: str = "--num-layers 4"
     dropout: str = _NO_DROPOUT
     script: str = "pretrain_gpt.py"
-    """Which not every version has."""
+    """Arguments that some versions lack."""
     by_signal: bool = False
     """Whether SIGTERM, and not an argument, ends the run before the checkpoint."""
     needs_gloo_patch: bool = False
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def schedules(self) -> list[tuple[str, ...]]:
-        """What is held against the reference: a schedule, or one before and one after a
+        """The schedules compared with the reference: one, or one before and one after a
         checkpoint."""
         recorded = [(RECORDED,)] if self.also_recorded else []
         return [*((hint,) for hint in self.hints), *recorded, *self.resumptions]

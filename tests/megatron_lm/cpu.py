@@ -79,7 +79,7 @@ def _stand_in_for_missing_packages() -> None:
 
 
 def _stand_in_for(*names: str) -> list[str]:
-    """Those of the packages that are missing."""
+    """The names of the packages that are missing."""
     missing = [name for name in names if not _is_there(name.partition(".")[0])]
     for name in missing:
         sys.modules[name] = _Anything(name)

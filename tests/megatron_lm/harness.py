@@ -34,7 +34,7 @@ class RunFailedError(AssertionError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """The results of a run."""
 
     records: Records
     recorded: list[tuple[Path, str]]
@@ -42,7 +42,7 @@ class Run:
 
 
 class Ranks:
-    """Where ranks are forked: a server that has imported the checkout's Megatron. To be closed."""
+    """A server that has imported the checkout's Megatron and forks ranks. Close it after use."""
 
     def __init__(self, checkout: Path, bytecode: Path) -> None:
         self.checkout = checkout.resolve()
@@ -209,7 +209,7 @@ def _why(log: Path) -> str:
 
 
 def differences(reference: Records, records: Records) -> list[str]:
-    """Where two runs differ, in words; the first of every rank."""
+    """Describe the first difference between two runs on each rank."""
     found = []
     for rank, (expected, given) in enumerate(zip(reference, records, strict=True)):
         if len(expected) != len(given):

@@ -1,4 +1,4 @@
-"""What is put into a rank's process before the script runs."""
+"""Prepares a rank's process before the script runs."""
 
 import os
 
@@ -11,8 +11,8 @@ def prepare_megatron() -> None:
 
 
 def begin() -> None:
-    """Record this rank, and do what the environment asks for: `RRFP_LM_NATIVE_GLOO`, the patches
-    of `native_gloo`; `RRFP_LM_SIGTERM_AT`, a signal to itself after so many steps."""
+    """Record this rank. Environment variables: `RRFP_LM_NATIVE_GLOO` applies the patches of
+    `native_gloo`; `RRFP_LM_SIGTERM_AT` is the step after which it sends itself SIGTERM."""
     if _asked("NATIVE_GLOO"):
         native_gloo.prepare()
     # Not in the processes that a checkpoint starts: they have this environment, too.

@@ -1,7 +1,7 @@
-"""What a rank learns in Megatron-LM's own loop: one line of JSON a step, the same for every
+"""Records a rank's training in Megatron-LM's own loop: one line of JSON per step, equal for every
 schedule.
 
-Only ranks of tests import this, and it changes nothing of what the loop does.
+Only ranks of tests import this. It does not change the loop.
 """
 
 import hashlib

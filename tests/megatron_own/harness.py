@@ -27,7 +27,7 @@ _IN_EVERY_NAME = "schedules.py"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a test, or of one's items together, on all of its ranks."""
+    """The outcome of a test, or of all its items, on all of its ranks."""
 
     test: str
     num_items: int
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def version_of(checkout: Path) -> str | None:
-    """The version of Megatron-Core in a checkout of Megatron-LM; None if it is none."""
+    """The version of Megatron-Core in a checkout of Megatron-LM; None for other directories."""
     info = checkout / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         return None

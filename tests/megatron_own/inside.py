@@ -41,7 +41,7 @@ FILES = (
     "tests/unit_tests/pipeline_parallel/test_pipeline_layout.py",
     "tests/unit_tests/pipeline_parallel/test_multimodule_schedules.py",
 )
-"""Those that call a schedule; not every version has all."""
+"""Tests that call a schedule. Some versions lack some of them."""
 
 TOGETHER = ("test_get_pipeline_parallel_order",)
 """Tests of many items that call no schedule: all items of one share their ranks."""
@@ -50,7 +50,7 @@ ON_TWO = "_2gpu"
 """How the names end of tests that ask for two ranks instead of all."""
 
 LARGE, TIMES_AS_LONG = "_8gpu", 5
-"""Those that multiply matrices of a size for GPUs get more time."""
+"""Timeouts of tests that multiply matrices sized for GPUs."""
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -74,7 +74,7 @@ markers =
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run; the launcher sends it as JSON."""
+    """The tests to run. The launcher sends it as JSON."""
 
     checkout: str
     schedule: str
@@ -83,7 +83,7 @@ class Job:
     limit_s: float
     """For each test."""
     port: int
-    """Of the store, which the launcher serves."""
+    """The port of the store, which the launcher serves."""
     logs: str
     only_file: str = ""
     """Leaves out the files of other names."""
@@ -264,7 +264,7 @@ def _collected(job: Job) -> list[str]:
 
 
 def _units(ids: list[str]) -> list[tuple[str, list[str]]]:
-    """What runs on ranks of its own, by name: a test, or a test's items together."""
+    """The names of the units that run on separate ranks: a test, or all items of a test."""
     units: dict[str, list[str]] = {}
     for item in ids:
         name = item.rpartition("::")[2]
@@ -402,8 +402,8 @@ def _read(path: Path) -> dict[str, str] | None:
 
 
 class _Outcomes:
-    """A pytest plugin: writes what became of a rank's tests, at once when one fails, for what comes
-    after may wait for ever for another rank."""
+    """A pytest plugin that writes the outcomes of a rank's tests. It writes a failure at once,
+    because later tests may wait indefinitely for another rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

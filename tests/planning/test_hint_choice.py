@@ -36,8 +36,14 @@ from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.step import new_recording, play, simulate_step
-from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY, policies_by_step, stated_policy
-from rrfp.trace.sessions import description_of_steps
+from rrfp.trace.run_json import (
+    FIRST_STEP,
+    POLICIES,
+    POLICY,
+    description_of_steps,
+    policies_by_step,
+    stated_policy,
+)
 from rrfp.train.settings import TrainSettings
 from tests.train.trained import Run, run
 

@@ -35,7 +35,7 @@ from rrfp.chaos.session import MarkedProcesses, Process, flags_of
 from rrfp.chaos.verdict import Observation, Verdict, judge, judge_late_end
 from rrfp.cli import app
 from rrfp.errors import UsageError
-from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome
+from rrfp.trace.outcome import Ending, FaultOrigin, FoundBy, Outcome
 from rrfp.train.settings import TrainSettings
 from tests.train.trained import rrfp, rrfp_here
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_a_session_before_left_is_not_being_written() -> None:
 
 
 def failed(
-    injected: Injected, culprit: Culprit | None, output: str = "rrfp: it failed"
+    injected: Injected, culprit: FaultOrigin | None, output: str = "rrfp: it failed"
 ) -> Observation:
     """The observation of a run that failed one second after a fault."""
     ending = Ending(Outcome.FAILED, output, culprit)
@@ -140,7 +140,7 @@ def failed(
 
 
 WENT_ON = Observation(OF_RANK, 3.0, 35.0, None, True, None, "")
-KILLED = failed(OF_RANK, Culprit(FoundBy.LAUNCHER, rank=1))
+KILLED = failed(OF_RANK, FaultOrigin(FoundBy.LAUNCHER, rank=1))
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,15 @@ KILLED = failed(OF_RANK, Culprit(FoundBy.LAUNCHER, rank=1))
     [
         (KILL, KILLED, "launcher", True),
         (STOP, KILLED, "launcher", True),
-        (STOP, failed(OF_RANK, Culprit(FoundBy.LINK, rank=1)), "link", True),
+        (STOP, failed(OF_RANK, FaultOrigin(FoundBy.LINK, rank=1)), "link", True),
         (CONT, WENT_ON, "", None),
         (DROP, replace(WENT_ON, injected=OF_LINK), "", None),
-        (DISK, failed(OF_DISK, Culprit(FoundBy.RANK, 0), "rrfp: /tmp/full is full"), "rank", True),
+        (
+            DISK,
+            failed(OF_DISK, FaultOrigin(FoundBy.RANK, 0), "rrfp: /tmp/full is full"),
+            "rank",
+            True,
+        ),
         (DISK, replace(WENT_ON, injected=OF_DISK), "", None),
         # A run that saves takes SIGTERM as a request.
         (
@@ -191,13 +196,13 @@ def test_what_is_as_it_must_be_passes(
 @pytest.mark.parametrize(
     ("fault", "seen", "complaint"),
     [
-        (KILL, failed(OF_RANK, Culprit(FoundBy.LINK, rank=0)), "it did not name rank 1"),
-        (KILL, failed(OF_RANK, Culprit(FoundBy.COLLECTIVE)), "it did not name rank 1"),
+        (KILL, failed(OF_RANK, FaultOrigin(FoundBy.LINK, rank=0)), "it did not name rank 1"),
+        (KILL, failed(OF_RANK, FaultOrigin(FoundBy.COLLECTIVE)), "it did not name rank 1"),
         (STOP, failed(OF_RANK, None), "it did not name rank 1: rrfp: it failed"),
-        (DROP, failed(OF_LINK, Culprit(FoundBy.LINK, rank=1)), "it did not name link 0-1"),
-        (DROP, failed(OF_LINK, Culprit(FoundBy.LINK, link=(0, 1))), "it should have survived"),
+        (DROP, failed(OF_LINK, FaultOrigin(FoundBy.LINK, rank=1)), "it did not name link 0-1"),
+        (DROP, failed(OF_LINK, FaultOrigin(FoundBy.LINK, link=(0, 1))), "it should have survived"),
         (CONT, KILLED, "it should have survived"),
-        (DISK, failed(OF_DISK, Culprit(FoundBy.RANK, 0), "rrfp: OSError"), "did not name disk"),
+        (DISK, failed(OF_DISK, FaultOrigin(FoundBy.RANK, 0), "rrfp: OSError"), "did not name disk"),
         (STOP, replace(KILLED, seconds=53.0), "it took 53 s, above the limit of 35 s"),
         (STOP, replace(KILLED, exit_code=None, seconds=36.0), "it neither ended nor went on"),
         (KILL, replace(KILLED, exit_code=0), "it ended with exit code 0"),

@@ -456,7 +456,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import HashStore
 from rrfp.runtime.net.transport import SocketTransport, make_planes
 from rrfp.runtime.planes.registry import TransportName
-from rrfp.runtime.protocols import Arrived, Inbox, Message
+from rrfp.runtime.protocols import Inbox, Message, MessageArrived
 from rrfp.schedule.tasks import Kind, Task
 
 store, inboxes, records = HashStore(), (Inbox(), Inbox()), []
@@ -476,7 +476,7 @@ with ThreadPoolExecutor(2) as pool:
     while len(events) < 3:
         events += inboxes[1].take(10.0)
     for event in events:
-        assert isinstance(event, Arrived), event
+        assert isinstance(event, MessageArrived), event
         transports[1].consumed(0, 0)
         print(event.message.task, event.message.tensors[0].tolist()[0])
     receiver = transports[1]._incoming[0].receiver

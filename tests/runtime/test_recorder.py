@@ -31,7 +31,8 @@ from rrfp.trace.records import (
     WaitRecord,
     num_times,
 )
-from rrfp.trace.spill import SpillWriter, read_spill
+from rrfp.trace.spill import SpillWriter
+from tests.trace.spills import read_spill
 
 INFO = RankInfo(0, 0, 0, 0, (0,), "node", 7)
 

@@ -51,7 +51,7 @@ from rrfp.simulate.costs.model import Links
 from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.step import new_recording, play, simulate_step
-from rrfp.trace.records import Recording, StimulusRecord, record_of, stimulus_of
+from rrfp.trace.records import Recording, StimulusRecord, stimulus_of, stimulus_record
 from tests.analyze.simulated_runs import equal_times
 from tests.properties.cases import an_order, arrive, ask, replayed, task, turns
 
@@ -394,7 +394,7 @@ def test_without_patience_nothing_is_announced() -> None:
 
 def test_an_announcement_is_recorded_and_read_back() -> None:
     announced = Announced(task("1F3"), 90, 25)
-    record = record_of(100, 7, announced)
+    record = stimulus_record(100, 7, announced)
     assert record == StimulusRecord(100, 7, "Announced", "F", 1, 3, 0, -10, 25)
     assert stimulus_of(record) == announced
     moved = record._replace(time_ns=1100)

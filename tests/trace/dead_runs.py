@@ -1,8 +1,9 @@
-"""Ends runs at random moments, and asks what their traces tell of it:
-`python -m tests.trace.dead_runs --runs 47`.
+"""Kills runs at random moments, and checks their traces: `python -m tests.trace.dead_runs --runs
+47`.
 
-One rank dies, or all do at once, without a chance to write anything. A run that died has records of
-the step in which it did, of every rank, and `rrfp trace check` does not call it whole.
+One rank dies, or all die at once, without a chance to write anything. The trace of a run that died
+must have records of its last step from every rank, and `rrfp trace check` must not call it
+complete.
 """
 
 import argparse
@@ -19,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rrfp.trace.check import check_contents
-from rrfp.trace.completeness import Promise
+from rrfp.trace.check import Promise, check_contents
 from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.run_dir import RunDir, create_run_dir
@@ -41,7 +41,7 @@ TIMEOUT_S = 300.0
 
 
 class CalledWholeError(AssertionError):
-    """A run that died is called whole, or nothing is left of its last step."""
+    """A run that died is called complete, or its last step has no records."""
 
 
 def main() -> None:
@@ -54,9 +54,9 @@ def main() -> None:
 
 
 def end_runs(directory: Path, num_runs: int, seed: int) -> Counter[str]:
-    """End so many runs. Returns what was met; raises CalledWholeError."""
+    """Kill `num_runs` runs. Returns counts of the outcomes; raises CalledWholeError."""
     draw, tally = random.Random(seed), Counter[str]()
-    # The first one waits for the server of ranks.
+    # Measure the second run, because the first one waits for the server of ranks.
     for _ in range(2):
         begin_s = time.monotonic()
         run = train(directory / "whole", {"pp": 4, "dispatch": "ready"})
@@ -75,7 +75,7 @@ def end_runs(directory: Path, num_runs: int, seed: int) -> Counter[str]:
 
 
 def train(path: Path, flags: dict[str, Any], cut: partial[None] | None = None) -> RunDir:
-    """Train on forked ranks, which `cut` prepares to die."""
+    """Train on forked ranks, on each of which `cut` is called first, to make some die."""
     shutil.rmtree(path, ignore_errors=True)
     run = create_run_dir(path, False, "")
     settings = TrainSettings(**{**SMALL, **flags}, steps=STEPS, out=path)
@@ -87,15 +87,16 @@ def train(path: Path, flags: dict[str, Any], cut: partial[None] | None = None) -
 
 
 def die_later(ranks: set[int], seconds: float) -> None:
-    """End this process after so many seconds, if it is one of those ranks, in the middle of what it
-    does: nothing handles this signal, as nothing handles SIGKILL."""
+    """Kill this process after this many seconds if it is one of these ranks, by a signal without a
+    handler, which acts like SIGKILL."""
     if int(os.environ["RANK"]) in ranks:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
 
 
 def judged(run: RunDir, what: str) -> Counter[str]:
-    """What the trace of a dead run tells; raises CalledWholeError if that is too little."""
+    """Count the outcome of a run that died; raises CalledWholeError if its trace lacks
+    information."""
     if not list(run.records.glob("rank-*.ring")):
         return Counter({"died before, or came to their end": 1})
     trace = encode_run(run.path)
@@ -119,7 +120,7 @@ def judged(run: RunDir, what: str) -> Counter[str]:
 
 
 def problems_of(run: Path) -> list[str]:
-    """What `rrfp trace check` finds; it makes the trace if nobody has."""
+    """The findings of `rrfp trace check`, which makes the trace if needed."""
     checked = rrfp_here(run.parent, "trace", "check", str(run))
     assert checked.returncode in (0, 1), checked.stderr
     return checked.stdout.splitlines() if checked.returncode else []

@@ -1,4 +1,4 @@
-"""Every kind of damage to a trace is reported, and a whole trace has no problem."""
+"""Every kind of damage to a trace is reported, and a complete trace has no problems."""
 
 import gzip
 import sys
@@ -136,7 +136,7 @@ def _lose_the_end_of_a_step(run: Recording) -> None:
         (_lose_the_end_of_a_step, ["lost: the end of step 0 on 1 rank (1)"]),
     ],
 )
-def test_damage_to_a_run_is_told(
+def test_damage_to_a_run_is_reported(
     tmp_path: Path, damage: Callable[[Recording], None], problems: list[str]
 ) -> None:
     recording = make_recording(NUM_RANKS, 4, 2)
@@ -168,7 +168,7 @@ def test_a_torn_last_step_is_reported_as_what_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_rank_had_no_room_for_is_told_and_no_more(tmp_path: Path) -> None:
+def test_records_that_did_not_fit_are_reported_once(tmp_path: Path) -> None:
     recording = make_recording(NUM_RANKS, 4, 4)
     full = recording.ranks[1]
     num_before = sum(map(len, full.by_name().values()))
@@ -214,7 +214,7 @@ def _is_end(packet: Any) -> bool:
         (_strip_an_arrow, "unmatched: 1 message without an arrow"),
     ],
 )
-def test_damage_to_the_file_is_told(
+def test_damage_to_the_file_is_reported(
     tmp_path: Path, damage: Callable[[list[Any]], None], problem: str
 ) -> None:
     path = tmp_path / "trace.pftrace"
@@ -226,7 +226,7 @@ def test_damage_to_the_file_is_told(
     assert any(line.startswith(problem) for line in told), told
 
 
-# What recording cost: the last statement of the rank that it cost most.
+# The cost of recording: the last record of the rank with the largest cost.
 
 
 def _rank(rank: int, steps_ns: list[int], costs_ns: list[int]) -> RankRecords:
@@ -258,8 +258,8 @@ def test_a_rank_that_finished_no_step_or_stated_no_cost_does_not_count() -> None
 
 # Twelve kinds of damage to a trace, through every command that reads one: no traceback, no hang.
 #
-# What cannot be read, or would make figures wrong, is refused with one sentence and 1. Of what is
-# merely incomplete there are figures, and a line that says what they lack.
+# A trace that cannot be read, or would make figures wrong, is refused with one sentence and exit
+# code 1. For an incomplete trace there are figures, and a line that states what they lack.
 
 
 TRACE = Path("trace.pftrace")
@@ -273,7 +273,7 @@ def simulated_recording(num_ranks: int = NUM_RANKS) -> Recording:
     return recording
 
 
-# The kinds of damage: each makes the file, or what is there in its place.
+# The kinds of damage: each writes a damaged file, or replaces it.
 
 Damage = Callable[[Path], None]
 
@@ -340,7 +340,7 @@ def lose_the_last_rank(recording: Recording) -> None:
 
 
 def lose_records(recording: Recording) -> None:
-    """The last of step 2 on rank 1, as when it had no room for more."""
+    """Remove the last records of step 2 on rank 1, as if they had not fit into its buffer."""
     records = recording.ranks[1]
     del records.tasks[-4:], records.waits[-2:], records.stimuli[-2:], records.phases[-1:]
     records.losses.append(LossRecord(1, 2, 9))
@@ -452,7 +452,7 @@ def rrfp(
         )
     ],
 )
-def test_what_cannot_be_read_is_refused(rrfp: Rrfp, damage: Damage, words: str) -> None:
+def test_an_unreadable_trace_is_refused(rrfp: Rrfp, damage: Damage, words: str) -> None:
     damage(TRACE)
     for command in COMMANDS:
         code, out, err = rrfp(command)
@@ -487,7 +487,7 @@ def test_what_cannot_be_read_is_refused(rrfp: Rrfp, damage: Damage, words: str) 
         )
     ],
 )
-def test_what_would_make_figures_wrong_is_refused_and_told_in_detail(
+def test_damage_that_would_make_figures_wrong_is_refused_in_detail(
     rrfp: Rrfp, damage: Damage, words: str, told: str
 ) -> None:
     damage(TRACE)
@@ -534,7 +534,7 @@ def test_what_would_make_figures_wrong_is_refused_and_told_in_detail(
         )
     ],
 )
-def test_what_is_incomplete_is_reported_with_what_it_lacks(
+def test_an_incomplete_trace_is_reported_with_what_it_lacks(
     rrfp: Rrfp, damage: Damage, words: str, told: str
 ) -> None:
     damage(TRACE)
@@ -542,7 +542,7 @@ def test_what_is_incomplete_is_reported_with_what_it_lacks(
         code, out, err = rrfp(command)
         # Of two traces it is said which one.
         assert words in err.replace("note: A: ", "note: "), command
-        # What is left may be no pipeline any more: a sentence says so.
+        # The remaining records may not form a pipeline, which is reported in a sentence.
         assert code == 0 or (code, out, err.count("rrfp: ")) == (1, "", 1)
         assert "this is a bug" not in err
     assert rrfp("bubbles")[0] == rrfp("deviations")[0] == rrfp("critical-path")[0] == 0
@@ -561,8 +561,9 @@ def test_a_whole_trace_lacks_nothing(rrfp: Rrfp) -> None:
         assert "note" not in err
 
 
-def test_tasks_that_wait_for_each_other_in_a_ring_are_told(rrfp: Rrfp) -> None:
-    """Rank 1 takes in the output of 0F1 before that ran, and 0F1 ran behind what came of it."""
+def test_tasks_that_wait_for_each_other_in_a_circle_are_reported(rrfp: Rrfp) -> None:
+    """Rank 1 receives the output of 0F1 before it ran, and 0F1 ran after a task that depends on
+    it."""
     first, second = (
         RankRecords(RankInfo(rank, rank, 0, 0, (rank,), "node", 1)) for rank in range(2)
     )

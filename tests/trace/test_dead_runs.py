@@ -1,4 +1,4 @@
-"""Runs that ended before their time: their traces say so, and show the step in which they did."""
+"""Traces of runs that died: they state that, and show the step in which the runs died."""
 
 import json
 import os
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.trace.check import check_contents
-from rrfp.trace.completeness import Promise
+from rrfp.trace.check import Promise, check_contents
 from rrfp.trace.flight_record import FlightRing, ring_of
 from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import Outcome
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 
 MS = 1_000_000
 FATAL = 2
-"""The step in which the runs that are made up here end."""
+"""The step in which the made-up runs of this module end."""
 ERROR = "rank 1 (pid 101) was killed by SIGKILL; its last output is in run/logs/rank-1.log"
 
 
@@ -62,8 +61,9 @@ class DeadRun:
         self.run.outcome.write_text(json.dumps({"outcome": outcome, "error": error}))
 
     def record(self, rank: int, *last: BegunRecord, until_ns: int | None = None) -> list[Any]:
-        """What a rank that died leaves: its finished steps in one file, and in the other also what
-        it had ended of the fatal step by `until_ns`, and what it had begun."""
+        """Write the files of a rank that died: its finished steps in its spill file, and in its
+        flight record also the fatal step's records up to `until_ns` and the activity it had
+        begun."""
         records = self.whole.ranks[rank]
         everything = sorted(
             (r for found in records.by_name().values() for r in found if not _is_of_flush(r)),
@@ -109,13 +109,13 @@ def dead(tmp_path: Path) -> DeadRun:
 
 
 def amid_fatal_step(dead: DeadRun) -> int:
-    """When the fatal step is half over."""
+    """The time in the middle of the fatal step."""
     tasks = [task for rank in dead.whole.ranks for task in rank.tasks if task.step == FATAL]
     return (min(t.start_ns for t in tasks) + max(t.end_ns for t in tasks)) // 2
 
 
 def died(dead: DeadRun) -> int:
-    """Let every rank have died amid the fatal step; gives when."""
+    """Make files in which every rank died within the fatal step; returns the time."""
     middle_ns = amid_fatal_step(dead)
     waits = begun(middle_ns - 50_000, "backward_input", "B", 1, 2, 1)
     dead.record(0, waits, until_ns=middle_ns)
@@ -152,7 +152,7 @@ def test_a_dead_run_is_not_whole_and_says_why(dead: DeadRun) -> None:
     ]
 
 
-def test_what_was_begun_lasts_to_the_end_of_the_run(dead: DeadRun) -> None:
+def test_an_unended_activity_lasts_to_the_end_of_the_run(dead: DeadRun) -> None:
     died(dead)
     found = dead.recording()
     ends_ns = {each.end_ns for rank in found.ranks for each in rank.begun}
@@ -165,8 +165,8 @@ def test_what_was_begun_lasts_to_the_end_of_the_run(dead: DeadRun) -> None:
     assert task[2:] == (FATAL, "task", "F", 1, 5, -1)
 
 
-def test_what_only_a_flight_record_tells_may_be_the_first_of_a_run(dead: DeadRun) -> None:
-    """Of a run that ended in its first step one rank has files, and another only began."""
+def test_records_only_in_a_flight_record_may_be_the_first_of_a_run(dead: DeadRun) -> None:
+    """In a run that ended in its first step, one rank has files, and another one only began."""
     whole, other = dead.whole.ranks[:2]
     first_ns = min(task.start_ns for task in whole.tasks)
     for records in (whole, other):
@@ -190,7 +190,7 @@ F3 = ("F", 1, 3)
     [
         ([begun(5, Doing.TASK, *F3)], "task", 5),
         ([begun(5, "drain"), WaitRecord(5, 9, FATAL, "drain")], None, 0),
-        # A wait goes on when something arrives, and is told in full when it is long.
+        # A message does not end the wait, which is recorded again and begins at its first record.
         ([begun(5, "warmup"), begun(7, "warmup"), begun(9, "warmup", *F3, 0)], "warmup", 5),
         ([begun(5, "warmup"), begun(7, "forward_input")], "forward_input", 7),
         ([begun(5, Doing.TASK, *F3), begun(7, Doing.TASK, *F3)], "task", 7),
@@ -220,7 +220,7 @@ F3 = ("F", 1, 3)
         ([begun(1, Doing.METRICS), begun(4, Phase.DATA, step=3)], "data", 4),
     ],
 )
-def test_what_a_rank_never_ended(
+def test_the_activity_that_a_rank_never_ended(
     dead: DeadRun, taken: list[Any], open_: str | None, since_ns: int
 ) -> None:
     info = dead.whole.ranks[0].info
@@ -233,10 +233,10 @@ def test_what_a_rank_never_ended(
     assert [(each.doing, each.start_ns) for each in dead.recording().ranks[0].begun] == found
 
 
-def test_of_a_step_whose_beginning_is_lost_nothing_passes_for_whole(
+def test_a_step_whose_first_records_are_lost_is_never_complete(
     dead: DeadRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a ring went round since its rank last wrote, only the step that ran is of use."""
+    """If the ring was overwritten since its rank last spilled, only the running step is used."""
     monkeypatch.setattr("rrfp.trace.flight_record.MOST_RECORDS", 12)
     end_ns = max(phase.end_ns for rank in dead.whole.ranks for phase in rank.phases)
     dead.record(0, begun(end_ns, Phase.OPTIMIZER), until_ns=end_ns)
@@ -259,11 +259,11 @@ def test_a_rank_that_was_killed_between_steps_lacks_nothing(dead: DeadRun) -> No
     ]
 
 
-# What a run promised.
+# The steps that a run promised.
 
 
 def finished(dead: DeadRun) -> DeadRun:
-    """Let the run have come to its end, after the third step."""
+    """Make files of a run that finished after the third step."""
     dead.describe(FATAL + 1)
     dead.end(Outcome.FINISHED)
     dead.run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(FATAL + 1)))
@@ -289,7 +289,9 @@ def test_steps_that_were_trained_and_not_recorded_are_lost(dead: DeadRun) -> Non
     ]
 
 
-def test_a_bare_trace_tells_what_it_knows(dead: DeadRun, tmp_path: Path) -> None:
+def test_a_trace_without_its_run_is_checked_by_its_description(
+    dead: DeadRun, tmp_path: Path
+) -> None:
     finished(dead).describe(4)
     shutil.move(encode_run(dead.run.path), tmp_path / "bare.pftrace")
     contents = read_contents(tmp_path / "bare.pftrace")
@@ -314,14 +316,14 @@ def test_a_bare_trace_tells_what_it_knows(dead: DeadRun, tmp_path: Path) -> None
 def test_a_run_that_was_stopped(
     dead: DeadRun, outcome: Outcome, error: str | None, told: list[str]
 ) -> None:
-    """One that saved after a step, as it was asked to, may go on, and its trace is whole."""
+    """A run that stopped on request after a step may be resumed, and its trace is complete."""
     finished(dead).describe(5)
     dead.end(outcome, error)
     lacks = ["missing: steps 3 to 4 of the 5 that the run was to make"] if told else []
     assert dead.problems() == [*told, *lacks]
 
 
-def test_a_launcher_that_was_killed_is_told(dead: DeadRun) -> None:
+def test_a_killed_launcher_is_reported(dead: DeadRun) -> None:
     finished(dead)
     dead.run.outcome.write_text("")
     assert dead.problems() == [
@@ -329,8 +331,8 @@ def test_a_launcher_that_was_killed_is_told(dead: DeadRun) -> None:
     ]
 
 
-def test_a_rank_that_switched_recording_off_is_told(dead: DeadRun) -> None:
-    """As on a full disk, which no step after that reports a second time."""
+def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun) -> None:
+    """As on a full disk; later steps do not report it again."""
     finished(dead)
     records = dead.whole.ranks[2]
     writer = SpillWriter(dead.run.rank_records(2), records.info)
@@ -348,7 +350,7 @@ def test_a_rank_that_switched_recording_off_is_told(dead: DeadRun) -> None:
 
 
 def test_a_recording_that_was_cut_on_all_ranks_is_not_whole(dead: DeadRun) -> None:
-    """What a bare check of the records cannot see."""
+    """A check of the records alone cannot find this."""
     finished(dead)
     for records in dead.whole.ranks:
         rank = records.info.rank
@@ -372,13 +374,13 @@ def test_ranks_whose_records_end_early_are_named_once(dead: DeadRun) -> None:
     ]
 
 
-def test_a_damaged_flight_record_is_told_and_costs_nothing_else(dead: DeadRun) -> None:
+def test_a_damaged_flight_record_is_reported_and_loses_nothing_else(dead: DeadRun) -> None:
     finished(dead)
     ring_of(dead.run.rank_records(1)).write_bytes(b"\xff" * 5000)
     assert dead.problems() == ["lost: the flight record of 1 rank (1), which is damaged"]
 
 
-def test_a_session_is_held_to_where_the_next_one_went_on(dead: DeadRun) -> None:
+def test_a_session_must_have_its_steps_up_to_the_next_session(dead: DeadRun) -> None:
     trace = encode_run(finished(dead).run.path)
     description = json.loads(dead.run.run_json.read_text())
     description["settings"]["steps"] = 20
@@ -394,7 +396,7 @@ def test_a_session_is_held_to_where_the_next_one_went_on(dead: DeadRun) -> None:
     ]
 
 
-# What `rrfp analyze` opens on.
+# The first view of `rrfp analyze`.
 
 
 def shown(dead: DeadRun, *arguments: str) -> str:
@@ -449,7 +451,7 @@ def test_bubbles_are_those_of_whole_steps_only(dead: DeadRun) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["ready", "fixed", "megatron"])
-def test_a_rank_that_is_killed_amid_a_step(tmp_path: Path, dispatch: str) -> None:
+def test_a_rank_that_is_killed_within_a_step(tmp_path: Path, dispatch: str) -> None:
     with Training(tmp_path / "run", *ENDLESS, "--pp=4", "--dispatch", dispatch) as training:
         training.await_steps(3)
         pid = training.stop_amid_tasks(1)

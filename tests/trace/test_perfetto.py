@@ -18,9 +18,9 @@ from rrfp.trace.perfetto import reader as perfetto_reader
 from rrfp.trace.perfetto.format import (
     MAX_SKIPPED_NAMED,
     HintedDispatch,
-    assign_lanes,
-    beside_hint,
+    assign_rows,
     bounds_of,
+    compare_with_hint,
 )
 from rrfp.trace.perfetto.protobuf import DecodeError, Spans, buffer_of, find, read_fields
 from rrfp.trace.perfetto.reader import read_contents, read_trace
@@ -72,7 +72,7 @@ _recordings = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(_recordings)
-def test_what_is_read_is_what_was_written(recording: Recording) -> None:
+def test_a_recording_is_read_exactly_as_written(recording: Recording) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.pftrace"
         write_trace(path, recording)
@@ -264,7 +264,7 @@ def test_an_arrow_goes_from_send_to_receive_to_task(packets: list[Any]) -> None:
         assert receive.track_event.name == f"recv {task.name}"
 
 
-def test_what_an_arrow_comes_from_is_written_before_what_it_leads_to(packets: list[Any]) -> None:
+def test_events_of_an_arrow_are_written_in_its_direction(packets: list[Any]) -> None:
     """A viewer takes events of the same time in the order of the file."""
     places: dict[str, list[int]] = {}
     for place, packet in enumerate(_events(packets, pb.TrackEvent.TYPE_SLICE_BEGIN)):
@@ -273,7 +273,7 @@ def test_what_an_arrow_comes_from_is_written_before_what_it_leads_to(packets: li
     assert max(places["receive"]) < min(places["task"])
 
 
-def test_stages_are_met_in_their_order(packets: list[Any]) -> None:
+def test_stages_have_their_first_events_in_order(packets: list[Any]) -> None:
     """A viewer pins tracks in the order in which it met them, by time."""
     first: dict[str, Any] = {}
     paths = _paths(packets)
@@ -308,9 +308,9 @@ def test_slices_of_a_track_do_not_overlap(packets: list[Any]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=12))
-def test_lanes_hold_no_overlap_and_are_as_few_as_can_be(spans: list[tuple[int, int]]) -> None:
+def test_rows_have_no_overlaps_and_are_as_few_as_possible(spans: list[tuple[int, int]]) -> None:
     intervals = [(start, start + length) for start, length in spans]
-    lanes = assign_lanes(intervals)
+    lanes = assign_rows(intervals)
     deepest = 0
     for time in range(41):
         here = [
@@ -430,7 +430,7 @@ def test_a_trace_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a\0", "\x01", "", "b", "\0" * 9])
-def test_texts_of_any_characters_are_told_apart(tmp_path: Path, text: str) -> None:
+def test_texts_of_any_characters_stay_different(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.pftrace"
     recording = make_recording(2, 3, 1)
     waits = recording.ranks[0].waits
@@ -442,7 +442,7 @@ def test_texts_of_any_characters_are_told_apart(tmp_path: Path, text: str) -> No
     assert read_trace(path) == recording
 
 
-def test_what_is_half_a_character_becomes_a_question_mark(tmp_path: Path) -> None:
+def test_a_lone_surrogate_becomes_a_question_mark(tmp_path: Path) -> None:
     """JSON may hold such halves, and names of files, too."""
     path = tmp_path / "trace.pftrace"
     recording = make_recording(2, 3, 1)
@@ -538,7 +538,7 @@ def test_a_text_is_found_among_names(texts: list[str], names: list[str]) -> None
         "no such type",
     ],
 )
-def test_what_is_no_message_is_told(octets: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_an_error(octets: bytes) -> None:
     with pytest.raises(DecodeError):
         read_fields(buffer_of(octets), _spans([octets]))
     with pytest.raises(DecodeError):
@@ -573,10 +573,10 @@ def _tasks(*positions: int, step: int = 0) -> list[TaskRecord]:
 
 
 def _known(tasks: Sequence[TaskRecord]) -> list[HintedDispatch]:
-    return [dispatch for dispatch in beside_hint(tasks) if dispatch is not None]
+    return [dispatch for dispatch in compare_with_hint(tasks) if dispatch is not None]
 
 
-def test_what_was_wanted_stands_beside_what_ran() -> None:
+def test_a_dispatch_has_the_task_in_the_hints_order() -> None:
     dispatches = _known(_tasks(2, 0, 3, 1))
     assert [each.wanted.microbatch for each in dispatches] == [0, 1, 2, 3]
     assert [each.wanted_place for each in dispatches] == [1, 3, 0, 2]
@@ -595,18 +595,18 @@ def test_steps_are_apart_and_one_that_was_cut_short_is_compared_as_far_as_it_ran
 
 
 def test_a_step_whose_hint_is_not_known_is_passed_over() -> None:
-    assert beside_hint([*_tasks(-1, -1), *_tasks(0, step=1)])[:2] == [None, None]
+    assert compare_with_hint([*_tasks(-1, -1), *_tasks(0, step=1)])[:2] == [None, None]
     assert len(_known([*_tasks(-1, -1), *_tasks(0, step=1)])) == 1
 
 
-def test_no_more_are_named_than_tell_that_there_are_more() -> None:
+def test_at_most_one_more_task_is_listed_than_named() -> None:
     first, *_ = _known(_tasks(20, *range(20)))
     assert [task.microbatch for task in first.skipped] == list(range(MAX_SKIPPED_NAMED + 1))
 
 
 @examples(quick=20, thorough=300)
 @given(cases())
-def test_those_named_are_as_many_as_the_dispatcher_counted(case: Case) -> None:
+def test_as_many_tasks_are_named_as_the_dispatcher_counted(case: Case) -> None:
     recording = simulated_case(case, random_times(random.Random(case.seed), case.shape))
     for records in recording.ranks:
         dispatches = _known(records.tasks)

@@ -1,4 +1,4 @@
-"""The run directory: made once, found again, and merged by whoever opens it first."""
+"""The run directory: made once, found again, and merged by the first command that opens it."""
 
 import json
 import os
@@ -14,22 +14,21 @@ from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import find_run, resolve_trace
-from rrfp.trace.merge import encode_run
+from rrfp.trace.merge import encode_run, joined
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_run_files, write_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord, num_times
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_files, runs_in
-from rrfp.trace.run_json import describe_run
-from rrfp.trace.sessions import (
-    described,
+from rrfp.trace.run_json import (
+    describe_run,
+    describe_session,
     description_of,
     description_of_steps,
     first_step_after,
-    joined,
     next_session,
     read_description,
-    steps_gone,
+    removed_steps,
 )
 from rrfp.trace.spill import SpillWriter, row_of
 from tests.analyze.recordings import make_recording
@@ -92,7 +91,7 @@ def test_the_latest_is_the_newest_run_that_has_a_trace() -> None:
     assert not Path("runs/latest").is_symlink()
 
 
-def test_what_stands_in_the_place_of_the_link_is_left_alone() -> None:
+def test_a_file_in_place_of_the_link_is_not_replaced() -> None:
     run = create_run_dir(None, False, "bf")
     Path("runs/latest").mkdir()
     write_run_files(run, make_recording(1, 1, 1))
@@ -103,7 +102,7 @@ def test_what_stands_in_the_place_of_the_link_is_left_alone() -> None:
 
 
 def _begin(run: RunDir, after_s: float) -> None:
-    """Let a run have begun so long from now."""
+    """Set the time at which a run began, relative to now."""
     moment_s = time.time() + after_s
     os.utime(run.run_json, (moment_s, moment_s))
 
@@ -334,7 +333,7 @@ def test_corrupt_settings_are_a_sentence(content: str) -> None:
 
 
 def session(number: int, first_step: int, num_steps: int, hint: str = "bf", **of: Any) -> Recording:
-    """A recording of the steps from `first_step` on, as a session has it."""
+    """A session's recording of the steps from `first_step` on."""
     made = make_recording(num_steps=num_steps, **of)
     for records in made.ranks:
         for found in records.by_name().values():
@@ -374,7 +373,7 @@ def test_a_step_that_ran_twice_is_that_of_the_last_session(tmp_path: Path) -> No
         assert costs == sorted(costs)
 
 
-def test_sessions_that_kept_their_last_steps_only_are_joined(tmp_path: Path) -> None:
+def test_sessions_with_only_their_last_steps_are_joined(tmp_path: Path) -> None:
     first, second = bounded(session(1, 0, 5), 2), bounded(session(2, 5, 6), 7)
     for each in (first, second):
         each.settings["settings"] = {"steps": 11}
@@ -385,7 +384,7 @@ def test_sessions_that_kept_their_last_steps_only_are_joined(tmp_path: Path) -> 
 
 
 def bounded(recording: Recording, first_kept: int) -> Recording:
-    """The recording without its first steps, which have gone for room."""
+    """The recording without its first steps, as if they had been removed for the disk budget."""
     for records in recording.ranks:
         for found in records.by_name().values():
             found[:] = [record for record in found if record.step >= first_kept]
@@ -451,7 +450,9 @@ def test_run_json_keeps_the_descriptions_of_all_sessions(tmp_path: Path) -> None
         run = next_session(path)
         assert run.session == number
         for ranks in ([], infos):  # the launcher's, then rank 0's
-            describe_run(run.run_json, {}, {"hint": hint}, 4, ranks, described(run, number - 1))
+            describe_run(
+                run.run_json, {}, {"hint": hint}, 4, ranks, describe_session(run, number - 1)
+            )
     told = json.loads((path / "run.json").read_text())
     assert (told["session"], told["first_step"]) == (3, 2)
     assert [each["policy"]["hint"] for each in told["sessions"]] == ["bf", "bfw"]
@@ -469,22 +470,24 @@ def test_run_json_keeps_the_descriptions_of_all_sessions(tmp_path: Path) -> None
         {"sessions": [{"session": [], "first_step": None}]},
     ],
 )
-def test_what_describes_no_session_is_passed_over(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_an_invalid_description_of_a_session_is_skipped(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
     run = RunDir(tmp_path)
     infos = [records.info for records in make_recording().ranks]
     describe_run(run.run_json, {}, {"hint": "bf"}, 4, infos, damage)
     told = read_description(run.run_json)
     assert description_of(run)["policy"] == {"hint": "bf"}
     assert next_session(tmp_path).session == 2
-    assert described(next_session(tmp_path), 4)["session"] == 2
+    assert describe_session(next_session(tmp_path), 4)["session"] == 2
     assert first_step_after(told, 9) is None
-    assert steps_gone(told) == []
+    assert removed_steps(told) == []
     assert description_of_steps(told, [0, 1])["policy"] == {"hint": "bf"}
 
 
 def test_a_session_that_never_began_does_not_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    describe_run(run.run_json, {}, {}, 4, [], described(run, 0))
+    describe_run(run.run_json, {}, {}, 4, [], describe_session(run, 0))
     assert next_session(tmp_path) == run
 
 

@@ -48,7 +48,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """A disk that takes half of what is written, and then nothing, while it is full."""
+    """A disk that writes half of the bytes and then none while it is full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = False
@@ -68,7 +68,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
     return FullDisk(monkeypatch)
 
 
-def test_what_a_full_disk_does_not_take_is_written_when_it_has_room(
+def test_lines_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -113,7 +113,7 @@ def test_a_disk_that_stays_full_is_tried_once_more_at_the_end(
     ]
 
 
-def test_what_waits_is_bounded_and_leaves_no_gap(
+def test_waiting_lines_are_limited_and_leave_no_gap(
     tmp_path: Path,
     disk: FullDisk,
     monkeypatch: pytest.MonkeyPatch,
@@ -133,7 +133,7 @@ def test_what_waits_is_bounded_and_leaves_no_gap(
     assert "its last 3 lines are lost" in caplog.text
 
 
-def test_a_directory_that_is_removed_is_told_and_its_lines_are_kept_for_a_checkpoint(
+def test_a_removed_directory_is_reported_and_its_lines_stay_for_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "run"
@@ -155,7 +155,7 @@ def test_a_directory_that_is_removed_is_told_and_its_lines_are_kept_for_a_checkp
     )
 
 
-def test_a_run_of_which_nothing_is_left_ends(tmp_path: Path) -> None:
+def test_a_run_whose_results_are_removed_ends(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     file = ReportFile(directory / "metrics.jsonl", is_needed=True)
@@ -224,8 +224,8 @@ ALLOWED = {
     ("train/launch/rank_status.py", "mkfifo"): _PRIVATE,
     ("train/launch/rank_status.py", "os.open"): _PRIVATE,
 }
-"""Where else something is made, by file (or folder) and call, and why no planted link is followed
-there. `*` means every call of that file."""
+"""Other calls that create files, by file (or folder) and call, each with the reason why it follows
+no planted link. `*` means every call of that file."""
 
 
 def test_nothing_but_one_module_creates_files() -> None:

@@ -26,12 +26,12 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import (
     SpillWriter,
     is_being_written,
-    read_spill,
     records_bytes,
     row_of,
     segments_in,
 )
 from tests.analyze.recordings import make_recording
+from tests.trace.spills import read_spill
 
 INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)
 
@@ -110,7 +110,9 @@ def test_a_rank_that_died_at_once_left_nothing(tmp_path: Path, left: bytes) -> N
         ('[["agreement",0,1,2,"F",9999999,0,0]]', "has a 'agreement' whose stage is 9999999"),
     ],
 )
-def test_anything_else_corrupt_is_told_with_its_line(tmp_path: Path, line: str, fact: str) -> None:
+def test_any_other_corruption_is_reported_with_its_line(
+    tmp_path: Path, line: str, fact: str
+) -> None:
     path = tmp_path / "rank-3.jsonl"
     _write(path, [WaitRecord(0, 5, 0, "drain")])
     with path.open("a") as file:
@@ -137,7 +139,7 @@ def rank_header(**fields: object) -> dict[str, object]:
         rank_header(clock_offset_ns=-(2**63)),
     ],
 )
-def test_a_foreign_header_is_told(tmp_path: Path, header: object) -> None:
+def test_a_foreign_header_is_reported(tmp_path: Path, header: object) -> None:
     path = tmp_path / "rank-0.jsonl"
     path.write_text(json.dumps(header) + "\n")
     with pytest.raises(RrfpError, match="line 1 "):
@@ -164,7 +166,7 @@ def test_a_forked_child_does_not_keep_a_run_open(tmp_path: Path) -> None:
     os.close(kept)
 
 
-def test_locks_are_taken_on_files_open_for_what_nfs_asks(
+def test_locks_have_the_open_modes_that_nfs_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing for an exclusive lock, and reading for a shared one, which any reader has."""
@@ -204,8 +206,8 @@ def _spill(run: RunDir, recording: Recording, most_bytes: int | None = None) -> 
 
 
 def _shown(path: Path) -> Counter[Any]:
-    """What a viewer shows of a trace: every event, on its track, whatever their order and numbers
-    in the file."""
+    """Every event with its track, as a viewer shows it: independent of the order of events in the
+    file and of the numbers of tracks."""
     trace = pb.Trace.FromString(path.read_bytes())
     tracks: dict[int, tuple[Any, ...]] = {0: ()}
     shown: Counter[Any] = Counter()
@@ -310,7 +312,7 @@ def test_a_merge_takes_no_more_memory_for_more_steps(
 
 
 def _peak(run: RunDir, num_steps: int) -> int:
-    """The most bytes that Python allocated during the merge of so many steps."""
+    """The peak of Python's allocated bytes during the merge of a run of these steps."""
     _spill_many(run, num_steps)
     # A table of half a megabyte replaces that of a cache which earlier tests have filled.
     for each in (*vars(packets).values(), *vars(writer).values()):

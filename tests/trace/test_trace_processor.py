@@ -1,5 +1,5 @@
-"""What Perfetto's own trace processor finds in our traces is what was recorded: to the slice, the
-arrow, the value of a counter and the annotation."""
+"""Perfetto's own trace processor finds every recorded slice, arrow, counter value and
+annotation."""
 
 import random
 from collections import Counter, defaultdict

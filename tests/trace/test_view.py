@@ -332,7 +332,7 @@ def test_the_ui_is_served_without_the_script_of_its_makers(trace: Path, ui: Path
         assert response.headers["Content-Type"].startswith("text/javascript")
 
 
-def test_a_taken_port_is_a_sentence(public: TraceServer, trace: Path, ui: Path) -> None:
+def test_a_port_in_use_is_a_sentence(public: TraceServer, trace: Path, ui: Path) -> None:
     for folder in (None, ui):
         with pytest.raises(RrfpError, match=f"port {public.port} of 127.0.0.1 cannot be opened"):
             TraceServer(trace, ui=folder, port=public.port)
@@ -415,7 +415,7 @@ def test_the_typical_step_has_the_median_length_and_the_worst_the_longest() -> N
 
 
 @pytest.mark.parametrize("choose", [typical_step, worst_step])
-def test_the_first_step_is_taken_only_if_it_is_alone(choose: Any) -> None:
+def test_the_first_step_counts_only_if_it_is_alone(choose: Any) -> None:
     assert choose({0: (0, 9_000), 1: (10_000, 11_000)}) == 1
     assert choose({0: (0, 9_000)}) == 0
     assert choose({}) is None

@@ -157,6 +157,8 @@ def write_folder_with_bin(folder: Path) -> Path:
         (write_lines('{"text": "a"}', "{"), "a.jsonl, line 2: not JSON"),
         (write_lines('{"text": "a"}', '{"body": "b"}'), "a.jsonl, line 2: no string field 'text'"),
         (write_lines("[]"), "a.jsonl, line 1: no string field 'text'"),
+        (write_lines("5"), "a.jsonl, line 1: no string field 'text'"),
+        (write_lines("[null, [], 7]"), "a.jsonl, line 1: no string field 'text'"),
         (write_lines('{"text": 3}'), "a.jsonl, line 1: no string field 'text'"),
         (write_lone_bin, "a.idx does not exist"),
         (write_false_index, "is not a Megatron index"),

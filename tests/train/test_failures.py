@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime import launchers as variables
 from rrfp.strict_json import integers
-from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
+from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.launch import processes as children
 from rrfp.train.launch import rank_process as process
@@ -69,7 +69,7 @@ LOST = FailureReport("rank 1 was lost", 1, is_consequence=True, is_silence=False
 OWN = FailureReport("no memory", 1, is_consequence=False, is_silence=False)
 SILENT = FailureReport("rank 2 was silent", 1, is_consequence=False, is_silence=True)
 REFUSED = FailureReport("--lr is -1", 2, is_consequence=False, is_silence=False)
-OWN_FAULT, OF_LINK = Culprit(FoundBy.RANK, 1), Culprit(FoundBy.LINK, link=(0, 1))
+OWN_FAULT, OF_LINK = FaultOrigin(FoundBy.RANK, 1), FaultOrigin(FoundBy.LINK, link=(0, 1))
 ENDED, KILLED = -signal.SIGTERM - 100, -signal.SIGKILL - 100
 """Exit codes by a signal of the launcher's own."""
 
@@ -191,16 +191,16 @@ def test_the_first_line_that_says_something() -> None:
 @pytest.mark.parametrize(
     ("failure", "culprit"),
     [
-        (Failure(7, -signal.SIGSEGV, 1.0, None), Culprit(FoundBy.LAUNCHER, 1)),
-        (Failure(7, -9, 1.0, None, True, STOPPED), Culprit(FoundBy.LAUNCHER, 1)),
-        (Failure(7, 9, 1.0, None), Culprit(FoundBy.LAUNCHER, 1)),
+        (Failure(7, -signal.SIGSEGV, 1.0, None), FaultOrigin(FoundBy.LAUNCHER, 1)),
+        (Failure(7, -9, 1.0, None, True, STOPPED), FaultOrigin(FoundBy.LAUNCHER, 1)),
+        (Failure(7, 9, 1.0, None), FaultOrigin(FoundBy.LAUNCHER, 1)),
         (Failure(7, 1, 1.0, replace(OWN, culprit=OWN_FAULT)), OWN_FAULT),
         (Failure(7, 1, 1.0, replace(LOST, culprit=OF_LINK)), OF_LINK),
-        (Failure(7, 1, 1.0, LOST), Culprit(FoundBy.COLLECTIVE)),
+        (Failure(7, 1, 1.0, LOST), FaultOrigin(FoundBy.COLLECTIVE)),
     ],
 )
 def test_the_error_has_the_origin_of_the_fault(
-    failure: Failure, culprit: Culprit, tmp_path: Path
+    failure: Failure, culprit: FaultOrigin, tmp_path: Path
 ) -> None:
     error = _first_failure({1: failure}, RunDir(tmp_path), nobody)
     assert isinstance(error, RunFailedError)

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
-from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
+from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.train.launch import store as run_store
 from rrfp.train.launch.hosts import host_status
 from rrfp.train.launch.hosts.host_status import HostHeartbeat
@@ -166,13 +166,13 @@ def test_a_host_that_beat_after_a_stop_is_named_when_it_is_silent(
     "culprit",
     [
         None,
-        Culprit(FoundBy.COLLECTIVE),
-        Culprit(FoundBy.LAUNCHER, 2),
-        Culprit(FoundBy.LINK, link=(1, 2)),
+        FaultOrigin(FoundBy.COLLECTIVE),
+        FaultOrigin(FoundBy.LAUNCHER, 2),
+        FaultOrigin(FoundBy.LINK, link=(1, 2)),
     ],
 )
 def test_a_failure_arrives_with_its_sentence_and_its_fault_origin(
-    wire: Wire, culprit: Culprit | None
+    wire: Wire, culprit: FaultOrigin | None
 ) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there, beating(wire, 2, 3) as third:
         await_that(lambda: here.has_joined(1) and here.has_joined(2))

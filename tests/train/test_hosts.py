@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.net import tls
-from rrfp.trace.outcome import Culprit, FoundBy, read_ending
+from rrfp.trace.outcome import FaultOrigin, FoundBy, read_ending
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import is_being_written
@@ -244,7 +244,7 @@ def test_a_rank_killed_on_one_host_ends_both(tmp_path: Path) -> None:
         assert re.match(r"rrfp: host 1 \(.*\): rank 3 \(pid \d+\) was ki", err.splitlines()[-1])
         ending = read_ending(RunDir(run))
         assert ending is not None
-        assert ending.culprit == Culprit(FoundBy.LAUNCHER, 3)
+        assert ending.culprit == FaultOrigin(FoundBy.LAUNCHER, 3)
         await_no_process(run, timeout_s=10)
         assert_opens(run)
 

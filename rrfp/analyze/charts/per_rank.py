@@ -24,7 +24,7 @@ from rrfp.analyze.memory import activation_changes, budgets, memory
 from rrfp.analyze.table import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.policy import byte_unit, format_bytes
-from rrfp.trace.records import NS_PER_S, count_of, step_name
+from rrfp.trace.records import NS_PER_S, format_step_counts, step_name
 
 _ROW_PX = 24
 
@@ -83,7 +83,7 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
     chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
     return finished(
         chart,
-        f"Why ranks idled, over {count_of(divided.steps)} of "
+        f"Why ranks idled, over {format_step_counts(divided.steps)} of "
         f"{format_time(divided.window_ns / len(divided.steps))}",
         *notes,
     )

@@ -11,7 +11,7 @@ import polars as pl
 
 from rrfp.analyze.frames import Frames, label_of
 from rrfp.errors import RrfpError, UsageError
-from rrfp.trace.records import in_order, step_name
+from rrfp.trace.records import step_name, steps_in_order
 
 INK = "currentColor"
 WIDTH_PX = 760
@@ -90,7 +90,7 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
         of = f", the slowest of {len(found)}" if len(found) > 1 else ""
         return (*slowest, f"{step_name(slowest[0])}{of}")
     if step not in found:
-        others = in_order(found)
+        others = steps_in_order(found)
         raise UsageError(
             f"{step_name(step)} was not finished by every rank; choose one from "
             f"{step_name(others[0])} to {step_name(others[-1])}"

@@ -16,7 +16,7 @@ from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out
 from rrfp.cli.progress import progress
 from rrfp.cli.simulate.row_options import SETTINGS, parse_rows
 from rrfp.inputs import setting
-from rrfp.trace.run_policy import POLICY, policies_by_step
+from rrfp.trace.run_json import POLICY, policies_by_step
 
 if TYPE_CHECKING:
     from rrfp.cli.simulate.row_options import RowOptions

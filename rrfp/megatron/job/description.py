@@ -14,7 +14,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import plain_integer
 from rrfp.trace.records import RankInfo
-from rrfp.trace.run_policy import unbound_policy
+from rrfp.trace.run_json import policy_without_dispatcher
 
 Described = dict[str, object]
 
@@ -29,7 +29,7 @@ class DispatchDescription:
     settings: Callable[[Sequence[Any], int], Described]
     """Returns the requested settings, for model chunks and a number of pipeline ranks."""
     policy: Callable[[Described], Described]
-    """Returns the effective policy of such settings (see `rrfp.trace.run_policy`)."""
+    """Returns the effective policy of such settings (see `rrfp.trace.run_json`)."""
     connect_s: float | None
     """Seconds that ranks wait for each other at their first step. None: the timeout of the
     pipeline's process group."""
@@ -76,7 +76,7 @@ def describe_native_dispatch() -> DispatchDescription:
         "native",
         Placement.LOOP,
         settings,
-        lambda settings: unbound_policy(str(settings["hint"]), Dispatch.MEGATRON),
+        lambda settings: policy_without_dispatcher(str(settings["hint"]), Dispatch.MEGATRON),
         DispatchSettings().connect_s,
     )
 

@@ -70,8 +70,8 @@ from rrfp.trace.records import (
     PhaseRecord,
     RankInfo,
     Record,
-    count_of,
     evaluation_step,
+    format_step_counts,
     is_evaluation,
 )
 from rrfp.trace.run_dir import RunDir, create_run_dir, empty, own_files
@@ -369,7 +369,7 @@ class JobRecording:
         if report.policy is not None and step is not None and self._run is not None:
             if self._policies is None:
                 self._policies = PolicyLog(self._run.run_json)
-            self._policies.steered(step, report.policy.policy.described())
+            self._policies.record(step, report.policy.policy.described())
         if report.order is not None:
             self._write_order(report.order)
         if report.assignment is not None:
@@ -388,7 +388,7 @@ class JobRecording:
         if self._run is None:
             return
         if self._assignments is None:
-            self._assignments = StepFile(self._run.dealing, ())
+            self._assignments = StepFile(self._run.assignments, ())
         self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
@@ -600,7 +600,7 @@ class JobRecording:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_POLL_S)
         join_parts(run.admission)
-        summary = f"{count_of(self._recorded)} recorded in {run.path}"
+        summary = f"{format_step_counts(self._recorded)} recorded in {run.path}"
         if lacking := requirements.lacking(requirements.OF_TRACES):
             print_to_stderr(
                 f"{summary}; this environment lacks {lacking}, so the first rrfp command that "

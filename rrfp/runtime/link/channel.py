@@ -55,7 +55,7 @@ from rrfp.runtime.link.wire import (
 from rrfp.runtime.planes.codec import Form, FrameError
 from rrfp.runtime.planes.plane import PlaneRequest
 from rrfp.runtime.protocols import Event, LinkFailed, PeerLostError, PeerSilentError
-from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.outcome import FaultOrigin, FoundBy
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, SendRecord
 
 Output = Event | SendRecord | ReceiveRecord | PlaneRequest
@@ -106,15 +106,15 @@ class LinkId:
         return f"the link from {source} to {destination}"
 
     @property
-    def link_origin(self) -> Culprit:
+    def link_origin(self) -> FaultOrigin:
         """Fault origin: the link, reported by one of its ends."""
         ranks = (self.own, self.peer) if self.is_source else (self.peer, self.own)
-        return Culprit(FoundBy.LINK, link=ranks)
+        return FaultOrigin(FoundBy.LINK, link=ranks)
 
     @property
-    def peer_origin(self) -> Culprit:
+    def peer_origin(self) -> FaultOrigin:
         """Fault origin: the peer, reported over the link."""
-        return Culprit(FoundBy.LINK, rank=self.peer)
+        return FaultOrigin(FoundBy.LINK, rank=self.peer)
 
     def describe_lost(self, what: str) -> str:
         """Format the loss of the peer; `what` is what it did."""

@@ -1,8 +1,8 @@
-"""What the writer and the reader of traces agree on."""
+"""Names, tracks and arrows of traces, shared by their writer and reader."""
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,20 +16,20 @@ from rrfp.trace.records import (
     ReceiveRecord,
     SendRecord,
     TaskRecord,
-    are_known,
-    held_for_w,
+    are_sizes_known,
+    bytes_for_w,
 )
 
 VERSION = 3
-"""The format version that is written. The reader refuses later ones and reads all earlier ones:
-version 1 numbers evaluations among the training steps, and up to version 2 nobody says what a rank
-never ended."""
+"""The format version that is written. The reader refuses later versions and reads all earlier ones:
+version 1 numbers evaluations among the training steps, and versions 1 and 2 lack the activities
+that a rank never ended."""
 RUN = "run"
 """The name and category of the instant that holds the run's settings."""
 RANK = "rank"
 """The category of the instant that holds a rank's place in the layout."""
 HINT = "hint"
-"""The category of the slices that show what the hint wanted. They are derived, not records."""
+"""The category of slices that show the task in the hint's order. They are derived, not records."""
 END_MARK = "end of trace"
 """The name of the last event, which holds the number of records written."""
 
@@ -41,7 +41,7 @@ FIELDS = {
     )
     for name, record_type in RECORD_TYPES.items()
 }
-"""The annotations of each record type: the name, and whether it is text. An evaluation has
+"""The annotations of each record type: the name, and true if the value is text. An evaluation has
 `evaluation`, its number, instead of `step`."""
 
 MOST_OF_A_KIND = 1 << 20
@@ -49,12 +49,13 @@ MOST_OF_A_KIND = 1 << 20
 damaged trace must not claim more."""
 _PLACES = ("stage", "chunk", "microbatch", "peer", "member")
 _MOST_NS = 1 << 53
-"""104 days; sums of such times still fit."""
+"""The greatest time: 104 days. Sums of such times fit into 64 bits."""
 _MOST_STEPS = 1 << 53
 
 
 def bounds_of(field: str) -> tuple[int, int]:
-    """The range of a record's number; a value outside it means damage. -1 stands for none."""
+    """The least and greatest value of a record's field; other values mean damage. -1 stands for
+    none."""
     if field in ("start_ns", "end_ns", "time_ns"):
         return 0, _MOST_NS
     if field == STEP:
@@ -64,7 +65,7 @@ def bounds_of(field: str) -> tuple[int, int]:
     return -1, MOST_OF_A_KIND if field in _PLACES else 1 << 53
 
 
-# Which send, receive and task belong to one message, and the id of its arrow.
+# Keys that match the send, the receive and the task of a message.
 
 
 class MessageKey(NamedTuple):
@@ -83,7 +84,7 @@ class MessageKey(NamedTuple):
 
 
 class TaskKey(NamedTuple):
-    """A task on one rank, by which a received message finds its consumer."""
+    """A task on one rank, which identifies the consumer of a received message."""
 
     step: int
     kind: str
@@ -92,23 +93,25 @@ class TaskKey(NamedTuple):
 
 
 def sent_by(rank: int, send: SendRecord) -> MessageKey:
+    """The message that a rank recorded as sent."""
     return MessageKey(rank, send.peer, send.sequence)
 
 
 def received_by(rank: int, receive: ReceiveRecord) -> MessageKey:
+    """The message that a rank recorded as received."""
     return MessageKey(receive.peer, rank, receive.sequence)
 
 
 def key_of(record: TaskRecord | SendRecord | ReceiveRecord) -> TaskKey:
-    """The task itself, or the task that consumes the message."""
+    """The key of a recorded task, or of the task that consumes a recorded message."""
     return TaskKey(record.step, record.kind, record.stage, record.microbatch)
 
 
-# Compares the order in which a rank ran its tasks with the order that its hint wanted.
+# Comparison of the order in which a rank ran its tasks with its hint's order.
 
 
 MAX_SKIPPED_NAMED = 8
-"""How many of the tasks that a dispatch skipped are named; the rest are only counted."""
+"""The number of skipped tasks of a dispatch to name; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +121,19 @@ class HintedDispatch:
     wanted: TaskRecord
     """Task number k of the step in the hint's order."""
     wanted_place: int
-    """When that task was dispatched, counting from 0: k where the hint was followed."""
+    """The position at which that task was dispatched, counted from 0; k if the hint was
+    followed."""
     skipped: tuple[TaskRecord, ...]
-    """The unfinished tasks that the hint ranks above the one dispatched, best first; at most
-    `MAX_SKIPPED_NAMED` + 1 of them."""
+    """The unfinished tasks that the hint ranks above the dispatched one, highest rank first; at
+    most `MAX_SKIPPED_NAMED` + 1 of them."""
 
 
-def beside_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
-    """By task, its dispatch; None where the hint's order for the step is unknown.
+def compare_with_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
+    """Compare the dispatch of each task with the hint; None if the hint's order in the step is
+    unknown.
 
-    `tasks` are one rank's, in the order of their dispatch. In a step that was cut short, only the
-    tasks that ran are compared.
+    `tasks` are one rank's, in the order of their dispatch. In an unfinished step, only the tasks
+    that ran are compared.
     """
     dispatches: list[HintedDispatch | None] = [None] * len(tasks)
     steps: defaultdict[int, list[int]] = defaultdict(list)
@@ -143,7 +148,7 @@ def beside_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
 def _compare_step(
     tasks: Sequence[TaskRecord], indices: Sequence[int], dispatches: list[HintedDispatch | None]
 ) -> None:
-    # Sort by hint position; the place of dispatch breaks ties, which a sound trace does not have.
+    # Sort by hint position. Dispatch order breaks ties, which only damaged traces have.
     ranks = [(tasks[index].hint_position, place) for place, index in enumerate(indices)]
     hinted = sorted(ranks)
     unfinished = hinted.copy()
@@ -162,12 +167,12 @@ def _compare_step(
 # The tree of tracks in a trace: pipeline > stage > compute, hint, wait, send, receive, ...
 #
 # Every track has an explicit place among its siblings. Slices of one Perfetto track must nest, so
-# each link has its own track below `send` and `receive`. Slices that would still overlap go to
-# another lane: a sibling of the same name, which the viewer shows as a further row of the track.
+# each link has its own track below `send` and `receive`. Slices that still overlap go to another
+# row: a sibling track of the same name, which the viewer shows as a further row of the track.
 
 
 Node = tuple[int, str]
-"""One step of a path in the tree: a place among siblings, and a name."""
+"""An element of a path in the tree: a place among siblings, and a name."""
 
 COUNTERS = (7, "counters")
 _DETAILS = (9, "details")
@@ -186,60 +191,18 @@ PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
     "loss": (_DETAILS, (1, "recording")),
     RANK: (_DETAILS, (2, "rank")),
 }
-"""Where the events of each category are shown below their stage. Events that only a replay or an
-audit of the recording needs are in a group that the viewer keeps closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """A track as its descriptor states it; `parent` is 0 at the top."""
-
-    uuid: int
-    parent: int
-    name: str
-    place: int
-    """Its place among its siblings."""
-    is_counter: bool = False
-
-
-class Tracks:
-    """Hands out tracks by path, and keeps new ones until they are described."""
-
-    def __init__(self, first: int = 1) -> None:
-        self._first = first
-        self._tracks: dict[tuple[tuple[int, str, int], ...], Track] = {}
-        self._new: list[Track] = []
-
-    def get(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path of (place, name) from the top; makes missing tracks."""
-        key: tuple[tuple[int, str, int], ...] = ()
-        parent = 0
-        for depth, (place, name) in enumerate(path, start=1):
-            is_leaf = depth == len(path)
-            key = (*key, (place, name, lane if is_leaf else 0))
-            track = self._tracks.get(key)
-            if track is None:
-                uuid = self._first + len(self._tracks)
-                track = Track(uuid, parent, name, place, is_counter and is_leaf)
-                self._tracks[key] = track
-                self._new.append(track)
-            parent = track.uuid
-        return parent
-
-    def take_new(self) -> Iterator[Track]:
-        """The tracks made since the last call, parents first."""
-        new, self._new = self._new, []
-        yield from new
+"""The path of each category's track below its stage. Events that only a replay or an audit needs
+are in a group that the viewer shows collapsed."""
 
 
 def stage_name(info: RankInfo) -> str:
-    """`stage 0`, or `stages 0 7` on a rank with chunks."""
+    """Name a rank by its stages: `stage 0`, or `stages 0 7` with several chunks."""
     label = "stage" if len(info.stages) == 1 else "stages"
     return " ".join((label, *map(str, info.stages)))
 
 
 def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
-    """The path of a rank's stage: pipelines ordered by replica, stages by model order."""
+    """The path of a rank's stage, with pipelines ordered by replica and stages by model order."""
     pipelines = sorted({(other.dp_rank, other.tp_rank) for other in ranks})
     name = "pipeline"
     if len(pipelines) > 1:
@@ -248,36 +211,38 @@ def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
     return (place, name), (info.pp_rank, stage_name(info))
 
 
-class Lanes:
-    """Hands out the lanes of a track: no two slices on one lane overlap."""
+class RowAssigner:
+    """Assigns the slices of a track to rows so that no two slices of one row overlap."""
 
     def __init__(self) -> None:
         self._ends_ns: list[int] = []
 
     def assign(self, intervals: Sequence[tuple[int, int]]) -> list[int]:
-        """A lane for each (start, end), after those of earlier calls; uses as few as possible."""
-        lanes = [0] * len(intervals)
+        """The row of each (start, end), given the intervals of earlier calls; uses as few as
+        possible."""
+        rows = [0] * len(intervals)
         ends_ns = self._ends_ns
         ordered = sorted((*interval, index) for index, interval in enumerate(intervals))
         for start_ns, end_ns, index in ordered:
-            for lane, lane_end_ns in enumerate(ends_ns):
-                if lane_end_ns <= start_ns:
-                    ends_ns[lane] = end_ns
+            for row, row_end_ns in enumerate(ends_ns):
+                if row_end_ns <= start_ns:
+                    ends_ns[row] = end_ns
                     break
             else:
-                lane = len(ends_ns)
+                row = len(ends_ns)
                 ends_ns.append(end_ns)
-            lanes[index] = lane
-        return lanes
+            rows[index] = row
+        return rows
 
 
-def assign_lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """A lane for each (start, end), so that no two on one lane overlap; uses as few as possible."""
-    return Lanes().assign(intervals)
+def assign_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """The row of each (start, end), such that no two of one row overlap; uses as few as
+    possible."""
+    return RowAssigner().assign(intervals)
 
 
-# The counter tracks of a rank: what its tasks' records count, and where sizes are known, bytes of
-# memory: held, held for W alone, gradients and messages that wait, and the budget.
+# The counter tracks of a rank: the counts in its task records, and if sizes are known, bytes of
+# memory: held, held only for W, waiting gradients, messages in the outbox, and the budget.
 
 
 _COUNTED_FIELDS = {
@@ -292,26 +257,26 @@ _OUTBOX, _BUDGET = "bytes in outbox", "budget of bytes"
 COUNTERS_IN_ORDER = (*_COUNTED_FIELDS, _BYTES, _BYTES_FOR_W, _WAITING, _OUTBOX, _BUDGET)
 
 Points = list[tuple[int, int]]
-"""Of a counter: times in ns, and the value from each on."""
+"""The points of a counter: times in ns, and the value from each time on."""
 
 _Task = tuple[int, str, int, int]
 
 
 def counters_of(records: RankRecords) -> dict[str, Points]:
-    """The counters of all that a rank recorded."""
+    """The points of each counter, by name, from all of a rank's records."""
     return Counters().add(records, is_last=True)
 
 
 class Counters:
-    """The counters of a rank, from its records a part at a time. A counter begins with the part
-    that first has something to count."""
+    """Computes the counters of a rank from its records, one part at a time. A counter begins with
+    the first part that has values for it."""
 
     def __init__(self) -> None:
         self._begun: set[str] = set()
         self._outbox = _Outbox()
 
     def add(self, records: RankRecords, *, is_last: bool) -> dict[str, Points]:
-        """The points that the next part adds. The tasks of a step come in one part."""
+        """The points that the next part adds, by counter. A step's tasks must be in one part."""
         tasks = records.tasks
         starts_ns = [task.start_ns for task in tasks]
 
@@ -322,10 +287,10 @@ class Counters:
             name: by_task(getattr(task, field) for task in tasks)
             for name, field in _COUNTED_FIELDS.items()
         }
-        if not self._has_begun(_BYTES, are_known(tasks)):
+        if not self._has_begun(_BYTES, are_sizes_known(tasks)):
             return found
         found[_BYTES] = by_task(task.held_bytes for task in tasks)
-        for_w = held_for_w(tasks)
+        for_w = bytes_for_w(tasks)
         if self._has_begun(_BYTES_FOR_W, any(for_w)):
             found[_BYTES_FOR_W] = by_task(for_w)
         if self._has_begun(_WAITING, any(task.waiting_bytes for task in tasks)):
@@ -338,25 +303,27 @@ class Counters:
         return found
 
     def _has_begun(self, name: str, begins: bool) -> bool:
+        """True if a counter begins now (`begins`) or began in an earlier part."""
         if begins:
             self._begun.add(name)
         return name in self._begun
 
 
 class _Outbox:
-    """The bytes of messages from the end of the task that made them to their last byte sent."""
+    """Counts the bytes of messages between the end of their task and the sending of the last
+    byte."""
 
     def __init__(self) -> None:
         self._ends_ns: dict[_Task, int] = {}
         self._changes: defaultdict[int, int] = defaultdict(int)
-        """Those that a message of the next part may still precede."""
+        """Changes in bytes by time, which messages of the next part may still precede."""
         self._total = 0
 
     def add(
         self, tasks: Iterable[TaskRecord], sends: Iterable[SendRecord], *, is_last: bool
     ) -> Points:
         ends_ns = {(t.step, t.kind, t.stage, t.microbatch): t.end_ns for t in tasks}
-        # A message of a part's last step may be recorded with the part after it.
+        # A message of a part's last step may be recorded in the next part.
         known_ns = self._ends_ns | ends_ns
         self._ends_ns = ends_ns
         changes = self._changes
@@ -365,10 +332,10 @@ class _Outbox:
             made_ns = known_ns.get((send.step, send.kind, made_on, send.microbatch), send.start_ns)
             changes[min(made_ns, send.end_ns)] += send.num_bytes
             changes[send.end_ns] -= send.num_bytes
-        settled_ns = min(ends_ns.values(), default=0)
+        final_ns = min(ends_ns.values(), default=0)
         points: Points = []
         for time_ns in sorted(changes):
-            if time_ns >= settled_ns and not is_last:
+            if time_ns >= final_ns and not is_last:
                 break
             self._total += changes.pop(time_ns)
             points.append((time_ns, self._total))

@@ -1,8 +1,7 @@
-"""Decodes protocol-buffer messages into columns, very many messages at once.
+"""Decodes many protocol-buffer messages at once, into columns.
 
-One message object per packet and one attribute per field is what makes reading a trace in Python
-slow. Here the messages of a buffer are parsed side by side: the first field of each, then the
-second of each, and so on, with arrays where a parser has variables
+Reading a trace with one Python object per packet is slow. Here the messages of a buffer are parsed
+in parallel with NumPy: the first field of each message, then the second of each, and so on
 (https://protobuf.dev/programming-guides/encoding).
 """
 
@@ -31,14 +30,15 @@ Words = NDArray[np.uint64]
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MOST_BYTES_OF_A_VARINT = 10
 _MOST_FIELDS = 4096
-"""Of one message; each takes a round of its own, and one of a trace has a few dozen."""
+"""The greatest number of fields in a message. Each takes a round; a message in a trace has
+dozens."""
 
 _WORD = 8
-"""Bytes of a word; texts are compared word by word."""
+"""The size of a word in bytes; texts are compared word by word."""
 LONGEST_NAME = 2 * _WORD
 """The longest name, in bytes, that `find` can match."""
 _MASKS = np.array([(1 << 8 * size) - 1 for size in range(_WORD + 1)], np.uint64)
-"""By length of a text: a mask of the bytes of a word that belong to it."""
+"""By a text's length: the mask of its bytes in a word."""
 _ODD, _ODD_TOO = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 """Odd, so that multiplying by it keeps different words different."""
 
@@ -48,7 +48,7 @@ class DecodeError(ValueError):
 
 
 class Spans(NamedTuple):
-    """Where messages or texts are in a buffer: arrays of equal length."""
+    """The positions of messages or texts in a buffer: arrays of equal length."""
 
     starts: Numbers
     ends: Numbers
@@ -58,16 +58,16 @@ class Spans(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Fields of messages: arrays of equal length, the fields of one message in their order."""
+    """The fields of messages: arrays of equal length. Fields of one message are in order."""
 
     owners: Numbers
-    """The message that each belongs to."""
+    """The index of the message of each field."""
     numbers: Numbers
-    """The field's number."""
+    """The number of each field."""
     values: Numbers
-    """A number's value, signed; 0 if the field is not a number."""
+    """The value of each numeric field, signed; 0 for other fields."""
     spans: Spans
-    """Where the contents of a text or a message are."""
+    """The position of the content of each text or message field."""
 
     def take(self, rows: Rows) -> "Fields":
         return Fields(
@@ -79,7 +79,7 @@ class Fields(NamedTuple):
         return self.take(np.flatnonzero(self.numbers == number))
 
     def last(self, number: int, count: int, default: int = 0) -> Numbers:
-        """By message (of `count`): the value of its last field with this number."""
+        """The value of the last field with this number in each of `count` messages."""
         found = np.full(count, default, np.int64)
         chosen = self.of(number)
         found[chosen.owners] = chosen.values
@@ -87,16 +87,14 @@ class Fields(NamedTuple):
 
 
 def buffer_of(data: bytes) -> Bytes:
-    """The bytes as an array, padded so that a word can be read at each of them."""
+    """The bytes as an array, padded so that a word can be read at each position."""
     return np.frombuffer(data + bytes(_WORD), np.uint8)
 
 
 def read_fields(data: Bytes, messages: Spans) -> Fields:
-    """All fields of these messages in a buffer from `buffer_of`.
-
-    Raises DecodeError if a field extends beyond its message or has a wire type that proto3 does not
-    use, and for a message of more fields than any has.
-    """
+    """All fields of these messages in a buffer from `buffer_of`. Raises DecodeError if a field
+    extends beyond its message or has a wire type that proto3 does not use, and for more than
+    `_MOST_FIELDS` fields."""
     owners, (at, ends) = np.arange(len(messages.starts)), messages
     rounds: list[Fields] = []
     while len(rounds) <= _MOST_FIELDS:
@@ -115,14 +113,14 @@ def read_fields(data: Bytes, messages: Spans) -> Fields:
 
 
 def find(data: Bytes, texts: Spans, names: tuple[str, ...]) -> Rows:
-    """By text: the index of the name that equals it, or -1. A name has at most `LONGEST_NAME`
-    bytes. Names are matched by a mixed word; of names crafted to collide, only one is found."""
+    """The index of the equal name for each text, or -1. A name has at most `LONGEST_NAME` bytes.
+    Names are found by a hash; if names are crafted to collide, only one of them is found."""
     if not names:
         return np.full(len(texts.starts), -1, np.intp)
     found = _words_of(data, texts)
     order, known = _names(names)
-    mixed = known.mixed[order]
-    places = order[np.minimum(np.searchsorted(mixed, found.mixed), len(names) - 1)]
+    hashes = known.hashes[order]
+    places = order[np.minimum(np.searchsorted(hashes, found.hashes), len(names) - 1)]
     is_same = (
         (found.firsts == known.firsts[places])
         & (found.lasts == known.lasts[places])
@@ -132,31 +130,32 @@ def find(data: Bytes, texts: Spans, names: tuple[str, ...]) -> Rows:
 
 
 class _TextWords(NamedTuple):
-    """What identifies texts of up to 16 bytes."""
+    """Words that identify texts of up to 16 bytes."""
 
     firsts: Words
     lasts: Words
-    """The last word of texts longer than one word."""
+    """The last word of each text that is longer than a word; else 0."""
     lengths: Words
 
     @property
-    def mixed(self) -> Words:
-        """Everything mixed into one word, to search by."""
+    def hashes(self) -> Words:
+        """A hash of each text."""
         return (self.firsts ^ (self.lasts * _ODD)) * _ODD ^ self.lengths * _ODD_TOO
 
 
 @cache
 def _names(names: tuple[str, ...]) -> tuple[Rows, _TextWords]:
-    """The names' identities, and the names' order by mixed word."""
+    """The order of the names by hash, and their words."""
     encoded = [name.encode() for name in names]
     assert max(map(len, encoded)) <= LONGEST_NAME
     ends = np.cumsum([len(name) for name in encoded])
     starts = np.concatenate(([0], ends[:-1]))
     words = _words_of(buffer_of(b"".join(encoded)), Spans(starts, ends))
-    return np.argsort(words.mixed), words
+    return np.argsort(words.hashes), words
 
 
 def _words_of(data: Bytes, texts: Spans) -> _TextWords:
+    """The identifying words of texts in a buffer."""
     lengths = (texts.ends - texts.starts).astype(np.uint64)
     words = _words(data, _WORD)
     firsts = words[texts.starts] & _MASKS[np.minimum(lengths, _WORD)]
@@ -165,7 +164,7 @@ def _words_of(data: Bytes, texts: Spans) -> _TextWords:
 
 
 def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, Spans]:
-    """The numbers and contents of the fields of these wire types that begin at these places."""
+    """The values and spans of fields, by their wire types and the positions of their contents."""
     present = np.flatnonzero(np.bincount(wires, minlength=8))
     if len(present) == 1:
         return _read_alike(data, int(present[0]), at)
@@ -177,13 +176,13 @@ def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, S
 
 
 def _read_alike(data: Bytes, wire: int, at: Numbers) -> tuple[Numbers, Spans]:
-    """The same, for fields of one wire type."""
+    """Like `_read_contents`, for fields of one wire type."""
     if wire == _VARINT:
         values, ends = read_varints(data, at)
         return values, Spans(at, ends)
     if wire == _LENGTH:
         lengths, starts = read_varints(data, at)
-        # A length greater than the buffer must not wrap around.
+        # Check huge lengths first, because adding them would overflow.
         if (lengths.view(np.uint64) > len(data)).any():
             raise DecodeError
         return np.zeros(len(at), np.int64), Spans(starts, starts + lengths)
@@ -196,7 +195,7 @@ def _read_alike(data: Bytes, wire: int, at: Numbers) -> tuple[Numbers, Spans]:
 
 
 def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
-    """The numbers that begin at these places, and the places after them."""
+    """Decode the varints at these positions. Returns their values and the positions after them."""
     if at.size and at.max() >= len(data):
         raise DecodeError
     octets = data[at]
@@ -219,11 +218,12 @@ def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _words(data: Bytes, size: int) -> Words:
-    """The number of `size` bytes that begins at each byte."""
+    """A view with the little-endian number of `size` bytes at each position."""
     return np.ndarray((len(data) - size + 1,), f"<u{size}", data, strides=(1,))
 
 
 def _joined(rounds: Sequence[Fields]) -> Fields:
+    """Concatenate the fields of all rounds."""
     owners, numbers, values = (
         np.concatenate([each[place] for each in rounds]) for place in range(3)
     )
@@ -231,7 +231,7 @@ def _joined(rounds: Sequence[Fields]) -> Fields:
     return Fields(owners, numbers, values, Spans(starts, ends))
 
 
-# Decodes the track events of a trace into columns, a batch of packets at a time.
+# Decoding the track events of a trace into columns, one batch of packets at a time.
 
 
 _BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
@@ -243,6 +243,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def _numbers(message: Any, *names: str) -> list[int]:
+    """The field numbers of these fields of a message type."""
     fields = message.DESCRIPTOR.fields_by_name
     return [fields[name].number for name in names]
 
@@ -264,13 +265,13 @@ _FIELD_NAMES = tuple(sorted({EVALUATION, *(n for fields in FIELDS.values() for n
 
 
 class Packets(NamedTuple):
-    """Packets, one after the other in one buffer."""
+    """Packets in one buffer, in order."""
 
     octets: bytes
     spans: Spans
 
     def behind(self, packets: Sequence[bytes]) -> "Packets":
-        """These packets, after others."""
+        """These packets with others before them."""
         if not packets:
             return self
         ends = np.cumsum([len(packet) for packet in packets])
@@ -298,7 +299,7 @@ class EventBatch:
         self.types = self._fields.last(_TYPE, self._num_events)
         self._tracks = self._fields.last(_TRACK, self._num_events)
         self.categories = self._find_categories(data)
-        """By event: the index of its first category among those that are read, or -1."""
+        """The index in `CATEGORIES_READ` of each event's first category, or -1."""
         self.num_stray_ends = 0
         self.unended: list[int] = []
         """The slices that begin in these packets and do not end in them."""
@@ -310,22 +311,21 @@ class EventBatch:
         return self.octets[self._spans.starts[packet] : self._spans.ends[packet]]
 
     def instants_in(self, *categories: str) -> Rows:
+        """The instant events of these categories."""
         chosen = [CATEGORIES_READ.index(name) for name in categories]
         return np.flatnonzero(np.isin(self.categories, chosen) & (self.types == INSTANT))
 
     def flows(self, num_packets_passed: int) -> Numbers:
-        """The arrows of all events after the first `num_packets_passed` packets, once per event."""
+        """The flow ids of all events after the first `num_packets_passed` packets."""
         found = [self._fields.of(number) for number in _FLOWS]
         return np.concatenate(
             [each.values[self._packets[each.owners] >= num_packets_passed] for each in found]
         )
 
     def pair_slices(self) -> tuple[Rows, Rows]:
-        """The events that begin a slice and those that end it, pairwise, ordered by the end.
-
-        Most slices end in the very next event. The rest nest, as the slices of a track do; slices
-        without an end are left in `unended`.
-        """
+        """Pair the events that begin slices with those that end them, ordered by the end. Sets
+        `unended` and `num_stray_ends`."""
+        # Most slices end in the next event. The rest nest, like all slices of a track.
         slices = np.flatnonzero((self.types == _BEGIN) | (self.types == _END))
         begins, tracks = self.types[slices] == _BEGIN, self._tracks[slices]
         at_once = np.flatnonzero(begins[:-1] & ~begins[1:] & (tracks[:-1] == tracks[1:]))
@@ -352,7 +352,7 @@ class EventBatch:
         return pairs[:, 0], pairs[:, 1]
 
     def notes(self, events: Rows, name: str, number: int) -> Rows:
-        """By event: its annotation of this name, or -1 if it has none of that type."""
+        """The annotation of each event with this name and type (`INT` or `TEXT`), or -1."""
         found = self._notes[events, _FIELD_NAMES.index(name)]
         return np.where(self._note_types[found] == number, found, -1)
 
@@ -371,7 +371,7 @@ class EventBatch:
         names = fields.of(_NOTE_NAME)
         columns = np.full(num_notes, -1, np.intp)
         columns[names.owners] = find(data, names.spans, _FIELD_NAMES)
-        # One extra entry at the end, so that index -1 (no annotation) has no type.
+        # An additional last entry, so that index -1 (no annotation) has no type.
         self._note_types = np.zeros(num_notes + 1, np.int64)
         for number in (INT, TEXT):
             self._note_types[fields.of(number).owners] = number
@@ -386,10 +386,8 @@ class EventBatch:
 
 
 def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[Packets, int]:
-    """The next packets of a trace, about `num_bytes` of them, and where they end.
-
-    This loop runs once per packet and dominates the time of reading.
-    """
+    """The next packets of a trace, about `num_bytes` in all, and the position of their end. This
+    loop runs once per packet and dominates the time of reading."""
     octets = data[start : start + num_bytes]
     size = len(octets)
     tags: list[int] = []
@@ -399,7 +397,8 @@ def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tupl
         if octets[end] != _PACKET_TAG:
             raise foreign(path)
         begin = end + 2
-        # A length takes one or two bytes; a longer one, or one cut off here, is read again below.
+        # Decode a length of one or two bytes here; read a longer one, or one that is cut off,
+        # below.
         if begin < size:
             length = octets[begin - 1]
             if length >= 0x80:
@@ -419,7 +418,7 @@ def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tupl
 
 
 def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
-    """Read a packet's length: where its contents begin, and how long they are."""
+    """Read a packet's length. Returns the position of its content, and the length."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):
@@ -433,6 +432,7 @@ def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
 
 
 def foreign(path: Path) -> RrfpError:
+    """The error for a file that is not a Perfetto trace."""
     with open_regular(path) as file:
         is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     remedy = "; unpack it first, with gunzip" if is_gzipped else ""
@@ -440,4 +440,5 @@ def foreign(path: Path) -> RrfpError:
 
 
 def truncated(path: Path) -> RrfpError:
+    """The error for a trace that ends within a packet."""
     return RrfpError(f"the trace {path} is truncated: it ends in the middle of a packet")

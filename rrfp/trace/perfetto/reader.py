@@ -1,10 +1,10 @@
-"""Reads a trace back into the recording it was made from; `rrfp.trace.perfetto` states the rules.
+"""Reads a trace back into its recording; `rrfp.trace.perfetto` states the rules of the format.
 
-An event's category and annotations identify its record, whatever its track or position. Other
+An event's category and annotations identify its record; its track and position do not matter. Other
 packets, and events of other categories, are skipped.
 
 A trace is read in batches of packets, and a batch in columns. Slices that do not end in their batch
-are read again with the next one.
+are read again with the next batch.
 """
 
 import json
@@ -59,36 +59,35 @@ from rrfp.trace.safe_files import open_regular
 
 _NUM_BYTES_OF_A_BATCH = 1 << 20
 _NUM_BYTES_FREED = 24 << 20
-"""Once a block of this size has been freed, glibc keeps smaller ones instead of returning each
-array's memory to the system and requesting it again, which takes a tenth of the time of reading."""
+"""After a block of this size was freed, glibc reuses smaller blocks instead of returning each
+array's memory to the system and requesting it again, which would take a tenth of the time of
+reading."""
 
 _MOST_NAMES = 64
-"""More than there are kinds, causes and stimuli."""
+"""The number of texts to find in bulk; there are fewer kinds, causes and stimuli."""
 Table = dict[str, Numbers]
 """Records of one type in columns: `source`, the packet sequence of each, and the type's own fields.
-A text is given by its index in `TraceReader.texts`."""
+A text is represented by its index in `TraceReader.texts`."""
 
 
 @dataclass(slots=True)
 class TraceContents:
-    """A trace as it was found: the recording, and what an undamaged trace would not have."""
+    """The content of a trace: the recording, and signs of damage."""
 
     recording: Recording
     open_slices: list[str] = field(default_factory=list)
     """Names of slices that begin and never end."""
     num_stray_ends: int = 0
-    """Ends of slices that never began."""
+    """The number of slice ends without a beginning."""
     flow_lengths: Counter[int] = field(default_factory=Counter)
-    """How many events each arrow passes, by flow id."""
+    """The number of events of each arrow, by flow id."""
     num_records_written: int | None = None
     """The number of records that were written; None if the closing mark is missing."""
 
 
 def read_trace(path: Path) -> Recording:
-    """Read a recording back, exactly as it was written.
-
-    Raises RrfpError if the file is missing, empty, truncated, or not a trace of a run.
-    """
+    """Read a recording, exactly as it was written. Raises RrfpError if the file is missing, empty,
+    truncated, or not a trace of a run."""
     reader = TraceReader(path)
     contents = reader.contents()
     reader.check_whole()
@@ -96,16 +95,13 @@ def read_trace(path: Path) -> Recording:
 
 
 def read_contents(path: Path) -> TraceContents:
-    """Read all of a trace, damaged or not.
-
-    Raises RrfpError if the file is missing, empty, cut within a packet, or not a Perfetto trace of
-    a run.
-    """
+    """Read a trace that may be damaged. Raises RrfpError if the file is missing, empty, cut within
+    a packet, or not a Perfetto trace of a run."""
     return TraceReader(path).contents()
 
 
 class TraceReader:
-    """Reads one trace, once: as a whole with `contents`, or piece by piece with `tables`."""
+    """Reads one trace once: as a whole with `contents`, or in batches with `tables`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -122,10 +118,10 @@ class TraceReader:
         self._num_backward = 0
         self._num_records = 0
         self._flows: list[Numbers] | None = None
-        """The arrows of each batch, if they were requested."""
+        """The flow ids of each batch's arrows; None if they are not needed."""
 
     def contents(self) -> TraceContents:
-        """Everything. Raises RrfpError as `tables` does."""
+        """Read the whole trace. Raises RrfpError as `tables` does."""
         flows: list[Numbers] = []
         self._flows = flows
         found: defaultdict[str, list[Table]] = defaultdict(list)
@@ -149,14 +145,14 @@ class TraceReader:
             Recording(self.settings, list(ranks.values())),
             [self._parse(packet).track_event.name for packet in self._open],
             self._num_stray_ends,
-            _counted(flows),
+            _count(flows),
             self._num_records_written,
         )
 
     def tables(self) -> Iterator[dict[str, Table]]:
-        """The records, a batch at a time, by the name of their type. Records of one type and
-        sequence come in the order in which they were recorded. Settings and ranks are known at the
-        end.
+        """Yield the records of a batch by the name of their type. Records of one type and sequence
+        come in the order in which they were recorded. `settings` and `infos` are complete after the
+        last batch.
 
         Raises RrfpError if the file is missing, empty, cut within a packet, or not a Perfetto trace
         of a run.
@@ -169,7 +165,7 @@ class TraceReader:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     position = 0
                     while position < len(data):
-                        # Let slices that never end be read again in few batches, not in all.
+                        # With many open slices use larger batches, as each batch reads them again.
                         size = max(_NUM_BYTES_OF_A_BATCH, sum(map(len, self._open)))
                         packets, position = cut_packets(self._path, data, position, size)
                         yield self._read(packets)
@@ -183,7 +179,7 @@ class TraceReader:
             raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
 
     def check_whole(self) -> None:
-        """Raise RrfpError if figures from this trace would be wrong: the closing mark or other
+        """Raise RrfpError if results from this trace would be wrong: the closing mark or other
         events are missing, two sequences belong to one rank, or events end before they begin."""
         if self._num_records_written is None:
             raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
@@ -207,6 +203,7 @@ class TraceReader:
             )
 
     def _read(self, packets: Packets) -> dict[str, Table]:
+        """Read a batch, after the open slices of earlier batches."""
         num_read_before = len(self._open)
         batch = EventBatch(packets.behind(self._open))
         begins, ends = batch.pair_slices()
@@ -215,7 +212,7 @@ class TraceReader:
         if self._flows is not None:
             self._flows.append(batch.flows(num_read_before))
         for event in batch.instants_in(RUN, RANK):
-            self._take_mark(self._parse(batch.packet(event)))
+            self._read_mark(self._parse(batch.packet(event)))
         return {
             name: table
             for name in RECORD_TYPES
@@ -223,7 +220,7 @@ class TraceReader:
         }
 
     def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
-        """The records of one type, ordered by their ends."""
+        """The records of one type, ordered by their ends; None if there are none."""
         is_slice = "end_ns" in RECORD_TYPES[name]._fields
         own = batch.categories == CATEGORIES_READ.index(name)
         slices = own[begins]
@@ -248,32 +245,27 @@ class TraceReader:
                 continue
             is_missing = notes < 0
             default = RECORD_TYPES[name]._field_defaults.get(key)
+            if default is None and is_missing.any():
+                raise self._damaged(name, batch, events[is_missing], f"'{key}'")
             if isinstance(default, str):
                 table[key] = np.full(len(notes), self._vocabulary.place_of(default.encode()))
                 table[key][~is_missing] = self._read_texts(batch, notes[~is_missing])
-                continue
-            if default is not None:
-                table[key] = (
-                    self._read_texts_or(default, batch, notes)
-                    if is_text
-                    else np.where(is_missing, default, batch.note_values[notes])
-                )
-                continue
-            if is_missing.any():
-                raise self._damaged(name, batch, events[is_missing], f"'{key}'")
-            table[key] = self._read_texts(batch, notes) if is_text else batch.note_values[notes]
+            elif is_text:
+                table[key] = self._read_texts(batch, notes)
+            else:
+                table[key] = np.where(is_missing, default or 0, batch.note_values[notes])
         for key in RECORD_TYPES[name]._fields:
             if (key, True) in FIELDS[name]:
                 continue
             least, most = bounds_of(key)
             strange = (table[key] < least) | (table[key] > most)
             if strange.any():
-                told = f"'{key}' is {table[key][strange][0]}"
-                raise self._damaged(name, batch, events[strange], told)
+                problem = f"'{key}' is {table[key][strange][0]}"
+                raise self._damaged(name, batch, events[strange], problem)
         return table
 
     def _read_steps(self, name: str, batch: EventBatch, events: Rows, notes: Rows) -> Numbers:
-        """The step of each event: this annotation, or from the number of its evaluation."""
+        """The step number of each event, from its annotation `step` or `evaluation`."""
         are_evaluations = notes < 0
         if not are_evaluations.any():
             return batch.note_values[notes]
@@ -283,19 +275,12 @@ class TraceReader:
         numbers = batch.note_values[notes]
         strange = are_evaluations & (numbers < 0)
         if strange.any():
-            told = f"'{EVALUATION}' is {numbers[strange][0]}"
-            raise self._damaged(name, batch, events[strange], told)
+            problem = f"'{EVALUATION}' is {numbers[strange][0]}"
+            raise self._damaged(name, batch, events[strange], problem)
         return np.where(are_evaluations, evaluation_step(0) - numbers, numbers)
 
-    def _read_texts_or(self, default: str, batch: EventBatch, notes: Rows) -> Numbers:
-        """The texts of those that have one, and the default of the others."""
-        found = np.full(len(notes), self._vocabulary.place_of(default.encode()))
-        has_one = notes >= 0
-        if has_one.any():
-            found[has_one] = self._read_texts(batch, notes[has_one])
-        return found
-
     def _read_texts(self, batch: EventBatch, notes: Rows) -> Numbers:
+        """The index in `texts` of each annotation's text. Raises RrfpError for invalid UTF-8."""
         spans = batch.note_texts.take(notes)
         found = self._vocabulary.find(batch.data, spans)
         new = np.flatnonzero(found < 0)
@@ -309,10 +294,12 @@ class TraceReader:
         return found
 
     def _damaged(self, name: str, batch: EventBatch, events: Rows, problem: str) -> RrfpError:
+        """The error for a damaged record, named by the first of `events`."""
         event = self._parse(batch.packet(events[0])).track_event.name
         return RrfpError(f"the trace {self._path} has a damaged {name} '{event}': {problem}")
 
-    def _take_mark(self, packet: Any) -> None:
+    def _read_mark(self, packet: Any) -> None:
+        """Read the settings, a rank's place, or the closing mark."""
         event = packet.track_event
         notes = {note.name: note for note in event.debug_annotations}
         try:
@@ -336,7 +323,7 @@ class TraceReader:
             raise foreign(self._path) from error
 
     def _check_version(self, notes: dict[str, Any]) -> None:
-        """Raise RrfpError for a later version; a trace without a version is of the first."""
+        """Raise RrfpError for a later version. A trace without a version has version 1."""
         version = notes["version"].int_value if "version" in notes else 1
         if version > VERSION:
             raise RrfpError(
@@ -346,7 +333,7 @@ class TraceReader:
 
 
 class _Vocabulary:
-    """The index of each text in a list, to which new texts are added."""
+    """Looks up the index of each text in a list, and adds new texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
@@ -354,14 +341,14 @@ class _Vocabulary:
         self._names: tuple[str, ...] = ()
         """The first texts that are short enough to be found in bulk."""
         self._places_of_names = np.array([-1])
-        """Their indices, then -1 for everything else."""
+        """The index of each of these names, and a final -1 for all other texts."""
 
     def find(self, data: Bytes, spans: Spans) -> Numbers:
-        """The indices of texts; -1 where a text is unknown or must be looked up by itself."""
+        """The index of each text; -1 if it is unknown or must be looked up with `place_of`."""
         return self._places_of_names[find(data, spans, self._names)]
 
     def place_of(self, encoded: bytes) -> int:
-        """The index of a text, which may be new."""
+        """The index of a text, which is added if it is new."""
         place = self._places.get(encoded)
         if place is None:
             self._texts.append(encoded.decode())
@@ -372,12 +359,14 @@ class _Vocabulary:
         return place
 
 
-def _counted(flows: Sequence[Numbers]) -> Counter[int]:
+def _count(flows: Sequence[Numbers]) -> Counter[int]:
+    """Count the events of each flow id."""
     ids, counts = np.unique(np.concatenate(flows), return_counts=True)
     return Counter(dict(zip(ids.view(np.uint64).tolist(), counts.tolist(), strict=True)))
 
 
 def _rank_info(notes: dict[str, Any]) -> RankInfo:
+    """Decode a rank's place from annotations. Raises KeyError or ValueError if they are damaged."""
     number = {name: note.int_value for name, note in notes.items()}
     stages = tuple(map(int, notes["stages"].string_value.split()))
     places = {name: number[name] for name in ("rank", "pp_rank", "tp_rank", "dp_rank")}

@@ -29,12 +29,11 @@ from rrfp.trace.perfetto.format import (
     VERSION,
     Counters,
     HintedDispatch,
-    Lanes,
     MessageKey,
     Node,
+    RowAssigner,
     TaskKey,
-    Tracks,
-    beside_hint,
+    compare_with_hint,
     key_of,
     received_by,
     sent_by,
@@ -51,21 +50,21 @@ from rrfp.trace.records import (
     Recording,
     StimulusRecord,
     TaskRecord,
-    told_step,
+    split_step,
 )
 from rrfp.trace.run_dir import RunDir, update_latest
 from rrfp.trace.safe_files import open_whole, write_whole
 
-# Assembles the packets of a trace and appends them to a file.
+# Encoding packets.
 #
 # Concatenated protobuf messages are read as one message
 # (https://protobuf.dev/programming-guides/encoding/#last-one-wins). So a packet is assembled from
-# parts, and a part that recurs is encoded once. That takes a quarter of the time of one message
-# object per packet.
+# encoded parts, and a part that recurs is encoded once. This takes a quarter of the time of one
+# message object per packet.
 
 
 Fields = Iterable[tuple[str, int | str]]
-"""Debug annotations."""
+"""Debug annotations: names and values."""
 
 _BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
 _END = pb.TrackEvent.TYPE_SLICE_END
@@ -75,7 +74,7 @@ _COUNTER = pb.TrackEvent.TYPE_COUNTER
 _VARINT, _FIXED64, _LENGTH = 0, 1, 2
 
 _NUM_BYTES_OF_A_BATCH = 1 << 20
-_NUM_PARTS_KEPT = 1 << 14
+_NUM_PARTS_CACHED = 1 << 14
 
 
 # A varint has seven bits per byte, lowest first. Tables give two bytes at a time.
@@ -87,6 +86,7 @@ _FIRST_BYTES = [bytes((number & 0x7F | 0x80, number >> 7 | 0x80)) for number in 
 
 
 def _varint(number: int) -> bytes:
+    """Encode a number. Raises ValueError if it is negative."""
     if number < 1 << 14:
         if number < 0:
             raise ValueError(f"a time must not be negative: {number}")
@@ -96,12 +96,12 @@ def _varint(number: int) -> bytes:
     return (
         _FIRST_BYTES[number & 0x3FFF]
         + _FIRST_BYTES[number >> 14 & 0x3FFF]
-        + _kept_varint(number >> 28)
+        + _cached_varint(number >> 28)
     )
 
 
-_kept_varint = lru_cache(1 << 10)(_varint)
-"""The rest of a long one: times that follow each other have it in common."""
+_cached_varint = lru_cache(1 << 10)(_varint)
+"""Encodes the upper bits of a long number, which successive times have in common."""
 
 
 def _tag(field: int, wire: int) -> bytes:
@@ -118,19 +118,20 @@ _INT_TAG = _tag(pb.DebugAnnotation.INT_VALUE_FIELD_NUMBER, _VARINT)
 
 
 class PacketWriter:
-    """Appends packets to a file in batches; `flush` writes the rest. Its tracks are numbered from
-    `first_track` on."""
+    """Appends packets to a file in batches; `flush` writes the last batch. Tracks are numbered from
+    `first_track`."""
 
     def __init__(self, file: IO[bytes], first_track: int = 1) -> None:
         self._file = file
         self._batch = bytearray()
-        self._tracks = Tracks(first_track)
+        self._first_track = first_track
+        self._tracks: dict[tuple[tuple[int, str, int], ...], int] = {}
         self._begun: set[int] = set()
         self._sequence = self._timed = b""
         self._shift_ns = 0
 
     def go_to_sequence(self, sequence: int, shift_ns: int = 0) -> None:
-        """Write the following packets to this sequence, and move their times by `shift_ns`."""
+        """Write all following packets to this sequence, with their times moved by `shift_ns`."""
         self._shift_ns = shift_ns
         self._sequence = _encoded(pb.TracePacket(trusted_packet_sequence_id=sequence))
         self._timed = self._sequence + _TIME_TAG
@@ -139,22 +140,28 @@ class PacketWriter:
             cleared = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
             self._append(_encoded(pb.TracePacket(sequence_flags=cleared)))
 
-    def track(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path of (place, name); writes its descriptor at first use."""
-        uuid = self._tracks.get(*path, lane=lane, is_counter=is_counter)
-        for track in self._tracks.take_new():
-            packet = pb.TracePacket()
-            descriptor = packet.track_descriptor
-            descriptor.uuid = track.uuid
-            if track.parent:
-                descriptor.parent_uuid = track.parent
-            descriptor.name = _text(track.name)
-            descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
-            descriptor.sibling_order_rank = track.place
-            if track.is_counter:
-                descriptor.counter.unit = pb.CounterDescriptor.UNIT_COUNT
-            self._append(_encoded(packet))
-        return uuid
+    def track(self, *path: Node, row: int = 0, is_counter: bool = False) -> int:
+        """The uuid of the track at a path; writes the descriptors of new tracks, parents first."""
+        key: tuple[tuple[int, str, int], ...] = ()
+        parent = 0
+        for depth, (place, name) in enumerate(path, start=1):
+            is_leaf = depth == len(path)
+            key = (*key, (place, name, row if is_leaf else 0))
+            if key not in self._tracks:
+                self._tracks[key] = self._first_track + len(self._tracks)
+                packet = pb.TracePacket()
+                descriptor = packet.track_descriptor
+                descriptor.uuid = self._tracks[key]
+                if parent:
+                    descriptor.parent_uuid = parent
+                descriptor.name = _text(name)
+                descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
+                descriptor.sibling_order_rank = place
+                if is_counter and is_leaf:
+                    descriptor.counter.unit = pb.CounterDescriptor.UNIT_COUNT
+                self._append(_encoded(packet))
+            parent = self._tracks[key]
+        return parent
 
     def slice(
         self,
@@ -168,8 +175,8 @@ class PacketWriter:
         passes: Sequence[int] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """Write a slice with these annotations (`notes_of`), that some arrows pass through and
-        others end at."""
+        """Write a slice with encoded annotations (`notes_of`). `passes` and `ends` are the ids of
+        the arrows that pass through it and that end at it."""
         event = notes + _heading(_BEGIN, track, name, category)
         for flow in passes:
             event += _PASSES_TAG + pack("<Q", flow)
@@ -190,6 +197,7 @@ class PacketWriter:
         self._batch.clear()
 
     def _append_event(self, time_ns: int, part: bytes) -> None:
+        """Append an event at a time, and flush a full batch."""
         packet = self._timed + _varint(time_ns + self._shift_ns) + part
         self._batch += _PACKET_TAG + _varint(len(packet)) + packet
         if len(self._batch) >= _NUM_BYTES_OF_A_BATCH:
@@ -202,49 +210,52 @@ class PacketWriter:
 
 
 def notes_of(fields: Fields) -> bytes:
-    """These annotations, as a part of an event."""
+    """Encode annotations as a part of an event."""
     return b"".join(starmap(note_of, fields))
 
 
 def note_of(name: str, value: int | str) -> bytes:
-    """One annotation, as a part of an event."""
+    """Encode one annotation as a part of an event."""
     if isinstance(value, str):
         return _text_note(name, value)
-    # A negative number is encoded as if it were unsigned.
+    # Protobuf encodes a negative number as the unsigned number of the same bits.
     content = _INT_TAG + _varint(value & 0xFFFFFFFFFFFFFFFF) + _note_name(name)
     return _NOTE_TAG + _varint(len(content)) + content
 
 
-@lru_cache(_NUM_PARTS_KEPT)
+@lru_cache(_NUM_PARTS_CACHED)
 def _note_name(name: str) -> bytes:
     return _encoded(pb.DebugAnnotation(name=name))
 
 
-@lru_cache(_NUM_PARTS_KEPT)
+@lru_cache(_NUM_PARTS_CACHED)
 def _text_note(name: str, value: str) -> bytes:
     note = pb.DebugAnnotation(name=name, string_value=_text(value))
     return _encoded(pb.TrackEvent(debug_annotations=[note]))
 
 
-@lru_cache(_NUM_PARTS_KEPT)
+@lru_cache(_NUM_PARTS_CACHED)
 def _heading(event_type: int, track: int, name: str, category: str) -> bytes:
+    """Encode an event's type, track, name and category."""
     return _encoded(
         pb.TrackEvent(type=event_type, track_uuid=track, name=_text(name), categories=[category])
     )
 
 
-@lru_cache(_NUM_PARTS_KEPT)
+@lru_cache(_NUM_PARTS_CACHED)
 def _nameless_part(event_type: int, track: int, value: int | None = None) -> bytes:
+    """Encode a whole event without a name: the end of a slice, or a counter's value."""
     return _as_part(_encoded(pb.TrackEvent(type=event_type, track_uuid=track, counter_value=value)))
 
 
 def _text(value: str) -> str:
-    """Text that can be encoded. JSON, and names of files, may hold halves of characters."""
+    """Replace characters that cannot be encoded: JSON and file names may contain lone
+    surrogates."""
     return value.encode(errors="replace").decode()
 
 
 def _as_part(event: bytes) -> bytes:
-    """This event, as a part of a packet."""
+    """Encode an event as a part of a packet."""
     return _EVENT_TAG + _varint(len(event)) + event
 
 
@@ -252,22 +263,22 @@ def _encoded(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-# A track that a viewer shows beside those of a trace, and that is not part of the trace.
+# Additional tracks for a viewer, which are not part of the trace.
 #
-# Perfetto reads concatenated traces as one, so what is encoded here is appended to a trace's bytes
-# on their way to a viewer; the file stays as it was recorded.
+# Perfetto reads concatenated traces as one. So these packets are appended to a trace as it is sent
+# to a viewer, and the file does not change.
 
 
 _SEQUENCE = 1 << 30
-"""Beyond those of any trace of ours, which has one a rank."""
+"""Above the packet sequences of all traces of rrfp, which have one per rank."""
 _FIRST_TRACK = 1 << 40
-"""Likewise beyond its tracks."""
+"""Above the track uuids of all traces of rrfp."""
 _GROUP = "analysis"
 _CATEGORY = "derived"
 
 
 class Slice(NamedTuple):
-    """A slice of the track; slices neither overlap nor go back in time."""
+    """A slice of an additional track. Slices are in order of time and do not overlap."""
 
     start_ns: int
     end_ns: int
@@ -276,14 +287,14 @@ class Slice(NamedTuple):
 
 
 def encode_track(name: str, slices: Iterable[Slice]) -> bytes:
-    """The packets of a track of that name, above all others; empty without slices."""
+    """Encode a track of this name, shown above all others; empty without slices."""
     file = BytesIO()
     out = PacketWriter(file, first_track=_FIRST_TRACK)
     track = None
     for each in slices:
         if track is None:
             out.go_to_sequence(_SEQUENCE)
-            # A track without a group would be filed under the viewer's "Global Track Events".
+            # The viewer moves a track without a group into "Global Track Events".
             track = out.track((-1, _GROUP), (0, name))
         notes = notes_of(each.notes)
         out.slice(each.start_ns, each.end_ns, track, each.name, _CATEGORY, notes)
@@ -294,14 +305,15 @@ def encode_track(name: str, slices: Iterable[Slice]) -> bytes:
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
 _RUN_PATH = ((1_000_000, RUN), (0, "settings"))
-"""Below every pipeline. The viewer would move a childless top track above them."""
+"""Below every pipeline. The viewer would move a top-level track without children above them."""
+
+
+# Writing recordings.
 
 
 def write_trace(path: Path, recording: Recording) -> None:
-    """Write a recording as a trace, whole or not at all. Its times must not be negative.
-
-    Raises RrfpError if the file cannot be written.
-    """
+    """Write a recording as a trace, atomically. Its times must not be negative. Raises RrfpError if
+    the file cannot be written."""
     infos = [records.info for records in recording.ranks]
     with trace_writer(path, recording.settings, infos) as writer:
         writer.write(recording.ranks, is_last=True)
@@ -314,11 +326,9 @@ def trace_writer(
     infos: Sequence[RankInfo],
     shifts_ns: Sequence[int] | None = None,
 ) -> Iterator["TraceWriter"]:
-    """A trace that is written a part at a time, whole or not at all. The times of each rank are
-    moved by its entry in `shifts_ns`.
-
-    Raises RrfpError if the file cannot be written.
-    """
+    """Write a trace one part at a time. The file appears when the block ends, and not if it raises.
+    The times of each rank are moved by its entry in `shifts_ns`. Raises RrfpError if the file
+    cannot be written."""
     try:
         with open_whole(path) as file:
             writer = TraceWriter(file, settings, infos, shifts_ns or [0] * len(infos))
@@ -329,7 +339,7 @@ def trace_writer(
 
 
 class TraceWriter:
-    """Writes the parts of a recording, one after the other, to a file."""
+    """Writes a recording to a file, part by part."""
 
     def __init__(
         self,
@@ -348,16 +358,15 @@ class TraceWriter:
             _RankWriter(out, _FIRST_RANK_SEQUENCE + place, shift_ns, info, infos)
             for place, (info, shift_ns) in enumerate(zip(infos, shifts_ns, strict=True))
         ]
-        # A viewer orders tracks by their first events, so give every stage one early, in stage
-        # order.
+        # A viewer orders tracks by their first events, so write an event for every stage first.
         for rank in self._ranks:
             rank.write_info()
 
     def write(self, part: Sequence[RankRecords], *, is_last: bool) -> None:
-        """Write the next part of every rank's records, in the order of the ranks. The tasks of a
-        step come in one part, except those of the last step: it waits for its end."""
-        # Arrows follow time; at equal times they follow the order of writing. So write what an
-        # arrow comes from before what it leads to, across all ranks.
+        """Write the next part of every rank's records, in the order of the ranks. A part may end
+        within a step, whose tasks are then written with the next part."""
+        # Arrows follow time, and at equal times the order of writing. So write an arrow's events in
+        # its direction, across all ranks.
         for write in (_RankWriter.write_sends, _RankWriter.write_receives):
             for rank, records in zip(self._ranks, part, strict=True):
                 write(rank, records)
@@ -368,7 +377,7 @@ class TraceWriter:
         )
 
     def finish(self) -> None:
-        """Close the trace, after its last part."""
+        """Write the closing mark, after the last part."""
         self._out.go_to_sequence(_RUN_SEQUENCE)
         notes = notes_of([("num_records", self._num_records)])
         self._out.instant(0, self._run_track, END_MARK, RUN, notes)
@@ -380,13 +389,14 @@ def _task_name(record: Any) -> str:
 
 
 def _stimulus_title(stimulus: StimulusRecord) -> str:
-    """`input arrived F3` for the class InputArrived."""
+    """Format a stimulus: `input arrived F3` for the class InputArrived."""
     words = _words_of(stimulus.name)
     return f"{words} {_task_name(stimulus)}" if stimulus.kind else words
 
 
 def _begun_title(begun: BegunRecord) -> str:
-    """`never ended: F3`, `never ended: backward_input`; no task's name, for it did not run."""
+    """Format an unended activity: `never ended: F3`, `never ended: backward_input`. It differs from
+    a task's title, because the task did not finish."""
     doing = _task_name(begun) if begun.doing == Doing.TASK else begun.doing
     return f"never ended: {doing}"
 
@@ -398,26 +408,27 @@ def _words_of(class_name: str) -> str:
 
 _NAMES = {category: tuple(name for name, _ in fields) for category, fields in FIELDS.items()}
 _DEFAULTS = {name: record_type._field_defaults for name, record_type in RECORD_TYPES.items()}
-_NUM_NOTES_KEPT = 1 << 13
-_NUMBERED = ("send", "receive", "cost")
-"""Records of which hardly any two are alike."""
+_NUM_NOTES_CACHED = 1 << 13
+_UNIQUE = ("send", "receive", "cost")
+"""Records that are too different to cache their annotations."""
 
 
 def _notes_of(category: str, values: tuple[int | str, ...]) -> bytes:
-    """A record's fields other than times, without bytes that are not known; an evaluation's step is
-    renamed. The step comes first in every record."""
+    """Encode a record's fields other than times, without defaults of optional fields. `values`
+    begins with the step; an evaluation's is named `evaluation`."""
     step, *_ = values
     assert isinstance(step, int)
-    rest = _rest_of_notes if category in _NUMBERED else _kept_rest_of_notes
+    rest = _rest_of_notes if category in _UNIQUE else _cached_rest_of_notes
     return _step_note(step) + rest(category, values[1:])
 
 
-@lru_cache(_NUM_NOTES_KEPT)
+@lru_cache(_NUM_NOTES_CACHED)
 def _step_note(step: int) -> bytes:
-    return note_of(*told_step(step))
+    return note_of(*split_step(step))
 
 
 def _rest_of_notes(category: str, values: tuple[int | str, ...]) -> bytes:
+    """Encode a record's fields after the step, without defaults."""
     names, defaults = _NAMES[category][1:], _DEFAULTS[category]
     return notes_of(
         (name, value)
@@ -426,17 +437,17 @@ def _rest_of_notes(category: str, values: tuple[int | str, ...]) -> bytes:
     )
 
 
-_kept_rest_of_notes = lru_cache(_NUM_NOTES_KEPT)(_rest_of_notes)
+_cached_rest_of_notes = lru_cache(_NUM_NOTES_CACHED)(_rest_of_notes)
 
 
-@lru_cache(_NUM_NOTES_KEPT)
+@lru_cache(_NUM_NOTES_CACHED)
 def _notes_of_wanted(kind: str, stage: int, chunk: int, microbatch: int) -> bytes:
     return notes_of(
         [("kind", kind), ("stage", stage), ("chunk", chunk), ("microbatch", microbatch)]
     )
 
 
-@lru_cache(_NUM_NOTES_KEPT)
+@lru_cache(_NUM_NOTES_CACHED)
 def _notes_of_places(hint_position: int, dispatch_position: int) -> bytes:
     return notes_of([("hint_position", hint_position), ("dispatch_position", dispatch_position)])
 
@@ -459,16 +470,17 @@ class _RankWriter:
         self._stage_path = stage_path(info, infos)
         self._has_chunks = any(len(other.stages) > 1 for other in infos)
         self._peer_names = {other.rank: stage_name(other) for other in infos}
-        self._lanes: defaultdict[tuple[Node, ...], Lanes] = defaultdict(Lanes)
+        self._row_assigners: defaultdict[tuple[Node, ...], RowAssigner] = defaultdict(RowAssigner)
         self._counters = Counters()
         self._counts: dict[str, int] = {}
-        """The last value of each counter."""
+        """The last written value of each counter."""
         self._arrows: defaultdict[TaskKey, list[int]] = defaultdict(list)
-        """Those of messages that wait for their task."""
+        """The arrows of received messages whose task is not written yet."""
         self._begun: list[TaskRecord] = []
-        """The tasks of a step that goes on in the next part."""
+        """The tasks of a step that continues in the next part."""
 
     def write_info(self) -> None:
+        """Write the rank's place as an instant."""
         self._out.go_to_sequence(self._sequence)
         fields = asdict(self._info) | {"stages": " ".join(map(str, self._info.stages))}
         track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[RANK])
@@ -481,6 +493,7 @@ class _RankWriter:
         self._write_messages("receive", records.receives, "recv", "receive from", received_by)
 
     def write_rest(self, records: RankRecords, *, is_last: bool) -> None:
+        """Write all records of a part other than messages."""
         self._out.go_to_sequence(self._sequence, self._shift_ns)
         tasks = self._ended_tasks(records, is_last=is_last)
         self._write_tasks(tasks, records)
@@ -495,7 +508,8 @@ class _RankWriter:
         self._write_instants("loss", records.losses, lambda loss: f"lost {loss.num_lost} records")
 
     def _ended_tasks(self, records: RankRecords, *, is_last: bool) -> list[TaskRecord]:
-        """The tasks to write now: all but those of the last step, if it has not ended."""
+        """The tasks to write now. Stores those of the last step for the next part if it has not
+        ended."""
         tasks, self._begun = self._begun + records.tasks, []
         if is_last or not tasks:
             return tasks
@@ -506,10 +520,11 @@ class _RankWriter:
         return [task for task in tasks if task.step != last]
 
     def _write_tasks(self, tasks: Sequence[TaskRecord], records: RankRecords) -> None:
+        """Write tasks with the ends of their messages' arrows, and the hint's tasks beside them."""
         for receive in records.receives:
             flow = received_by(self._info.rank, receive).flow_id
             self._arrows[key_of(receive)].append(flow)
-        dispatches = beside_hint(tasks)
+        dispatches = compare_with_hint(tasks)
         self._write_slices(
             "task",
             tasks,
@@ -523,7 +538,8 @@ class _RankWriter:
         return f"{_task_name(task)}.{task.chunk}" if self._has_chunks else _task_name(task)
 
     def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> bytes:
-        """A task's annotations besides its record."""
+        """Encode a task's annotations besides its record: its rank, and the tasks that it
+        skipped."""
         rank = note_of("rank", self._info.rank)
         if dispatch is None or not dispatch.skipped:
             return rank
@@ -535,7 +551,7 @@ class _RankWriter:
     def _write_hints(
         self, tasks: Sequence[TaskRecord], dispatches: Sequence[HintedDispatch | None]
     ) -> None:
-        """Write what the hint wanted in place of each task, at the task's time."""
+        """Write the task in the hint's order in place of each task, at the task's time."""
         found = [
             (task, dispatch)
             for task, dispatch in zip(tasks, dispatches, strict=True)
@@ -623,25 +639,22 @@ class _RankWriter:
         records: Sequence[Any],
         branches: Sequence[tuple[Node, ...]] | None = None,
     ) -> list[int]:
-        """The track of each record: its branch's, on a lane where nothing overlaps it."""
+        """The track of each record: its branch's, in a row where no other slice overlaps it."""
         members: defaultdict[tuple[Node, ...], list[int]] = defaultdict(list)
         for index, branch in enumerate(branches or repeat((), len(records))):
             members[branch].append(index)
         tracks = [0] * len(records)
         for branch, indices in members.items():
             path = (*self._stage_path, *PATH_OF_CATEGORY[category], *branch)
-            lanes = self._lanes[path].assign([records[index][:2] for index in indices])
-            track_of = [self._out.track(*path, lane=lane) for lane in range(max(lanes) + 1)]
-            for index, lane in zip(indices, lanes, strict=True):
-                tracks[index] = track_of[lane]
+            rows = self._row_assigners[path].assign([records[index][:2] for index in indices])
+            track_of = [self._out.track(*path, row=row) for row in range(max(rows) + 1)]
+            for index, row in zip(indices, rows, strict=True):
+                tracks[index] = track_of[row]
         return tracks
 
 
-# Writes the files of an imported or simulated run.
-
-
 def write_run_files(run: RunDir, recording: Recording) -> None:
-    """Write a recording's description and trace into a run's directory. May raise OSError."""
+    """Write run.json and the trace of an imported or simulated run. May raise OSError."""
     write_trace(run.trace, recording)
     write_whole(run.run_json, f"{json.dumps(recording.settings, indent=2)}\n".encode())
     update_latest(run.path.parent)

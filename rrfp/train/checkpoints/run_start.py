@@ -13,9 +13,8 @@ from typing import Any
 from rrfp.errors import UsageError
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_dir import RunDir, create_run_dir, own_run_dir
-from rrfp.trace.run_json import describe_run
+from rrfp.trace.run_json import describe_run, describe_session, read_description
 from rrfp.trace.safe_files import unfinished
-from rrfp.trace.sessions import described, read_description
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir
 from rrfp.train.data.sources import data_contents
 from rrfp.train.data.tokens import cached_tokens
@@ -40,7 +39,7 @@ def write_description(
         {
             **({"network": network} if network else {}),
             **({} if tokenizer is None else {"tokenizer": tokenizer}),
-            **described(run, first_step),
+            **describe_session(run, first_step),
         },
     )
 

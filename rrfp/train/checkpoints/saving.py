@@ -29,9 +29,8 @@ from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.cpu.checkpoints import deferred_writes, digested_writes, prepare_checkpoints
 from rrfp.strict_json import integer, items, member, text
 from rrfp.trace.run_dir import RunDir
-from rrfp.trace.run_json import versions
+from rrfp.trace.run_json import next_session, versions
 from rrfp.trace.safe_files import open_whole, remove_unfinished
-from rrfp.trace.sessions import next_session
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
 from rrfp.train.checkpoints.plans import exchanging_plans, reason_of
 from rrfp.train.checkpoints.run_start import check_continues, check_unused

@@ -146,8 +146,9 @@ def parse_json_line(
         raise UsageError(f"{place}: not JSON ({error}); correct or remove the line") from None
     text = value.get(text_key) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        fields = ", ".join(f"'{name:.40}'" for name in [*value][:12]) if value else ""
-        has = f", and it has {fields}" if isinstance(value, dict) and fields else ""
+        names = [*value][:12] if isinstance(value, dict) else []
+        fields = ", ".join(f"'{name:.40}'" for name in names)
+        has = f", and it has {fields}" if fields else ""
         other = "name another with --text-key, or " if names_key and has else ""
         raise UsageError(f"{place}: no string field '{text_key}'{has}; {other}give each line one")
     return value, text.encode("utf-8", errors="surrogatepass")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rrfp.errors import RrfpError, StoppedError, UsageError, numbered
 from rrfp.runtime import launchers as variables
 from rrfp.system import allow_open_files
-from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
+from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import open_own
 from rrfp.train.data.sources import data_contents
@@ -209,18 +209,18 @@ def _first_failure(
         return RunFailedError(
             f"{process} was killed by {_killer(-failure.exit_code, limits)}; its last output is in "
             f"{log}",
-            Culprit(FoundBy.LAUNCHER, rank),
+            FaultOrigin(FoundBy.LAUNCHER, rank),
         )
     if failure.hang is not None and (report is None or not report.is_own):
         hang = _describe_hang(failure, failure.hang, log)
-        return RunFailedError(f"{process} {hang}", Culprit(FoundBy.LAUNCHER, rank))
+        return RunFailedError(f"{process} {hang}", FaultOrigin(FoundBy.LAUNCHER, rank))
     if report is None:
         stage = f" {failure.stage}" if failure.stage else ""
         if num_steps is not None and _IN_STEP.search(stage):
             stage += f" of {num_steps}"
         return RunFailedError(
             f"rank {rank} exited with code {failure.exit_code}{stage}{_note(limits)}; see {log}",
-            Culprit(FoundBy.LAUNCHER, rank),
+            FaultOrigin(FoundBy.LAUNCHER, rank),
         )
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
@@ -233,10 +233,10 @@ def _first_failure(
                 return RunFailedError(
                     f"rank {other} (pid {ended.pid}) did not answer and was killed: "
                     f"{report.sentence}",
-                    Culprit(FoundBy.LAUNCHER, other),
+                    FaultOrigin(FoundBy.LAUNCHER, other),
                 )
     # torch does not report which rank a collective has lost.
-    culprit = report.culprit or Culprit(FoundBy.COLLECTIVE)
+    culprit = report.culprit or FaultOrigin(FoundBy.COLLECTIVE)
     detail = f"\n{report.detail}" if report.detail else ""
     sentence = f"{report.sentence}{_note(limits, report.sentence)}"
     return RunFailedError(f"rank {rank} failed: {sentence} (see {log}){detail}", culprit)

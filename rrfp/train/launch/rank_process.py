@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line, is_torchs_loss, is_torchs_silence
 from rrfp.system import describe_too_many_files, is_of_too_many
-from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.outcome import FaultOrigin, FoundBy
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import make_directory, open_own
 from rrfp.train.launch.private_network import enter_network
@@ -101,9 +101,9 @@ def _fail(error: Exception | SystemExit) -> NoReturn:
     is_lost = isinstance(error, PeerLostError) or is_torchs_loss(error)
     culprit = error.culprit if isinstance(error, PeerLostError) else None
     if isinstance(error, StallError):
-        culprit = Culprit(FoundBy.BOARD)
+        culprit = FaultOrigin(FoundBy.BOARD)
     elif not is_lost and not is_silence:
-        culprit = Culprit(FoundBy.RANK, int(os.environ["RANK"]))
+        culprit = FaultOrigin(FoundBy.RANK, int(os.environ["RANK"]))
     # The disk of the error file may be full; the log has the error too.
     with suppress(OSError):
         FailureReport(

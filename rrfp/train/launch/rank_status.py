@@ -26,7 +26,7 @@ import rrfp
 from rrfp import system as libc
 from rrfp.errors import RrfpError
 from rrfp.runtime import launchers as variables
-from rrfp.trace.outcome import Culprit
+from rrfp.trace.outcome import FaultOrigin
 from rrfp.trace.safe_files import open_whole
 
 # The status page of a rank: 1 KiB of memory that it shares with its launcher. The rank writes and
@@ -323,7 +323,7 @@ class FailureReport:
     """Lines to print below the sentence, such as the grid of a stall."""
     at_s: float = field(default=0.0, compare=False)
     """Time of the report, on the host's monotonic clock: the time of day may jump."""
-    culprit: Culprit | None = None
+    culprit: FaultOrigin | None = None
     """The origin of the fault."""
 
     @property
@@ -352,7 +352,9 @@ class FailureReport:
         if isinstance(message, dict) and "report" in message:
             report = cls(**message["report"])
             culprit = message["report"].get("culprit")
-            return report if culprit is None else replace(report, culprit=Culprit.decode(culprit))
+            return (
+                report if culprit is None else replace(report, culprit=FaultOrigin.decode(culprit))
+            )
         return None
 
 

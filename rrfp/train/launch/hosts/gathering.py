@@ -21,7 +21,7 @@ from rrfp.errors import RrfpError, UsageError, first_line, numbered
 from rrfp.strict_json import items, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new, make_directory, open_own
-from rrfp.trace.spill import NUM_SEGMENTS, hold, segments_in
+from rrfp.trace.spill import NUM_SEGMENTS, lock_for_writing, segments_in
 from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
 from rrfp.train.launch.hosts.joining import JoinedHosts
 from rrfp.train.launch.store import StoreClient
@@ -373,10 +373,10 @@ class _Receiver(_Transfer):
             if name not in self._files:
                 path = self._run.path / name
                 make_directory(path.parent)
-                self._files[name] = open_own(path, anew=not match[2])
+                self._files[name] = open_own(path, truncate=not match[2])
                 if match[1]:
                     # The lock shows readers of the run that more records will come.
-                    hold(self._files[name])
+                    lock_for_writing(self._files[name])
                 if match[1] and path.suffix != _RING:
                     self._remove_older(path, int(match[1]))
             self._files[name].write(data)

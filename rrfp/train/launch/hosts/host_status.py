@@ -20,7 +20,7 @@ from typing import Self
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.strict_json import integer, items, parsed, text
-from rrfp.trace.outcome import Culprit, RunFailedError
+from rrfp.trace.outcome import FaultOrigin, RunFailedError
 from rrfp.train.launch.store import StoreClient
 
 _BEAT_S = 1.0
@@ -63,7 +63,7 @@ class HostStatus:
     """The host's own name."""
     sentence: str = ""
     """Why it failed."""
-    culprit: Culprit | None = None
+    culprit: FaultOrigin | None = None
     """The origin of the fault, if known."""
 
     @classmethod
@@ -219,7 +219,7 @@ class HostHeartbeat:
         )
 
     def _set_state(
-        self, state: HostState, sentence: str = "", culprit: Culprit | None = None
+        self, state: HostState, sentence: str = "", culprit: FaultOrigin | None = None
     ) -> None:
         with self._lock:
             self._own = replace(self._own, state=state, sentence=sentence, culprit=culprit)
@@ -325,13 +325,13 @@ def _describe_error(error: BaseException) -> str:
     return "it was stopped by a signal"
 
 
-def _decode_fault_origin(value: object) -> Culprit | None:
+def _decode_fault_origin(value: object) -> FaultOrigin | None:
     """Read the fault origin of a status. Raises ValueError for anything else."""
     if value is None:
         return None
     found_by, rank, link = items(value, 3)
     try:
-        return Culprit.decode({"found_by": found_by, "rank": rank, "link": link})
+        return FaultOrigin.decode({"found_by": found_by, "rank": rank, "link": link})
     except TypeError as error:
         raise ValueError(str(error)) from None
 

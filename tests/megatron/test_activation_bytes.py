@@ -166,7 +166,7 @@ SIZE = 4 * WIDTH
 
 
 def offloaded(given: torch.Tensor) -> torch.Tensor:
-    """What is saved goes elsewhere, and comes back for the backward only."""
+    """Moves saved tensors to another memory and back for the backward only."""
     stored: list[bytes] = []
 
     def pack(tensor: torch.Tensor) -> int:
@@ -276,7 +276,7 @@ def test_waiting_gradients_are_counted() -> None:
 
 @dataclass(slots=True)
 class Measured:
-    """What one rank saw of a training whose memory was measured."""
+    """The results on one rank of a training with measured memory."""
 
     run: RankRun
     features: list[list[Features]] = field(default_factory=list)
@@ -509,7 +509,7 @@ def _with_images(length: int, patches: list[int]) -> dict[str, Any]:
     }
 
 
-def test_what_w_needs_beyond_what_f_kept_counts_from_f_on() -> None:
+def test_bytes_that_w_needs_beyond_those_of_f_count_from_f_on() -> None:
     model = SizeModel()
     model.take(text(8), 100, 130)
     assert model.bound(text(8)) == Bound(130, 130)
@@ -527,7 +527,7 @@ def test_a_law_is_found_and_holds_far_beyond_what_was_measured() -> None:
         assert bound.kept <= 1.001 * size_of(features)
 
 
-def test_features_that_always_came_together_are_not_told_apart() -> None:
+def test_features_that_always_occur_together_are_not_separated() -> None:
     model = SizeModel()
     for count in range(1, 12):
         # As many places as there are images, so that either may be what is paid for.

@@ -1,15 +1,17 @@
-"""What a profile tells of a rank's tasks where no range names them: Python functions (with_stack),
-ranges of Megatron's names, the operators that autograd paired, transfers, and the GPU's kernels.
+"""One profile of torch.profiler (Kineto's JSON): its ranges of pipeline tasks, functions and
+operators.
 
-Names are those that torch 2.13 and 2.15 and Megatron-Core 0.16 and 0.19 give. The calls of
-`c10d::send` and `c10d::recv_` are the host's; on gloo they move the data, on NCCL the kernels
-`ncclDevKernel_SendRecv` do.
+Times are microseconds with fractions, counted from `baseTimeNanoseconds`. A range is in a profile
+once for the CPU, as `user_annotation`. If it launched work on a GPU, it is also there once per
+stream as `gpu_user_annotation`, from its first kernel to its last. Both have the same `External
+id`.
 """
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,20 +27,194 @@ from rrfp.interchange.inferred_tasks import (
     is_transfer,
     kind_of_call,
 )
-from rrfp.interchange.json_stream import JsonStream
-from rrfp.interchange.kineto_file import Event, Profile, event_of, start_of_times
+from rrfp.interchange.json_stream import JsonStream, writable
 from rrfp.interchange.range_names import (
     Maker,
     Range,
     ScheduleRange,
     TaskRange,
     WaitRange,
+    is_overlapped,
     parse_profiler_step,
     parse_range,
 )
 from rrfp.interchange.spans import RankSpans, TaskSpan, TransferSpan
 from rrfp.schedule.tasks import Cause, Kind
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, WaitRecord
+
+_ON_CPU, _ON_GPU = "user_annotation", "gpu_user_annotation"
+_NS_PER_US = 1_000
+_MOST_NS = 1 << 61
+"""The greatest time: in 2043, counted from 1970."""
+_MOST_PID = (1 << 31) - 1
+_DIGITS = re.compile(r"\d{1,20}", re.ASCII)
+_OF_TENSORBOARD = re.compile(r"(?P<host>.+)_(?P<pid>\d+)\.\d+\.pt\.trace\.json")
+
+
+class Event(NamedTuple):
+    """A named interval. `external_id` links a range to its GPU times."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    external_id: int | None
+
+
+@dataclass(slots=True)
+class Profile:
+    """The ranges of tasks in a profile, and the profile's rank."""
+
+    path: Path
+    number: int = -1
+    """The rank; -1 if it is unknown."""
+    world_size: int | None = None
+    pid: int = 0
+    on_cpu: list[Event] = field(default_factory=list)
+    on_gpu: list[Event] = field(default_factory=list)
+    steps: list[Event] = field(default_factory=list)
+    """The profiler's own steps."""
+
+    host_name: str = "unknown"
+
+    @property
+    def host(self) -> str:
+        """The host in the file's name, as TensorBoard's handler writes it, or else in the
+        profile."""
+        match = _OF_TENSORBOARD.match(self.path.name)
+        return writable(match["host"] if match else self.host_name)
+
+    @property
+    def names_tasks(self) -> bool:
+        """True if any range is one of a task."""
+        return any(isinstance(parse_range(event.name), TaskRange) for event in self.on_cpu)
+
+
+def _read_document(
+    path: Path, read_events: Callable[[JsonStream], None]
+) -> tuple[bool, int, dict[str, Any]]:
+    """Read a profile's JSON, with `read_events` for its list of events.
+
+    Returns whether there is such a list, the origin of its times in ns since 1970, and the members
+    `host_name` and `distributedInfo`, if they have the right types.
+    """
+    stream = JsonStream(path)
+    if stream.first() == "[":
+        read_events(stream)
+        return True, 0, {}
+    has_events, base_ns, about = False, 0, {}
+    for key in stream.keys():  # noqa: SIM118 (no mapping)
+        if key == "traceEvents" and stream.first() == "[":
+            read_events(stream)
+            has_events = True
+            continue
+        value = stream.value()
+        if key == "baseTimeNanoseconds":
+            base_ns = _whole(value) or 0
+            if base_ns > _MOST_NS:
+                raise RrfpError(f"{path} says that its times count from {str(value)[:20]} ns")
+        elif isinstance(value, {"host_name": str, "distributedInfo": dict}.get(key, ())):
+            about[key] = value
+    return has_events, base_ns, about
+
+
+def read_profile(path: Path) -> Profile:
+    """Read the ranges of tasks. Raises RrfpError if the file is not a profile."""
+    profile = Profile(path)
+    has_events, base_ns, about = _read_document(path, lambda events: _add_events(profile, events))
+    profile.host_name = about.get("host_name", profile.host_name)
+    distributed = about.get("distributedInfo", {})
+    number = _whole(distributed.get("rank"))
+    profile.number = -1 if number is None else number
+    profile.world_size = _whole(distributed.get("world_size"))
+    if (profile.world_size or 0) > MOST_OF_A_KIND:
+        raise RrfpError(f"{path} says that its run had {profile.world_size} ranks")
+    if not has_events:
+        raise RrfpError(
+            f"{path} is no profile: it has no traceEvents; import what torch.profiler's "
+            "export_chrome_trace wrote"
+        )
+    for events in (profile.on_cpu, profile.on_gpu, profile.steps):
+        events[:] = [
+            event._replace(start_ns=event.start_ns + base_ns, end_ns=event.end_ns + base_ns)
+            for event in sorted(events, key=lambda event: event[:3])
+        ]
+    return profile
+
+
+def _add_events(profile: Profile, stream: JsonStream) -> None:
+    """Add the ranges of pipeline tasks and the profiler's own steps; other events are skipped."""
+    for event in stream.items():
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        category, name = event.get("cat"), event.get("name")
+        if category not in (_ON_CPU, _ON_GPU) or not isinstance(name, str):
+            continue
+        if is_overlapped(name):
+            raise RrfpError(
+                f"{profile.path} has ranges of a forward and a backward at once, such as "
+                f"'{name[:40]}', which nothing tells apart; profile a schedule without "
+                "OVERLAP_F_B"
+            )
+        is_step = parse_profiler_step(name) is not None
+        if not is_step and parse_range(name) is None:
+            continue
+        found = event_of(profile.path, event, name)
+        if category == _ON_GPU:
+            if not is_step:
+                profile.on_gpu.append(found)
+        elif is_step:
+            profile.steps.append(found)
+        else:
+            profile.on_cpu.append(found)
+            pid = _whole(event.get("pid")) or 0
+            profile.pid = pid if pid <= _MOST_PID else 0
+
+
+def event_of(path: Path, event: dict[str, Any], name: str) -> Event:
+    """Decode an event's times and external id. Raises RrfpError for impossible times."""
+    start_us, duration_us = event.get("ts"), event.get("dur")
+    most_us = _MOST_NS // _NS_PER_US
+    for what, value in (("ts", start_us), ("dur", duration_us)):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            # NaN fails this comparison too.
+            or not (0 if what == "dur" else -most_us) <= value <= most_us
+        ):
+            raise RrfpError(
+                f"{path} has a range '{name[:40]}' whose {what} is {str(value)[:20]}; profile the "
+                "run again"
+            )
+    assert start_us is not None
+    assert duration_us is not None
+    start_ns = _ns(start_us)
+    arguments = event.get("args")
+    external_id = arguments.get("External id") if isinstance(arguments, dict) else None
+    if isinstance(external_id, str) and _DIGITS.fullmatch(external_id):
+        external_id = int(external_id)
+    return Event(start_ns, start_ns + _ns(duration_us), name, _whole(external_id))
+
+
+def _ns(time_us: float) -> int:
+    """Convert microseconds to ns. Splits off the fraction first, because a float of microseconds
+    since 1970 is not precise to 1 ns."""
+    whole_us = math.floor(time_us)
+    return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
+
+
+def _whole(value: object) -> int | None:
+    """The value if it is a non-negative integer; otherwise None."""
+    return value if type(value) is int and value >= 0 else None
+
+
+# Profiles without ranges of tasks: Python functions (with_stack), ranges with Megatron's names,
+# operators paired by autograd, transfers, and the GPU's kernels.
+#
+# Names are those of torch 2.13 and 2.15 and Megatron-Core 0.16 and 0.19. The calls `c10d::send` and
+# `c10d::recv_` are the host's. On gloo they move the data; on NCCL the kernels
+# `ncclDevKernel_SendRecv` do.
+
 
 _FRAME = re.compile(r"(?:.*/)?(\w+/\w+)\.py\(\d+\): (\w+)")
 _CALL_FRAMES = {
@@ -55,15 +231,15 @@ _SCHEDULE_FRAMES = {
 _P2P_FRAMES = "pipeline_parallel/p2p_communication"
 _SYNC_FRAMES = {("distributed/finalize_model_grads", "finalize_model_grads")}
 _TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
-"""The host's sends and receives, and whether they receive."""
+"""The host's sends and receives; true for receives."""
 EVALUATED = "autograd::engine::evaluate_function: "
-"""How the names of a backward's nodes begin."""
+"""The prefix of the names of a backward's nodes."""
 MOST_SEQUENCE = 1 << 62
-"""Above it are the numbers of what accumulates gradients, which belong to no forward."""
+"""The numbers above it are of nodes that accumulate gradients, which belong to no forward."""
 
 
 class Operator(NamedTuple):
-    """An operator that has a number in autograd's sequence."""
+    """An operator with its number in autograd's sequence."""
 
     start_ns: int
     end_ns: int
@@ -72,51 +248,54 @@ class Operator(NamedTuple):
 
 @dataclass(slots=True)
 class HostProfile:
-    """What one file tells besides the ranges of tasks."""
+    """The calls, transfers, operators and kernels in a profile."""
 
     path: Path
     groups: Groups = field(default_factory=Groups)
     frames: list[tuple[Event, Kind]] = field(default_factory=list)
-    """Forwards and backwards by their Python function."""
+    """Forwards and backwards, found by their Python functions."""
     ranges: list[tuple[Event, Kind]] = field(default_factory=list)
-    """The same by the names of ranges."""
+    """Forwards and backwards, found by the names of ranges."""
     schedules: list[Event] = field(default_factory=list)
     syncs: list[Event] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    """Of the host."""
+    """The host's sends and receives."""
     forwards: list[Operator] = field(default_factory=list)
     backwards: list[Operator] = field(default_factory=list)
     """Nodes of the backward graph as autograd's engine evaluated them."""
     launches: dict[int, int] = field(default_factory=dict)
-    """When the host launched each kernel, by its correlation."""
+    """The host's launch time of each kernel, by its correlation."""
     kernels: list[Kernel] = field(default_factory=list)
+
+    def add(self, event: Event, sequence: int | None, is_receive: bool | None) -> None:
+        """Add a range by its name: a call, a transfer (`is_receive` is not None), a node of a
+        backward, or an operator of a forward (`sequence` is its number in autograd's sequence)."""
+        start_ns, end_ns, name, _ = event
+        if kind := kind_of_call(name):
+            self.ranges.append((event, kind))
+        elif is_receive is not None:
+            self.transfers.append(Transfer(start_ns, end_ns, is_receive))
+        elif name.startswith(EVALUATED):
+            number = MOST_SEQUENCE if sequence is None else sequence
+            self.backwards.append(Operator(start_ns, end_ns, number))
+        elif sequence is not None:
+            self.forwards.append(Operator(start_ns, end_ns, sequence))
 
 
 def read_host_profile(path: Path) -> HostProfile:
-    """Raises RrfpError when the file is no profile."""
+    """Read calls, transfers, operators and kernels. Raises RrfpError if the file is not a
+    profile."""
     host = HostProfile(path)
-    stream = JsonStream(path)
-    base_ns = 0
-    if stream.first() == "[":
-        _keep(host, stream)
-    else:
-        for key in stream.keys():  # noqa: SIM118 (no mapping)
-            if key == "traceEvents" and stream.first() == "[":
-                _keep(host, stream)
-                continue
-            value = stream.value()
-            if key == "baseTimeNanoseconds":
-                base_ns = start_of_times(path, value)
-            elif key == "distributedInfo" and isinstance(value, dict):
-                host.groups = groups_of(_described(value))
-    _count_from(host, base_ns)
+    _, base_ns, about = _read_document(path, lambda events: _add_host_events(host, events))
+    host.groups = groups_of(_ranks_by_group(about.get("distributedInfo", {})))
+    _move_and_sort(host, base_ns)
     return host
 
 
-def _described(told: Mapping[str, Any]) -> dict[str, list[int]]:
+def _ranks_by_group(distributed: Mapping[str, Any]) -> dict[str, list[int]]:
     """The ranks of each process group by its description."""
     described: dict[str, list[int]] = {}
-    groups = told.get("pg_config")
+    groups = distributed.get("pg_config")
     for group in groups if isinstance(groups, list) else ():
         if not isinstance(group, dict):
             continue
@@ -126,7 +305,7 @@ def _described(told: Mapping[str, Any]) -> dict[str, list[int]]:
     return described
 
 
-def _keep(host: HostProfile, stream: JsonStream) -> None:
+def _add_host_events(host: HostProfile, stream: JsonStream) -> None:
     for event in stream.items():
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -135,11 +314,11 @@ def _keep(host: HostProfile, stream: JsonStream) -> None:
             continue
         match event.get("cat"):
             case "python_function":
-                _keep_frame(host, event, name)
+                _add_frame(host, event, name)
             case "user_annotation":
-                _keep_range(host, event, name)
+                _add_range(host, event, name)
             case "cpu_op":
-                _keep_operator(host, event, name)
+                _add_operator(host, event, name)
             case "cuda_runtime" | "cuda_driver":
                 correlation = _number(event, "correlation")
                 if correlation is not None:
@@ -154,7 +333,8 @@ def _keep(host: HostProfile, stream: JsonStream) -> None:
                     )
 
 
-def _keep_frame(host: HostProfile, event: dict[str, Any], name: str) -> None:
+def _add_frame(host: HostProfile, event: dict[str, Any], name: str) -> None:
+    """Add a call of one of Megatron's or torch's Python functions for pipelines."""
     match = _FRAME.fullmatch(name)
     if match is None:
         return
@@ -166,45 +346,44 @@ def _keep_frame(host: HostProfile, event: dict[str, Any], name: str) -> None:
     elif found in _SYNC_FRAMES:
         host.syncs.append(event_of(host.path, event, name))
     elif found[0] == _P2P_FRAMES and is_transfer(found[1]):
-        _keep_transfer(host, event_of(host.path, event, name), "recv" in name)
+        _add_transfer(host, event, name, "recv" in name)
 
 
-def _keep_range(host: HostProfile, event: dict[str, Any], name: str) -> None:
+def _add_range(host: HostProfile, event: dict[str, Any], name: str) -> None:
     if kind := kind_of_call(name):
         host.ranges.append((event_of(host.path, event, name), kind))
-    elif name in _TRANSFERS:
-        _keep_transfer(host, event_of(host.path, event, name), _TRANSFERS[name])
-    elif is_transfer(name):
-        _keep_transfer(host, event_of(host.path, event, name), "recv" in name)
+    elif name in _TRANSFERS or is_transfer(name):
+        _add_transfer(host, event, name, _TRANSFERS.get(name, "recv" in name))
 
 
-def _keep_operator(host: HostProfile, event: dict[str, Any], name: str) -> None:
+def _add_operator(host: HostProfile, event: dict[str, Any], name: str) -> None:
     if name in _TRANSFERS:
-        _keep_transfer(host, event_of(host.path, event, name), _TRANSFERS[name])
+        _add_transfer(host, event, name, _TRANSFERS[name])
         return
     sequence = _number(event, "Sequence number")
     if sequence is None or name.startswith(("c10d::", "gloo:", "nccl:")):
         return
-    told = event_of(host.path, event, name)
-    operator = Operator(told.start_ns, told.end_ns, sequence)
+    start_ns, end_ns, *_ = event_of(host.path, event, name)
+    operator = Operator(start_ns, end_ns, sequence)
     if name.startswith(EVALUATED):
         host.backwards.append(operator)
     elif sequence < MOST_SEQUENCE and not _number(event, "Fwd thread id"):
         host.forwards.append(operator)
 
 
-def _keep_transfer(host: HostProfile, event: Event, is_receive: bool) -> None:
-    host.transfers.append(Transfer(event.start_ns, event.end_ns, is_receive))
+def _add_transfer(host: HostProfile, event: dict[str, Any], name: str, is_receive: bool) -> None:
+    start_ns, end_ns, *_ = event_of(host.path, event, name)
+    host.transfers.append(Transfer(start_ns, end_ns, is_receive))
 
 
 def _number(event: dict[str, Any], name: str) -> int | None:
+    """An argument of an event, if it is a non-negative integer."""
     arguments = event.get("args")
-    value = arguments.get(name) if isinstance(arguments, dict) else None
-    return value if type(value) is int and value >= 0 else None
+    return _whole(arguments.get(name) if isinstance(arguments, dict) else None)
 
 
-def _count_from(host: HostProfile, base_ns: int) -> None:
-    """Let all times count from 1970, in the order of their beginnings."""
+def _move_and_sort(host: HostProfile, base_ns: int) -> None:
+    """Add the origin of times to all times, and sort all lists by start."""
     for found in (host.frames, host.ranges):
         found[:] = sorted(((_later(event, base_ns), kind) for event, kind in found), key=_start)
     for events in (host.schedules, host.syncs):
@@ -224,24 +403,25 @@ _Span = TypeVar("_Span", Event, Transfer, Operator, Kernel)
 
 
 def _later(span: _Span, by_ns: int) -> _Span:
+    """Add `by_ns` to both times."""
     return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
 
 
-# One rank's profile: its ranges at the times of the device that did the work.
+# One rank's profile: its ranges at the times of the device that ran the tasks.
 
 
 @dataclass(slots=True)
 class FoundRange:
-    """A range that tells of the pipeline, and when its work ran."""
+    """A range of a task, a wait or a schedule, and the time of its work."""
 
-    tells: Range
+    content: Range
     launched_ns: int
     start_ns: int
     end_ns: int
 
 
 class ProfiledRank:
-    """The ranges of one profile, and which rank they are of."""
+    """The ranges of one profile, and its rank. Raises RrfpError without ranges of tasks."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -255,22 +435,24 @@ class ProfiledRank:
             self.notes.append(
                 f"{self.path} has {num_idle} tasks for which the GPU did nothing; they are left out"
             )
-        makers = {found.tells.maker for found in self.found if isinstance(found.tells, TaskRange)}
+        makers = {
+            found.content.maker for found in self.found if isinstance(found.content, TaskRange)
+        }
         if not makers:
             raise RrfpError(
                 f"{self.path} has no ranges of pipeline tasks; call rrfp.megatron.trace_native() "
                 "in a script of Megatron, or elsewhere put each task into "
                 'torch.profiler.record_function(f"PP:{stage}F{microbatch}") (B for its backward)'
             )
-        # Ours are exact. A profile with both kinds has ours around or inside the others.
+        # Prefer rrfp's ranges, which are exact, if a profile has both kinds.
         self.maker = Maker.RRFP if Maker.RRFP in makers else Maker.PIPELINING
-        self.calls = [found for found in self.found if isinstance(found.tells, ScheduleRange)]
+        self.calls = [found for found in self.found if isinstance(found.content, ScheduleRange)]
         self.number = profile.number
         self.is_timed_by_operators = False
         self.is_of_gpipe = any(task.stage is None for _, task in self.tasks)
         self.info: RankInfo | None = None
         if self.calls:
-            call = self.calls[0].tells
+            call = self.calls[0].content
             assert isinstance(call, ScheduleRange)
             self.number = call.rank
             place = call.pp_rank, call.tp_rank, call.dp_rank, call.stages
@@ -279,41 +461,41 @@ class ProfiledRank:
     @property
     def tasks(self) -> list[tuple[FoundRange, TaskRange]]:
         return [
-            (found, found.tells)
+            (found, found.content)
             for found in self.found
-            if isinstance(found.tells, TaskRange) and found.tells.maker is self.maker
+            if isinstance(found.content, TaskRange) and found.content.maker is self.maker
         ]
 
     def spans(self) -> RankSpans:
-        """Everything, once the stage and step of every task are known."""
+        """The rank's spans. The stage and step of every task must be known (`number_steps`)."""
         assert self.info is not None
         ours = self.maker is Maker.RRFP
         holds_waits = not (ours or self.is_gpu or self.is_timed_by_operators)
         rank = RankSpans(self.info, tells_waits=ours, receives_inside=holds_waits)
         rank.sends_inside = holds_waits and self.is_of_gpipe
         for found in self.found:
-            tells, span = found.tells, (found.start_ns, found.end_ns)
-            if isinstance(tells, ScheduleRange):
-                rank.phases.append(PhaseRecord(*span, tells.step, Phase.SCHEDULE))
+            content, span = found.content, (found.start_ns, found.end_ns)
+            if isinstance(content, ScheduleRange):
+                rank.phases.append(PhaseRecord(*span, content.step, Phase.SCHEDULE))
                 continue
-            if tells.maker is not self.maker or tells.step is None:
+            if content.maker is not self.maker or content.step is None:
                 continue
-            if isinstance(tells, TaskRange):
-                assert tells.stage is not None
-                of = tells.step, tells.kind, tells.stage, tells.microbatch
+            if isinstance(content, TaskRange):
+                assert content.stage is not None
+                of = content.step, content.kind, content.stage, content.microbatch
                 rank.tasks.append(TaskSpan(found.start_ns, found.end_ns, *of))
-            elif ours or tells.cause is Cause.GRADIENT_SYNC:
-                rank.waits.append(WaitRecord(*span, tells.step, tells.cause))
+            elif ours or content.cause is Cause.GRADIENT_SYNC:
+                rank.waits.append(WaitRecord(*span, content.step, content.cause))
             else:
-                rank.transfers.append(TransferSpan(*span, tells.step))
+                rank.transfers.append(TransferSpan(*span, content.step))
         if not ours:
             rank.phases = rank.schedules()
         return rank
 
 
 def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
-    """The ranges of a profile, at the GPU's times if the GPU ran the tasks; whether it did; and how
-    many tasks have no such time."""
+    """The ranges of a profile, at the GPU's times if the GPU ran tasks; whether it did; and the
+    number of tasks without GPU times, which are skipped."""
     worked: defaultdict[tuple[str, int | None], list[Event]] = defaultdict(list)
     for event in profile.on_gpu:
         worked[event.name, event.external_id].append(event)
@@ -322,8 +504,8 @@ def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
     ranges = []
     num_idle = 0
     for event in profile.on_cpu:
-        tells = parse_range(event.name)
-        assert tells is not None
+        content = parse_range(event.name)
+        assert content is not None
         start_ns, end_ns = event[:2]
         if is_gpu:
             on_gpu = worked[event[2:]]
@@ -332,12 +514,12 @@ def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
                     raise _unnumbered(profile, event.name)
                 start_ns = min(each.start_ns for each in on_gpu)
                 end_ns = max(each.end_ns for each in on_gpu)
-            elif not isinstance(tells, ScheduleRange):
-                # The GPU had nothing to do there, and the time of the CPU's launch does not count.
-                num_idle += isinstance(tells, TaskRange)
+            elif not isinstance(content, ScheduleRange):
+                # No GPU work was launched in it, and the CPU's time of the launch does not count.
+                num_idle += isinstance(content, TaskRange)
                 continue
-        ranges.append(FoundRange(tells, event.start_ns, start_ns, end_ns))
-    if num_idle and not any(isinstance(found.tells, TaskRange) for found in ranges):
+        ranges.append(FoundRange(content, event.start_ns, start_ns, end_ns))
+    if num_idle and not any(isinstance(found.content, TaskRange) for found in ranges):
         raise _unnumbered(profile, next(iter(worked))[0])
     return ranges, is_gpu, num_idle
 
@@ -351,14 +533,14 @@ def _unnumbered(profile: Profile, name: str) -> RrfpError:
 
 # Tasks of torch.distributed.pipelining on the CPU, timed by the operators in their ranges.
 #
-# Its ranges hold the wait for a task's input, and GPipe's the send of its output too. A task lasts
-# from the first operator in its range that autograd numbers to the last; what comes before it is
-# the wait for its input.
+# Its ranges include the wait for a task's input, and GPipe's also the send of its output. A task
+# lasts from the first operator in its range with an autograd number to the last; the time before it
+# is the wait for its input.
 
 
 def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
-    """Put each task of a rank, whose steps are known, at the time of its operators. A rank whose
-    profile lacks the operators of a forward stays as it is."""
+    """Move each task of a rank, whose steps are known, to the time of its operators, and add a wait
+    before it. Changes nothing if the profile lacks the operators of a forward."""
     operators = sorted([*host.forwards, *host.backwards])
     starts_ns = [operator.start_ns for operator in operators]
     received_ns = sorted(transfer.end_ns for transfer in host.transfers)
@@ -369,7 +551,7 @@ def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
         if first == last:
             if task.kind is Kind.F:
                 return
-            # The first stage has no input whose gradient it could compute.
+            # A backward of the first stage may have no operators, as its input needs no gradient.
             received = bisect_right(received_ns, found.end_ns) - 1
             start_ns = (
                 max(received_ns[received], found.start_ns) if received >= 0 else found.start_ns
@@ -387,14 +569,12 @@ def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
     rank.is_timed_by_operators = True
 
 
-# Which step each range of a run's profiles belongs to, where the ranges do not tell.
+# The step of each range, for ranges whose names do not contain it.
 
 
 def number_steps(ranks: list[ProfiledRank]) -> Iterator[str]:
-    """Give a step to each range that does not tell its own, and yield notes on it.
-
-    It is the profiler's step if each of these has every task at most once; else steps are counted.
-    """
+    """Assign a step to each range without one, and yield notes. It is the profiler's step if each
+    of those has every task at most once; otherwise steps are counted."""
     if ranks[0].maker is Maker.RRFP:
         return
     chosen = [_steps_of_profiler(rank) for rank in ranks]
@@ -411,12 +591,13 @@ def number_steps(ranks: list[ProfiledRank]) -> Iterator[str]:
     for rank, steps in zip(ranks, chosen, strict=True):
         assert steps is not None
         for found, step in zip(rank.found, steps, strict=True):
-            tells = found.tells
-            if not isinstance(tells, ScheduleRange) and tells.step is None:
-                found.tells = replace(tells, step=step)
+            content = found.content
+            if not isinstance(content, ScheduleRange) and content.step is None:
+                found.content = replace(content, step=step)
 
 
 def _steps_of_profiler(rank: ProfiledRank) -> Sequence[int | None] | None:
+    """The profiler's step of each range; None if a range has none, or if one has a task twice."""
     steps = []
     seen: set[tuple[int, Range]] = set()
     index = -1
@@ -427,29 +608,29 @@ def _steps_of_profiler(rank: ProfiledRank) -> Sequence[int | None] | None:
             return None
         step = parse_profiler_step(rank.steps[index].name)
         assert step is not None
-        if isinstance(found.tells, TaskRange):
-            if (step, found.tells) in seen:
+        if isinstance(found.content, TaskRange):
+            if (step, found.content) in seen:
                 return None
-            seen.add((step, found.tells))
+            seen.add((step, found.content))
         steps.append(step)
     return steps
 
 
 @dataclass(slots=True)
 class _Counted:
-    """The steps of a rank's ranges, counted from the first whole one."""
+    """The steps of a rank's ranges, counted from the first complete one."""
 
     steps: list[int | None]
-    """By range; None before the first whole step."""
+    """The step of each range; None before the first complete step."""
     begins_ns: list[int]
-    """When each step began."""
+    """The start of each step."""
     is_torn: bool
-    """Whether tasks come before the first whole step."""
+    """True if there are tasks before the first complete step."""
 
 
 def _counted_steps(rank: ProfiledRank) -> _Counted:
-    """A step begins with the first forward of the rank's first stage, as in every order, or when a
-    task comes again."""
+    """Count a rank's steps. A step begins with the first forward of the rank's first stage, as in
+    every order, or when a task repeats."""
     first = min(
         ((task.stage or 0, task.microbatch) for _, task in rank.tasks if task.kind is Kind.F),
         default=None,
@@ -457,7 +638,7 @@ def _counted_steps(rank: ProfiledRank) -> _Counted:
     seen: set[Range] = set()
     counted = _Counted([], [], is_torn=False)
     for found in rank.found:
-        task = found.tells
+        task = found.content
         if isinstance(task, TaskRange):
             is_first = task.kind is Kind.F and (task.stage, task.microbatch) == first
             if is_first or (counted.begins_ns and task in seen):
@@ -469,51 +650,50 @@ def _counted_steps(rank: ProfiledRank) -> _Counted:
     # A receive belongs to the next task.
     step = counted.steps[-1]
     for index, found in reversed(list(enumerate(rank.found))):
-        if isinstance(found.tells, TaskRange):
+        if isinstance(found.content, TaskRange):
             step = counted.steps[index]
-        elif isinstance(found.tells, WaitRange) and found.tells.is_receive:
+        elif isinstance(found.content, WaitRange) and found.content.is_receive:
             counted.steps[index] = step
     return counted
 
 
 def _align(ranks: list[_Counted]) -> None:
-    """Count on all ranks from the earliest rank's first whole step, which others may have torn. A
-    step begins on all ranks within half its length, as filling the pipeline takes no longer."""
+    """Count the steps of all ranks from the earliest rank's first complete step, which may be
+    incomplete on others. A step begins on all ranks within half its length, because filling the
+    pipeline takes no longer."""
     reference_ns = min((rank.begins_ns for rank in ranks if rank.begins_ns), default=[])
     for rank in ranks:
         if rank.begins_ns:
-            skipped = _nearest(reference_ns, rank.begins_ns[0])
+            distances_ns = [abs(each - rank.begins_ns[0]) for each in reference_ns]
+            skipped = distances_ns.index(min(distances_ns))
             rank.steps = [None if step is None else step + skipped for step in rank.steps]
 
 
-def _nearest(times_ns: list[int], time_ns: int) -> int:
-    """The index of the nearest time."""
-    return min(range(len(times_ns)), key=lambda place: abs(times_ns[place] - time_ns))
-
-
-# Forwards and backwards told by autograd alone.
+# Forwards and backwards found by autograd's operators alone.
 #
-# Every operator of a forward that autograd records takes the next number of a sequence, and the
+# Every operator of a forward that autograd records gets the next number of a sequence, and the
 # engine evaluates its node in the backward under the same number. Within one backward, the engine
-# takes nodes by falling numbers, for it runs the youngest that is ready first. So a number that
-# rises begins the next backward, and so does a send or a receive. The numbers of a backward are
-# those of the operators of its forward, which lasts from the first of these to the last.
+# evaluates nodes by descending numbers, because it runs the youngest ready node first. So an
+# ascending number begins the next backward, and so does a send or a receive. The numbers of a
+# backward are those of the operators of its forward, which lasts from the first of these to the
+# last.
 #
-# What a backward computes anew (activation checkpointing) lies inside its nodes and is passed over.
-# Forwards without gradients have no numbers: evaluations are not seen.
+# Operators that a backward recomputes (activation checkpointing) are inside its nodes and are
+# skipped. Forwards without gradients have no numbers, so evaluations are not found.
 
 
 def calls_of_autograd(
     forwards: Sequence[Operator], backwards: Sequence[Operator], transfers: Sequence[Transfer]
 ) -> list[Call]:
-    """The forwards and backwards of a rank, by their operators in the order of time."""
+    """The forwards and backwards of a rank, found by their operators. All arguments are in the
+    order of time."""
     groups = list(_backwards(backwards, transfers))
     outside = list(_outside(forwards, groups))
     top = list(_top_level(outside))
     starts_ns = [operator.start_ns for operator in top]
     made: dict[int, Operator] = {}
     for operator in outside:
-        # Of the operators with one number, the last to begin took it.
+        # If several operators have the same number, the last one to begin got it.
         made[operator.sequence] = operator
     calls = []
     for pair, nodes in enumerate(groups):
@@ -530,7 +710,7 @@ def calls_of_autograd(
 def _backwards(
     nodes: Sequence[Operator], transfers: Sequence[Transfer]
 ) -> Iterator[list[Operator]]:
-    """The nodes of each backward."""
+    """Group the nodes by backward."""
     between_ns = [transfer.start_ns for transfer in transfers]
     group: list[Operator] = []
     lowest = MOST_SEQUENCE
@@ -551,7 +731,7 @@ def _backwards(
 def _outside(
     forwards: Sequence[Operator], groups: Sequence[Sequence[Operator]]
 ) -> Iterator[Operator]:
-    """The operators that ran in no backward."""
+    """The operators that did not run within a backward."""
     starts_ns = [nodes[0].start_ns for nodes in groups]
     ends_ns = [max(node.end_ns for node in nodes) for nodes in groups]
     for operator in forwards:
@@ -561,7 +741,7 @@ def _outside(
 
 
 def _top_level(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """Those that lie in no other."""
+    """The operators that are not nested in another one."""
     end_ns: int | None = None
     for operator in operators:
         if end_ns is None or operator.start_ns >= end_ns:
