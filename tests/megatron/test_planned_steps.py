@@ -379,10 +379,10 @@ def test_what_cannot_be_sent_is_named() -> None:
 class NoStreams:
     """Random streams of a task that draws nothing."""
 
-    def inside(self) -> Any:
+    def active(self) -> Any:
         return tempfile.TemporaryDirectory()
 
-    outside = inside
+    inactive = active
 
 
 def test_a_chunk_that_draws_nothing_is_left_out_from_then_on() -> None:

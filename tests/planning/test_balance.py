@@ -1,4 +1,4 @@
-"""Dealing a global batch to replicas: the rule, its files, and dealt costs."""
+"""Balancing a global batch over replicas: the rule, its files, and balanced costs."""
 
 import random
 from dataclasses import replace
@@ -49,15 +49,15 @@ def score(items: list[Times]) -> float:
     return 2 * max(map(sum, zip(*items, strict=True))) + max(map(sum, items))
 
 
-def worst(items: list[Times], hands: list[list[int]]) -> float:
-    return max(score([items[number] for number in hand]) for hand in hands)
+def worst(items: list[Times], shares: list[list[int]]) -> float:
+    return max(score([items[number] for number in share]) for share in shares)
 
 
 def best_of_two(items: list[Times]) -> float:
     numbers = range(len(items))
     return min(
-        worst(items, [list(hand), [each for each in numbers if each not in hand]])
-        for hand in combinations(numbers, len(items) // 2)
+        worst(items, [list(share), [each for each in numbers if each not in share]])
+        for share in combinations(numbers, len(items) // 2)
     )
 
 
@@ -71,15 +71,15 @@ def best_of_three(items: list[Times]) -> float:
     )
 
 
-def test_every_item_is_dealt_once_and_as_many_to_each() -> None:
+def test_every_item_is_assigned_once_and_as_many_to_each() -> None:
     for seed in range(20):
         items = items_of(seed, 24, 3)
         for num_replicas in (1, 2, 3, 4, 8, 24):
-            hands = balance_batch(items, num_replicas)
-            assert sorted(number for hand in hands for number in hand) == list(range(24))
-            assert {len(hand) for hand in hands} == {24 // num_replicas}
-            assert all(hand == sorted(hand) for hand in hands)
-            assert balance_batch(items, num_replicas) == hands
+            shares = balance_batch(items, num_replicas)
+            assert sorted(number for share in shares for number in share) == list(range(24))
+            assert {len(share) for share in shares} == {24 // num_replicas}
+            assert all(share == sorted(share) for share in shares)
+            assert balance_batch(items, num_replicas) == shares
 
 
 def test_it_comes_close_to_the_best_that_there_is() -> None:
@@ -98,15 +98,15 @@ def test_it_comes_close_to_the_best_that_there_is() -> None:
 def test_a_heavy_item_counts_beside_the_load() -> None:
     # Loads alone would be even with 6 and 4 beside 5 and 5.
     items = equal_times([12, 1, 1, 1, 6, 5, 5, 5], 4)
-    hands = balance_batch(items, 2)
-    loads = [sum(items[number][0] for number in hand) for hand in hands]
-    with_heavy = next(replica for replica, hand in enumerate(hands) if 0 in hand)
+    shares = balance_batch(items, 2)
+    loads = [sum(items[number][0] for number in share) for share in shares]
+    with_heavy = next(replica for replica, share in enumerate(shares) if 0 in share)
     assert loads[with_heavy] < loads[1 - with_heavy]
 
 
 def test_equal_items_stay_equal() -> None:
-    assert {len(hand) for hand in balance_batch(equal_times([0.0] * 8, 2), 4)} == {2}
-    assert {len(hand) for hand in balance_batch(equal_times([3.0] * 8, 2), 4)} == {2}
+    assert {len(share) for share in balance_batch(equal_times([0.0] * 8, 2), 4)} == {2}
+    assert {len(share) for share in balance_batch(equal_times([3.0] * 8, 2), 4)} == {2}
 
 
 def test_files_are_read_back(tmp_path: Path) -> None:
@@ -151,28 +151,28 @@ def test_wrong_files_are_refused(text: str, complaint: str) -> None:
 V = Shape(4, 8, 2, Placement.V)
 
 
-def test_dealt_costs_are_those_of_all_replicas() -> None:
+def test_balanced_costs_are_those_of_all_replicas() -> None:
     given = preset("multimodal")
-    dealt = BalancedCosts(given, 3)
-    hands = dealt.assignment(V, 7)
+    balanced = BalancedCosts(given, 3)
+    shares = balanced.assignment(V, 7)
     steps = [given.step(V, 7, replica) for replica in range(3)]
-    assert {number // 8 for number in hands[0]} == {0, 1, 2}
-    for replica, hand in enumerate(hands):
-        found = dealt.step(V, 7, replica)
+    assert {number // 8 for number in shares[0]} == {0, 1, 2}
+    for replica, share in enumerate(shares):
+        found = balanced.step(V, 7, replica)
         assert found.sizes is not None
-        for place, number in enumerate(hand):
+        for place, number in enumerate(share):
             own, index = steps[number // 8], number % 8
             assert own.sizes is not None
             for stage in range(8):
                 assert found.times.forward[stage][place] == own.times.forward[stage][index]
                 assert found.sizes.activations[stage][place] == own.sizes.activations[stage][index]
     times = [time for step in steps for time in times_by_rank(step.times, V)]
-    dealt_worst = max(score([times[number] for number in hand]) for hand in hands)
+    balanced_worst = max(score([times[number] for number in share]) for share in shares)
     given_worst = max(score(times[first : first + 8]) for first in (0, 8, 16))
-    assert dealt_worst < given_worst
+    assert balanced_worst < given_worst
 
 
-def test_what_is_not_known_cannot_be_dealt() -> None:
+def test_unknown_costs_cannot_be_balanced() -> None:
     class Unknown:
         def step(self, *place: object) -> object:
             return replace(preset("uniform").step(V, 0, 0), is_known=False)
@@ -182,28 +182,28 @@ def test_what_is_not_known_cannot_be_dealt() -> None:
         costs.step(V, 0, 0)
 
 
-def test_a_paced_run_takes_what_the_simulator_deals(tmp_path: Path) -> None:
+def test_a_paced_run_has_the_assignments_of_the_simulator(tmp_path: Path) -> None:
     shape = TrainSettings(pp=4, microbatches=8, chunks=2, placement="v").shape
     costs = BalancedCosts(preset("multimodal"), 2, None, 100)
     first, second = (
         ModelledSteps(costs, NO_JITTER, Admit.PYRAMID, 100, shape, replica) for replica in range(2)
     )
-    hands = [first.assignment(step) for step in range(3)]
-    assert hands == [second.assignment(step) for step in range(3)]
-    for step, of_step in enumerate(hands):
+    shares = [first.assignment(step) for step in range(3)]
+    assert shares == [second.assignment(step) for step in range(3)]
+    for step, of_step in enumerate(shares):
         for own, asked in zip(of_step, costs.assignment(shape, 100 + step), strict=True):
             assert sorted(own) == list(asked)
             assert own != sorted(own)
-    listed = parse_assignments("".join(map(format_step, hands)), "file")
+    listed = parse_assignments("".join(map(format_step, shares)), "file")
     again = BalancedCosts(preset("multimodal"), 2, listed, 100)
     repeated = make_pace(again, NO_JITTER, Admit.GIVEN, 100, shape, 1, 1)
     assert repeated is not None
     assert repeated.modelled is not None
-    assert [repeated.modelled.assignment(step) for step in range(3)] == hands
+    assert [repeated.modelled.assignment(step) for step in range(3)] == shares
 
 
 def rows_of(num_replicas: int, seeds: range) -> list[float]:
-    """The mean seconds of given + pyramid, and of dealt + pyramid."""
+    """The mean seconds of given + pyramid, and of balanced + pyramid."""
     policy = Policy(HINTS["zb-v"], None, Dispatch.READY, None, Fraction(8))
     policy, shape = fitted(policy, Shape(8, 32, 2, Placement.V))
     given = preset("multimodal")
@@ -221,16 +221,16 @@ def rows_of(num_replicas: int, seeds: range) -> list[float]:
     return [row.mean_s for row in run_settings(settings, seeds)]
 
 
-def test_dealing_pays() -> None:
-    given, dealt = rows_of(4, range(30_000, 30_006))
-    assert given / dealt > 1.1
+def test_balancing_pays() -> None:
+    given, balanced = rows_of(4, range(30_000, 30_006))
+    assert given / balanced > 1.1
 
 
 @pytest.mark.slow
-def test_dealing_pays_as_much_as_it_is_said_to() -> None:
+def test_balancing_pays_as_much_as_documented() -> None:
     for num_replicas, least in ((4, 1.10), (8, 1.14)):
-        given, dealt = rows_of(num_replicas, range(40_000, 40_020))
-        assert given / dealt > least
+        given, balanced = rows_of(num_replicas, range(40_000, 40_020))
+        assert given / balanced > least
 
 
 SIZES = {"pp": 2, "layers": 4, "microbatches": 4}
@@ -253,7 +253,7 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, object], compl
         check_settings(TrainSettings(**{**SIZES, "admit_across": "replicas", **settings}))
 
 
-def test_a_cost_may_weigh_what_is_dealt() -> None:
+def test_a_cost_may_weigh_balanced_items() -> None:
     settings = {"dp": 2, "admit_across": "replicas", "admit_cost": "tokens"}
     check_settings(TrainSettings(**SIZES, **settings))
     DispatchSettings(admit_across="replicas", admit_cost="tokens")
@@ -271,7 +271,7 @@ def test_a_job_is_refused_the_same() -> None:
             DispatchSettings(**wrong)
 
 
-def test_rows_of_the_simulator_are_dealt(tmp_path: Path) -> None:
+def test_rows_of_the_simulator_are_balanced(tmp_path: Path) -> None:
     listed = tmp_path / "mine.csv"
     listed.write_text("7 6 5 4 3 2 1 0\n")
     flags = {"pp": "4", "microbatches": "8", "costs": "multimodal", "hint": "bfw"}
@@ -283,13 +283,13 @@ def test_rows_of_the_simulator_are_dealt(tmp_path: Path) -> None:
         "dp 4 pyramid admit-across replicas",
     ]
     assert asked[1].described()["admit_across"] == "replicas"
-    given, dealt = run_settings(settings_of(asked, recorded=False), range(1, 9))
-    assert given.mean_s > dealt.mean_s
+    given, balanced = run_settings(settings_of(asked, recorded=False), range(1, 9))
+    assert given.mean_s > balanced.mean_s
     # The same multiple of 1F1B's peak is the same memory.
     rows = [f"dp=4 hold=1.0x admit-across={across}" for across in AdmitAcross]
     settings = settings_of(parse_rows(flags, rows, []), recorded=False)
-    given_hold, dealt_hold = (with_budget(each, range(5)).policy.hold for each in settings)
-    assert given_hold == dealt_hold
+    given_hold, balanced_hold = (with_budget(each, range(5)).policy.hold for each in settings)
+    assert given_hold == balanced_hold
     for row, complaint in (
         ("dp=1", "in the row dp=1: --admit-across replicas deals to data-parallel replicas and"),
         (f"dp=2 admit={listed}", "mine.csv lists microbatches as the data give them, and"),
