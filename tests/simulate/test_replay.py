@@ -234,11 +234,11 @@ def test_only_a_simulated_run_can_have_no_bound() -> None:
     policy, shape = policy_of("f-first", Shape(2, 40))
     recording = simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))])
     run = read_run(recording)
-    assert run.told == "f-first ready"
+    assert run.policy_description == "f-first ready"
     assert errors(run) == [0]
     assert run.bounds_under(Dispatch.READY) == run.bounds_under(Dispatch.FIXED) == (None, None)
     trained = read_run(replace(recording, settings=recording.settings | {"simulated": False}))
-    assert trained.told == "f-first ready, limit 32"
+    assert trained.policy_description == "f-first ready, limit 32"
     # The limit that nobody asked for does not bind an order.
     assert trained.bounds_under(Dispatch.FIXED) == (None, None)
     # One that was run with an order that binds becomes ready as usual.

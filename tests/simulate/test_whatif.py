@@ -223,7 +223,7 @@ def test_a_change_that_does_not_go_is_refused(change: Change, said: str) -> None
 def test_a_run_of_megatron_is_compared_with_ours() -> None:
     report = what_if(read_trace(MEGATRONS))
     assert [row.what for row in report.rows[:3]] == ["bf ready", "bfw ready", "1f1b fixed"]
-    assert report.run.told == "1f1b fixed, blocking transfers"
+    assert report.run.policy_description == "1f1b fixed, blocking transfers"
     assert report.replay_error <= 0.05
 
 
