@@ -458,8 +458,8 @@ def test_zero_risk_decides_immediately_and_infinite_risk_at_the_end() -> None:
 @pytest.mark.parametrize("noise", [0.1, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("launch_ns", [MS, 5 * MS])
 def test_the_risk_matches_drawn_times(noise: float, launch_ns: int) -> None:
-    """Of the drawn times that have not ended at the decision, the share that ends within one launch
-    of it is the risk."""
+    """The risk is the share of drawn times that end within one launch after the decision, among
+    those that have not ended before."""
     known = trained_just_in_time(noise, launch_ns)
     due_ns = known.due_ns(Kind.F, 0, 0, known_ns=20 * MS)
     assert due_ns is not None
