@@ -30,10 +30,10 @@ from tests.properties.cases import (
     arrive,
     ask,
     ask_ahead,
+    hint_dispatcher,
     random_case,
     run_on,
     task,
-    turns,
 )
 from tests.properties.naive_dispatcher import NaiveDispatcher
 
@@ -51,7 +51,7 @@ from tests.properties.naive_dispatcher import NaiveDispatcher
     ],
 )
 def test_round_hints_rank_the_two_directions(name: str, expected: str) -> None:
-    dispatcher = turns(name, Shape(3, 8), 1)
+    dispatcher = hint_dispatcher(name, Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     assert run_on(dispatcher) == "1F0 1F1 1F2"
     arrive(dispatcher, "1F3 1F4 1F5 1B0 1B1 1B2")
@@ -59,7 +59,7 @@ def test_round_hints_rank_the_two_directions(name: str, expected: str) -> None:
 
 
 def test_bf_skips_a_direction_with_nothing_ready_immediately() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert ask(dispatcher) == "1F0"
     assert ask(dispatcher) == "1F1"
@@ -69,7 +69,7 @@ def test_bf_skips_a_direction_with_nothing_ready_immediately() -> None:
 
 
 def test_bf_continues_with_f_after_b() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     ask(dispatcher)
     ask(dispatcher)
@@ -83,7 +83,7 @@ def test_bf_continues_with_f_after_b() -> None:
     ("name", "ran_first", "expected"), [("bf", "1B0", "1B1"), ("fb", "1F2", "1F3")]
 )
 def test_a_round_restarts_after_a_wait(name: str, ran_first: str, expected: str) -> None:
-    dispatcher = turns(name, Shape(3, 8), 1)
+    dispatcher = hint_dispatcher(name, Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 1F1"
     arrive(dispatcher, ran_first)
@@ -93,7 +93,7 @@ def test_a_round_restarts_after_a_wait(name: str, ran_first: str, expected: str)
 
 
 def test_a_direction_runs_the_smallest_microbatch_first_in_any_arrival_order() -> None:
-    dispatcher = turns("b-first", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("b-first", Shape(3, 8), 1)
     arrive(dispatcher, "1F5 1F2 1F7")
     assert run_on(dispatcher) == "1F2 1F5 1F7"
     arrive(dispatcher, "1B7 1B5 1B2")
@@ -101,7 +101,7 @@ def test_a_direction_runs_the_smallest_microbatch_first_in_any_arrival_order() -
 
 
 def test_a_backward_also_needs_its_local_forward() -> None:
-    dispatcher = turns("b-first", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("b-first", Shape(3, 8), 1)
     arrive(dispatcher, "1B0")
     assert ask(dispatcher) == "warmup"
     arrive(dispatcher, "1F0")
@@ -109,19 +109,19 @@ def test_a_backward_also_needs_its_local_forward() -> None:
 
 
 def test_first_stage_admits_and_last_stage_needs_no_message() -> None:
-    alone = turns("bf", Shape(1, 2), 0)
+    alone = hint_dispatcher("bf", Shape(1, 2), 0)
     assert run_on(alone) == "0F0 0B0 0F1 0B1"
     assert ask(alone) == "done"
-    first = turns("bf", Shape(2, 2), 0)
+    first = hint_dispatcher("bf", Shape(2, 2), 0)
     assert run_on(first) == "0F0 0F1"
-    last = turns("bf", Shape(2, 2), 1)
+    last = hint_dispatcher("bf", Shape(2, 2), 1)
     arrive(last, "1F0 1F1")
     assert run_on(last) == "1F0 1B0 1F1 1B1"
     assert ask(last) == "done"
 
 
 def test_a_finished_step_stays_finished() -> None:
-    dispatcher = turns("bf", Shape(1, 1), 0)
+    dispatcher = hint_dispatcher("bf", Shape(1, 1), 0)
     assert run_on(dispatcher) == "0F0 0B0"
     assert ask(dispatcher) == "done"
     assert dispatcher.handle(9, ComputeIdle()) == (StepDone(),)
@@ -189,7 +189,7 @@ def test_fixed_dispatch_binds_to_the_order_that_a_round_based_hint_gives() -> No
 
 
 def test_nothing_ready_names_what_the_best_unfinished_task_lacks() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)  # 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)  # 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -212,7 +212,7 @@ def test_a_backward_whose_forward_did_not_run_waits_for_the_activation() -> None
 
 
 def test_an_idle_interval_is_recorded_when_it_ends() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     assert dispatcher.handle(100, ComputeIdle()) == (Wait(Cause.WARMUP),)
     assert dispatcher.handle(150, ComputeIdle()) == (Wait(Cause.WARMUP),)
     arrive(dispatcher, "1F0", now_ns=180)
@@ -222,7 +222,7 @@ def test_an_idle_interval_is_recorded_when_it_ends() -> None:
 
 
 def test_an_idle_interval_is_split_when_its_cause_changes() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, limit=1)
     arrive(dispatcher, "1F0")
     assert ask(dispatcher) == "1F0"
     assert dispatcher.handle(10, ComputeIdle()) == (Wait(Cause.FORWARD_INPUT),)
@@ -283,7 +283,7 @@ def test_without_an_order_a_dispatch_reports_no_position() -> None:
     ids=["twice", "after it ran", "left", "right", "microbatch", "kind", "member"],
 )
 def test_an_input_that_no_task_needs_is_an_error(first: list[Stimulus], then: Stimulus) -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     for stimulus in first:
         dispatcher.handle(0, stimulus)
     with pytest.raises(DispatchError, match="which does not lack it"):
@@ -292,7 +292,7 @@ def test_an_input_that_no_task_needs_is_an_error(first: list[Stimulus], then: St
 
 def test_the_input_of_the_first_stage_never_arrives() -> None:
     with pytest.raises(DispatchError, match="which does not lack it"):
-        turns("bf", Shape(3, 4), 0).handle(0, InputArrived(task("0F0")))
+        hint_dispatcher("bf", Shape(3, 4), 0).handle(0, InputArrived(task("0F0")))
 
 
 def test_fixed_dispatch_without_an_order_is_an_error() -> None:
@@ -319,7 +319,7 @@ def ready(dispatcher: Dispatcher) -> list[str]:
 
 
 def test_status_lists_ready_tasks_and_the_missing_inputs_of_the_best_waiting_task() -> None:
-    dispatcher = turns("bf", Shape(3, 3), 1, limit=1)  # 1F0 1F1 1B0 1F2 1B1 1B2
+    dispatcher = hint_dispatcher("bf", Shape(3, 3), 1, limit=1)  # 1F0 1F1 1B0 1F2 1B1 1B2
     assert best_waiting(dispatcher) == ("1F0", ["0F0"])
     arrive(dispatcher, "1F0 1F2")
     assert ready(dispatcher) == ["1F0 may run", "1F2 may run"]
@@ -332,7 +332,7 @@ def test_status_lists_ready_tasks_and_the_missing_inputs_of_the_best_waiting_tas
 
 def test_a_waiting_backward_lacks_its_forward_too() -> None:
     shape = Shape(2, 1)
-    dispatcher = turns("bf", shape, 1)
+    dispatcher = hint_dispatcher("bf", shape, 1)
     arrive(dispatcher, "1F0")
     assert best_waiting(dispatcher) == ("1B0", ["1F0"])
     assert run_on(dispatcher) == "1F0 1B0"
@@ -340,10 +340,10 @@ def test_a_waiting_backward_lacks_its_forward_too() -> None:
 
 
 def test_status_names_the_cause_that_withholds_a_task() -> None:
-    held = turns("bf", Shape(2, 2, num_chunks=2), 0, hold=2)
+    held = hint_dispatcher("bf", Shape(2, 2, num_chunks=2), 0, hold=2)
     ask(held)
     assert ready(held) == ["0F1 is here, withheld by hold"]
-    draining = turns("bf", Shape(2, 2, num_chunks=2), 0, limit=1)
+    draining = hint_dispatcher("bf", Shape(2, 2, num_chunks=2), 0, limit=1)
     ask(draining)
     arrive(draining, "2F0")
     assert ready(draining) == ["0F1 is here, withheld by limit", "2F0 may run"]
@@ -358,7 +358,7 @@ def test_status_names_the_cause_that_withholds_a_task() -> None:
 
 
 def test_an_error_message_ends_with_the_state_and_the_last_stimuli() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     arrive(dispatcher, "1F0", now_ns=5)
     ask(dispatcher, 7)
     with pytest.raises(DispatchError) as raised:
@@ -382,7 +382,7 @@ def test_an_error_message_ends_with_the_state_and_the_last_stimuli() -> None:
 
 
 def test_repr_of_a_dispatcher_is_one_line() -> None:
-    assert repr(turns("bf", Shape(3, 4), 1)) == (
+    assert repr(hint_dispatcher("bf", Shape(3, 4), 1)) == (
         "<Dispatcher of pipeline rank 1: bf ready, 8 of 8 tasks left>"
     )
 
@@ -407,7 +407,7 @@ def test_repr_of_a_dispatcher_is_one_line() -> None:
     ],
 )
 def test_inconsistent_tracker_state_is_detected(spoil: Callable[[Any], object], what: str) -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     arrive(dispatcher, "1F0 1F1")
     spoil(dispatcher._tracker)
     with pytest.raises(DispatchError, match=f"the dispatcher's state is inconsistent: {what}"):
@@ -422,7 +422,7 @@ def test_inconsistent_tracker_state_is_detected(spoil: Callable[[Any], object], 
 
 def test_a_weight_gradient_runs_only_when_neither_direction_is_ready() -> None:
     shape = Shape(3, 4, kinds=SPLIT_BACKWARD)
-    dispatcher = turns("bfw", shape, 1)
+    dispatcher = hint_dispatcher("bfw", shape, 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     ask(dispatcher)
     arrive(dispatcher, "1B0")
@@ -430,7 +430,7 @@ def test_a_weight_gradient_runs_only_when_neither_direction_is_ready() -> None:
 
 
 def test_after_a_weight_gradient_a_new_round_starts() -> None:
-    dispatcher = turns("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1)
+    dispatcher = hint_dispatcher("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1)
     arrive(dispatcher, "1F0 1F1 1B0 1B1")
     assert run_on(dispatcher) == "1F0 1B0 1F1 1B1 1W0 1W1"
     arrive(dispatcher, "1F2 1B2")
@@ -444,7 +444,7 @@ def test_after_a_weight_gradient_a_new_round_starts() -> None:
 def test_activations_are_held_until_the_weight_gradient_where_it_is_split_off() -> None:
     def held(kinds: tuple[Kind, ...]) -> list[int]:
         name = "bfw" if kinds == SPLIT_BACKWARD else "bf"
-        dispatcher = turns(name, Shape(1, 2, kinds=kinds), 0)
+        dispatcher = hint_dispatcher(name, Shape(1, 2, kinds=kinds), 0)
         runs = [dispatcher.handle(0, ComputeIdle())[-1] for _ in range(2 * len(kinds))]
         return [run.held for run in runs if isinstance(run, RunTask)]
 
@@ -481,10 +481,10 @@ def test_weight_gradients_run_when_a_bound_withholds_the_forwards(
     limit: int | None, hold: int | None
 ) -> None:
     shape = Shape(2, 3, kinds=SPLIT_BACKWARD)
-    dispatcher = turns("bfw", shape, 1, limit=limit, hold=hold)
+    dispatcher = hint_dispatcher("bfw", shape, 1, limit=limit, hold=hold)
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0 1B0 1W0"
-    first = turns("bfw", shape, 0, limit=limit, hold=hold)
+    first = hint_dispatcher("bfw", shape, 0, limit=limit, hold=hold)
     assert run_on(first).split() == ["0F0", "0F1"][: limit or hold]
     arrive(first, "0B0")
     assert run_on(first).startswith("0B0 0F1" if limit else "0B0 0W0 0F2")
@@ -495,7 +495,7 @@ def test_weight_gradients_run_when_a_bound_withholds_the_forwards(
 
 def test_forwards_prefer_the_smallest_chunk_and_backwards_the_largest() -> None:
     shape = Shape(2, 2, num_chunks=2)  # rank 0 holds stages 0 and 2
-    dispatcher = turns("bf", shape, 0)
+    dispatcher = hint_dispatcher("bf", shape, 0)
     arrive(dispatcher, "2F0")
     assert run_on(dispatcher) == "0F0 0F1 2F0"
     arrive(dispatcher, "2F1 0B0 2B0")
@@ -504,7 +504,7 @@ def test_forwards_prefer_the_smallest_chunk_and_backwards_the_largest() -> None:
 
 def test_the_deep_hints_prefer_the_deepest_chunk_in_both_directions() -> None:
     shape = Shape(2, 3, num_chunks=2)
-    dispatcher = turns("bf-deep", shape, 0)  # stages 0 and 2
+    dispatcher = hint_dispatcher("bf-deep", shape, 0)  # stages 0 and 2
     assert ask(dispatcher) == "0F0"
     arrive(dispatcher, "2F0")
     assert ask(dispatcher) == "2F0"
@@ -517,14 +517,14 @@ def test_the_deep_hints_prefer_the_deepest_chunk_in_both_directions() -> None:
 
 def test_a_deep_hint_in_a_v_finishes_a_microbatch_first() -> None:
     shape = Shape(2, 3, num_chunks=2, placement=Placement.V)
-    dispatcher = turns("bf-deep", shape, 1)  # stages 1 and 2
+    dispatcher = hint_dispatcher("bf-deep", shape, 1)  # stages 1 and 2
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 2F0 1F1 2F1"
 
 
 def test_the_turn_of_a_v_needs_no_message() -> None:
     shape = Shape(2, 1, num_chunks=2, placement=Placement.V)  # rank 1 holds stages 1 and 2
-    dispatcher = turns("bf", shape, 1)
+    dispatcher = hint_dispatcher("bf", shape, 1)
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0 2F0"
     arrive(dispatcher, "2B0")
@@ -534,14 +534,14 @@ def test_the_turn_of_a_v_needs_no_message() -> None:
 
 def test_the_end_of_a_v_starts_its_backward_without_a_message() -> None:
     shape = Shape(2, 1, num_chunks=2, placement=Placement.V)  # rank 0 holds stages 0 and 3
-    dispatcher = turns("bf", shape, 0)
+    dispatcher = hint_dispatcher("bf", shape, 0)
     assert run_on(dispatcher) == "0F0"
     arrive(dispatcher, "3F0")
     assert run_on(dispatcher) == "3F0 3B0"
 
 
 def test_chunks_on_one_rank_need_no_messages() -> None:
-    dispatcher = turns("bf", Shape(1, 1, num_chunks=3), 0)
+    dispatcher = hint_dispatcher("bf", Shape(1, 1, num_chunks=3), 0)
     assert run_on(dispatcher) == "0F0 1F0 2F0 2B0 1B0 0B0"
     assert ask(dispatcher) == "done"
 
@@ -677,7 +677,7 @@ def test_unanimous_members_need_no_report_for_inputs_from_their_own_rank() -> No
 
 
 def test_a_decision_ahead_includes_tasks_that_the_running_task_makes_ready() -> None:
-    dispatcher = turns("bf", Shape(1, 2), 0)
+    dispatcher = hint_dispatcher("bf", Shape(1, 2), 0)
     assert ask(dispatcher) == "0F0"
     assert ask_ahead(dispatcher) == "0B0"
     assert ask_ahead(dispatcher) == "0F1"
@@ -685,7 +685,7 @@ def test_a_decision_ahead_includes_tasks_that_the_running_task_makes_ready() -> 
 
 def test_a_decision_ahead_counts_the_running_task_in_d_and_held_activations() -> None:
     for bound in ("limit", "hold"):
-        dispatcher = turns("f-first", Shape(3, 4), 1, **{bound: 2})
+        dispatcher = hint_dispatcher("f-first", Shape(3, 4), 1, **{bound: 2})
         arrive(dispatcher, "1F0 1F1 1F2")
         assert [ask(dispatcher), ask_ahead(dispatcher), ask_ahead(dispatcher)] == [
             "1F0",
@@ -696,7 +696,7 @@ def test_a_decision_ahead_counts_the_running_task_in_d_and_held_activations() ->
 
 
 def test_the_round_continues_across_a_decision_ahead() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     assert run_on(dispatcher) == "1F0 1F1 1F2"
     arrive(dispatcher, "1B0 1B1 1F3 1F4")
@@ -704,7 +704,7 @@ def test_the_round_continues_across_a_decision_ahead() -> None:
 
 
 def test_a_decision_ahead_that_finds_nothing_changes_nothing() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 1F1"
     arrive(dispatcher, "1B0")
@@ -715,7 +715,7 @@ def test_a_decision_ahead_that_finds_nothing_changes_nothing() -> None:
 
 
 def test_a_decision_ahead_ends_no_wait() -> None:
-    dispatcher = turns("bf", Shape(3, 2), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 2), 1)
     assert ask(dispatcher) == "warmup"
     arrive(dispatcher, "1F0 1F1", now_ns=5)
     assert ask(dispatcher, 5) == "1F0"
@@ -724,7 +724,7 @@ def test_a_decision_ahead_ends_no_wait() -> None:
 
 
 def test_the_last_task_may_be_decided_ahead() -> None:
-    dispatcher = turns("bf", Shape(1, 1), 0)
+    dispatcher = hint_dispatcher("bf", Shape(1, 1), 0)
     assert ask(dispatcher) == "0F0"
     assert ask_ahead(dispatcher) == "0B0"
     assert ask_ahead(dispatcher) == "nothing"

@@ -27,11 +27,11 @@ from tests.properties.cases import (
     arrive,
     ask,
     examples,
+    hint_dispatcher,
     random_case,
     random_case_in_bytes,
     run_on,
     task,
-    turns,
 )
 from tests.properties.naive_dispatcher import NaiveDispatcher
 from tests.properties.virtual_time import History, check_step
@@ -47,7 +47,7 @@ V = Shape(2, 4, num_chunks=2, placement=Placement.V)  # rank 0 holds 0 and 3, ra
 
 
 def test_at_the_limit_only_backwards_run_and_a_forward_here_is_withheld() -> None:
-    dispatcher = turns("f-first", Shape(3, 4), 1, limit=2)
+    dispatcher = hint_dispatcher("f-first", Shape(3, 4), 1, limit=2)
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 1F1"
     arrive(dispatcher, "1F2")
@@ -57,7 +57,7 @@ def test_at_the_limit_only_backwards_run_and_a_forward_here_is_withheld() -> Non
 
 
 def test_at_the_limit_without_a_forward_here_the_cause_is_the_missing_input() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, limit=1)
     arrive(dispatcher, "1F0")
     assert ask(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -66,7 +66,7 @@ def test_at_the_limit_without_a_forward_here_the_cause_is_the_missing_input() ->
 
 
 def test_withheld_forwards_are_not_counted_as_ready() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, limit=1)
     arrive(dispatcher, "1F0 1F1 1F2 1B0")
     ask(dispatcher)
     (run,) = dispatcher.handle(0, ComputeIdle())
@@ -84,7 +84,7 @@ def test_withheld_forwards_are_not_counted_as_ready() -> None:
 
 
 def test_a_forward_only_step_has_no_limit() -> None:
-    dispatcher = turns("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, limit=1)
     assert run_on(dispatcher) == "0F0 0F1 0F2"
     assert ask(dispatcher) == "done"
 
@@ -93,7 +93,7 @@ def test_a_forward_only_step_has_no_limit() -> None:
 
 
 def test_at_the_limit_chunks_finish_the_smallest_microbatch_and_nothing_else() -> None:
-    dispatcher = turns("bf", LOOP, 0, limit=2)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, limit=2)
     arrive(dispatcher, "2F1 2F2")
     assert ask(dispatcher) == "0F0"
     assert ask(dispatcher) == "0F1"
@@ -110,13 +110,13 @@ def test_at_the_limit_chunks_finish_the_smallest_microbatch_and_nothing_else() -
 
 
 def test_the_microbatch_after_the_smallest_takes_its_turn_when_that_one_is_finished() -> None:
-    dispatcher = turns("f-first", Shape(1, 3, num_chunks=2), 0, limit=1)
+    dispatcher = hint_dispatcher("f-first", Shape(1, 3, num_chunks=2), 0, limit=1)
     assert run_on(dispatcher) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0F2 1F2 1B2 0B2"
     assert ask(dispatcher) == "done"
 
 
 def test_d_exceeds_the_limit_by_at_most_the_number_of_chunks() -> None:
-    dispatcher = turns("f-first", V, 0, limit=3)
+    dispatcher = hint_dispatcher("f-first", V, 0, limit=3)
     arrive(dispatcher, "3F0 3F1 3F2")
     runs = [dispatcher.handle(0, ComputeIdle())[-1] for _ in range(4)]
     assert [(str(run.task), run.depth) for run in runs if isinstance(run, RunTask)] == [
@@ -131,7 +131,7 @@ def test_d_exceeds_the_limit_by_at_most_the_number_of_chunks() -> None:
 
 def test_weight_gradients_run_while_a_rank_waits_for_its_smallest_microbatch() -> None:
     shape = Shape(2, 4, num_chunks=2, kinds=SPLIT_BACKWARD)
-    dispatcher = turns("bfw", shape, 0, limit=3)
+    dispatcher = hint_dispatcher("bfw", shape, 0, limit=3)
     arrive(dispatcher, "2F0")
     assert [ask(dispatcher) for _ in range(4)] == ["0F0", "0F1", "0F2", "2F0"]
     arrive(dispatcher, "2F1 2B0")
@@ -142,7 +142,7 @@ def test_weight_gradients_run_while_a_rank_waits_for_its_smallest_microbatch() -
 
 
 def test_a_draining_rank_counts_only_permitted_tasks_as_ready() -> None:
-    dispatcher = turns("bf", LOOP, 0, limit=1)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, limit=1)
     ask(dispatcher)
     arrive(dispatcher, "2F0 2F1")
     (run,) = dispatcher.handle(0, ComputeIdle())
@@ -154,7 +154,7 @@ def test_a_draining_rank_counts_only_permitted_tasks_as_ready() -> None:
 
 
 def test_a_hold_bounds_the_slots_in_use() -> None:
-    dispatcher = turns("f-first", Shape(3, 4), 1, hold=2)
+    dispatcher = hint_dispatcher("f-first", Shape(3, 4), 1, hold=2)
     arrive(dispatcher, "1F0 1F1 1F2")
     assert run_on(dispatcher) == "1F0 1F1"
     assert ask(dispatcher) == "hold"
@@ -163,7 +163,7 @@ def test_a_hold_bounds_the_slots_in_use() -> None:
 
 
 def test_a_hold_keeps_slots_for_the_deeper_chunks() -> None:
-    dispatcher = turns("bf", LOOP, 0, hold=3)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, hold=3)
     assert run_on(dispatcher) == "0F0 0F1"  # the third slot is for stage 2
     assert ask(dispatcher) == "hold"
     arrive(dispatcher, "2F1")
@@ -177,18 +177,18 @@ def test_a_hold_keeps_slots_for_the_deeper_chunks() -> None:
 
 
 def test_a_hold_of_a_slot_a_chunk_carries_one_microbatch_at_a_time() -> None:
-    dispatcher = turns("f-first", Shape(1, 2, num_chunks=3), 0, hold=3)
+    dispatcher = hint_dispatcher("f-first", Shape(1, 2, num_chunks=3), 0, hold=3)
     assert run_on(dispatcher) == "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
 
 
 def test_a_slot_is_in_use_until_the_weight_gradient_where_it_is_split_off() -> None:
-    dispatcher = turns("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1, hold=1)
+    dispatcher = hint_dispatcher("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1, hold=1)
     arrive(dispatcher, "1F0 1F1 1B0")
     assert run_on(dispatcher) == "1F0 1B0 1W0 1F1"
 
 
 def test_forwards_that_the_hold_withholds_are_not_counted_as_ready() -> None:
-    dispatcher = turns("bf", LOOP, 0, hold=2)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, hold=2)
     ask(dispatcher)
     arrive(dispatcher, "2F0")
     (run,) = dispatcher.handle(0, ComputeIdle())
@@ -197,7 +197,7 @@ def test_forwards_that_the_hold_withholds_are_not_counted_as_ready() -> None:
 
 
 def test_at_the_hold_without_a_forward_here_the_cause_is_the_missing_input() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, hold=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, hold=1)
     arrive(dispatcher, "1F0")
     assert ask(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -212,7 +212,7 @@ def test_fixed_dispatch_ignores_both_bounds() -> None:
 
 
 def test_a_forward_only_step_has_no_hold() -> None:
-    dispatcher = turns("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, hold=1)
+    dispatcher = hint_dispatcher("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, hold=1)
     assert run_on(dispatcher) == "0F0 0F1 0F2"
 
 
@@ -224,7 +224,7 @@ def test_a_limit_below_1_is_refused(limit: int) -> None:
     with pytest.raises(
         UsageError, match=f"the limit is {limit}; it must be a whole number, at least 1"
     ):
-        turns("bf", Shape(2, 2), 0, limit=limit)
+        hint_dispatcher("bf", Shape(2, 2), 0, limit=limit)
 
 
 @pytest.mark.parametrize(("hold", "num_chunks"), [(0, 1), (1, 2), (3, 4)])
@@ -235,7 +235,7 @@ def test_a_hold_below_one_slot_a_chunk_is_refused(hold: int, num_chunks: int) ->
 
 def test_a_limit_and_a_hold_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="exclude each other"):
-        turns("bf", Shape(2, 2), 0, limit=2, hold=2)
+        hint_dispatcher("bf", Shape(2, 2), 0, limit=2, hold=2)
 
 
 # Bounds as text.

@@ -1,4 +1,4 @@
-"""Tests of tasks, shapes and orders: their texts, their contents, and the errors of invalid ones."""
+"""Tests of tasks, shapes and orders: their texts, contents, and the errors of invalid ones."""
 
 import json
 import pickle

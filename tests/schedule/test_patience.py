@@ -53,7 +53,7 @@ from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.trace.records import Recording, StimulusRecord, stimulus_of, stimulus_record
 from tests.analyze.simulated_runs import equal_times
-from tests.properties.cases import an_order, arrive, ask, replayed, task, turns
+from tests.properties.cases import an_order, arrive, ask, hint_dispatcher, replayed, task
 
 MS = 10**6
 AUTO = AutoPatience.AUTO
@@ -176,7 +176,7 @@ def test_a_rank_with_nothing_ready_waits_as_without_patience() -> None:
 
 
 def test_a_wait_keeps_the_round() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert [ask(dispatcher), ask(dispatcher)] == ["1F0", "1F1"]
     arrive(dispatcher, "1B0 1B1")
@@ -201,7 +201,7 @@ def test_a_weight_gradient_is_postponed_only_by_an_order_that_ranks_it(w: Weight
 
 
 def test_a_rank_does_not_wait_for_tasks_that_its_bound_withholds() -> None:
-    dispatcher = turns("f-first", Shape(3, 8), 1, hold=2)
+    dispatcher = hint_dispatcher("f-first", Shape(3, 8), 1, hold=2)
     arrive(dispatcher, "1F0 1F1")
     assert [ask(dispatcher), ask(dispatcher)] == ["1F0", "1F1"]
     arrive(dispatcher, "1B0")
@@ -230,12 +230,12 @@ def test_a_leader_waits_on_behalf_of_its_followers() -> None:
 
 
 def test_an_announcement_to_the_wrong_rank_is_an_error() -> None:
-    dispatcher = turns("bf", Shape(3, 2), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 2), 1)
     for text in ("2F0", "1F7"):
         with pytest.raises(DispatchError, match="went to the wrong rank"):
             dispatcher.handle(0, Announced(task(text), 10, 10))
     with pytest.raises(DispatchError, match="went to the wrong rank"):
-        turns("bf", Shape(3, 2), 0).handle(0, Announced(task("0F0"), 10, 10))
+        hint_dispatcher("bf", Shape(3, 2), 0).handle(0, Announced(task("0F0"), 10, 10))
 
 
 # Statistics of announcements.
@@ -361,11 +361,11 @@ def a_recording(patience: Patience, num_members: int = 1) -> tuple[Recording, Po
     shape = Shape(4, 8, 2, Placement.V)
     policy, shape = policy_and_shape("zb-v", shape, 4, patience, "ranked")
     known, times = jittered(shape, 0.1, 5)
-    world = StepConditions(
+    conditions = StepConditions(
         times, HOP, num_members=num_members, expected=known, agreement_ns=MS // 10
     )
     recording = new_recording(shape, num_members, 1, {})
-    simulate_step(shape, policy, [world], recording=recording)
+    simulate_step(shape, policy, [conditions], recording=recording)
     return recording, policy, shape
 
 
@@ -532,8 +532,8 @@ def test_every_task_runs_once_and_launches_take_their_time(
     shape = replace(shape, kinds=kinds_of(hint))
     policy = Policy(hint, hold=hold)
     recording = new_recording(shape, 1, 1, {})
-    world = conditions_of(shape, seed, launch_ns, risk)
-    step = simulate_step(shape, policy, [world], recording=recording)
+    conditions = conditions_of(shape, seed, launch_ns, risk)
+    step = simulate_step(shape, policy, [conditions], recording=recording)
     assert play(shape, policy, conditions_of(shape, seed, launch_ns, risk)).makespan_ns == (
         step.makespan_ns
     )

@@ -550,8 +550,8 @@ class TestCosts:
 
     def test_a_slow_rank_stays_slow_and_heavy_layers_stay_heavy(self, tmp_path: Path) -> None:
         """Rank 1 takes 1.5 times as long as the others. With 3 instead of 4 layers it takes a
-        quarter less. On its new stage the moved layer takes as long as that stage's layers if rank 1
-        is slow ('ranks'), or 1.5 times as long if its layers are heavy ('layers')."""
+        quarter less. On its new stage the moved layer takes as long as that stage's layers if rank
+        1 is slow ('ranks'), or 1.5 times as long if its layers are heavy ('layers')."""
         costs, shape = resolve_costs(str(written(tmp_path, UNEVEN))), Shape(4, 3)
         forward = costs.step(shape, 0, 0).times.forward
         for uneven, factor in ((Uneven.RANKS, 1.0), (Uneven.LAYERS, 1.5)):

@@ -24,8 +24,7 @@ from rrfp.simulate.time_bounds import Floor, floor, paper_bound_ns
 from rrfp.trace.records import RankRecords
 from tests.analyze.simulated_runs import equal_times, random_times
 from tests.properties.cases import SEEDS, Case, cases, examples, random_case
-from tests.properties.virtual_time import Node
-from tests.properties.virtual_time import World as OtherWorld
+from tests.properties.virtual_time import Node, VirtualConditions
 from tests.properties.virtual_time import play as play_otherwise
 
 F, B, W = Kind.F, Kind.B, Kind.W
@@ -52,11 +51,11 @@ def test_a_step_equals_that_of_an_independent_engine(case: Case) -> None:
     late_ns = case.seed % 50
     order = case.order if case.dispatch is Dispatch.FIXED else None
     policy = case.policy(order)
-    world = StepConditions(
+    conditions = StepConditions(
         times, num_members=num_members, lateness=lambda member, _: late_ns * member
     )
     recording = new_recording(shape, num_members, 1, {})
-    step = simulate_step(shape, policy, [world], recording=recording)
+    step = simulate_step(shape, policy, [conditions], recording=recording)
 
     def duration(_node: Node, task: Task) -> int:
         return of_kind[task.kind][task.stage][task.microbatch]
@@ -70,8 +69,10 @@ def test_a_step_equals_that_of_an_independent_engine(case: Case) -> None:
         [Dispatcher(shape, rank, policy, group) for group in groups]
         for rank in range(shape.num_ranks)
     ]
-    other_world = OtherWorld(duration, latency, collectives=[[members]] * shape.num_stages)
-    history = play_otherwise(shape, deciders, other_world)
+    virtual_conditions = VirtualConditions(
+        duration, latency, collectives=[[members]] * shape.num_stages
+    )
+    history = play_otherwise(shape, deciders, virtual_conditions)
     for records in recording.ranks:
         node = history.nodes[Node(records.info.pp_rank, records.info.tp_rank)]
         assert [task[:2] for task in records.tasks] == [each[:2] for each in node.ran]
@@ -85,13 +86,13 @@ def key(record: object) -> Task:
     return Task(record.stage, Kind(record.kind), record.microbatch)  # type: ignore[attr-defined]
 
 
-def second_stage(num_microbatches: int, world: StepConditions) -> list[RankRecords]:
+def second_stage(num_microbatches: int, conditions: StepConditions) -> list[RankRecords]:
     """Return the records of the second stage's members in a forward-only step of two stages."""
     shape = Shape(2, num_microbatches, kinds=(F,))
     hint = hint_named("bf").for_shape(shape)
-    recording = new_recording(shape, world.num_members, 1, {})
-    simulate_step(shape, Policy(hint), [world], recording=recording)
-    return recording.ranks[world.num_members :]
+    recording = new_recording(shape, conditions.num_members, 1, {})
+    simulate_step(shape, Policy(hint), [conditions], recording=recording)
+    return recording.ranks[conditions.num_members :]
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
@@ -117,10 +118,10 @@ def test_the_time_of_a_message_may_depend_on_link_and_microbatch() -> None:
 
 def test_the_members_of_a_group_wait_for_the_last_message_and_for_their_round() -> None:
     shape = Shape(2, 2, kinds=(F,))
-    world = StepConditions(
+    conditions = StepConditions(
         even_times(shape), num_members=3, lateness=lambda member, _: 4 * member, agreement_ns=3
     )
-    leader, follower, last = second_stage(2, world)
+    leader, follower, last = second_stage(2, conditions)
     # Stage 0 starts its first task after a round of 3, so the leader's message arrives at 13, and
     # that of the last member at 21. The task starts at 24. The next message arrives at 31.
     for records in (leader, follower, last):
@@ -130,8 +131,10 @@ def test_the_members_of_a_group_wait_for_the_last_message_and_for_their_round() 
 
 def test_every_member_waits_for_a_round_that_finds_it_idle() -> None:
     shape = Shape(2, 2, kinds=(F,))
-    world = StepConditions(even_times(shape), transfer=lambda *_: 50, num_members=2, agreement_ns=7)
-    for records in second_stage(2, world):
+    conditions = StepConditions(
+        even_times(shape), transfer=lambda *_: 50, num_members=2, agreement_ns=7
+    )
+    for records in second_stage(2, conditions):
         # Messages arrive at 67 and 117. Each time both members are ready and agree on the task.
         assert [task.start_ns for task in records.tasks] == [74, 124]
         assert (117, 124, 0, Cause.COORDINATION) in records.waits
@@ -140,15 +143,15 @@ def test_every_member_waits_for_a_round_that_finds_it_idle() -> None:
 def test_a_rank_waits_for_a_round_that_outlasts_the_running_task() -> None:
     shape = Shape(1, 3, kinds=(F,))
     hint = hint_named("bf").for_shape(shape)
-    world = StepConditions(even_times(shape), num_members=2, agreement_ns=30)
-    run = play(shape, Policy(hint), world)
+    conditions = StepConditions(even_times(shape), num_members=2, agreement_ns=30)
+    run = play(shape, Policy(hint), conditions)
     # One round precedes the first task. Each other round starts with a task and outlasts it.
     assert run.makespan_ns == 30 + 30 + 30 + 10
 
 
 def blocking(order: Order, times: TaskTimes, transfer_ns: int) -> PipelineRun:
-    world = StepConditions(times, transfer=lambda *_: transfer_ns, blocking=True)
-    return play(order.shape, Policy(order, order, Dispatch.FIXED), world)
+    conditions = StepConditions(times, transfer=lambda *_: transfer_ns, blocking=True)
+    return play(order.shape, Policy(order, order, Dispatch.FIXED), conditions)
 
 
 def test_a_blocking_sender_waits_for_its_receiver() -> None:
@@ -166,10 +169,10 @@ def test_with_free_links_blocking_1f1b_takes_as_long_as_asynchronous(
     num_ranks: int,
 ) -> None:
     shape, policy = of_hint("1f1b", Shape(num_ranks, 12))
-    world = StepConditions(even_times(shape, 10, 15, 5))
-    free = play(shape, policy, world).makespan_ns
+    conditions = StepConditions(even_times(shape, 10, 15, 5))
+    free = play(shape, policy, conditions).makespan_ns
     assert (
-        play(shape, policy, replace(world, blocking=True)).makespan_ns
+        play(shape, policy, replace(conditions, blocking=True)).makespan_ns
         == free
         == (num_ranks + 11) * 30
     )
@@ -179,35 +182,39 @@ def test_with_free_links_blocking_1f1b_takes_as_long_as_asynchronous(
 @given(cases())
 def test_blocking_is_never_faster(case: Case) -> None:
     shape, policy = of_hint("1f1b", Shape(case.shape.num_ranks, case.shape.num_microbatches))
-    world = StepConditions(
+    conditions = StepConditions(
         random_times(random.Random(case.seed), shape), transfer=lambda *_: case.seed % 7
     )
-    blocked = play(shape, policy, replace(world, blocking=True))
-    assert blocked.makespan_ns >= play(shape, policy, world).makespan_ns
-    assert blocked.busy_ns == play(shape, policy, world).busy_ns
+    blocked = play(shape, policy, replace(conditions, blocking=True))
+    assert blocked.makespan_ns >= play(shape, policy, conditions).makespan_ns
+    assert blocked.busy_ns == play(shape, policy, conditions).busy_ns
 
 
 def test_blocking_is_never_faster_if_members_receive_at_different_times() -> None:
     shape, policy = of_hint("1f1b", Shape(4, 12))
-    world = StepConditions(even_times(shape), num_members=2, lateness=lambda member, _: 9 * member)
-    blocked = play(shape, policy, replace(world, blocking=True)).makespan_ns
-    assert blocked >= play(shape, policy, world).makespan_ns > 15 * 30
+    conditions = StepConditions(
+        even_times(shape), num_members=2, lateness=lambda member, _: 9 * member
+    )
+    blocked = play(shape, policy, replace(conditions, blocking=True)).makespan_ns
+    assert blocked >= play(shape, policy, conditions).makespan_ns > 15 * 30
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_blocking_interleaving_runs_to_its_end(num_ranks: int, num_chunks: int) -> None:
     shape, policy = of_hint("interleaved", Shape(num_ranks, 3 * num_ranks, num_chunks))
-    world = StepConditions(random_times(random.Random(num_chunks), shape), transfer=lambda *_: 3)
-    blocked = play(shape, policy, replace(world, blocking=True)).makespan_ns
-    assert blocked > play(shape, policy, world).makespan_ns
+    conditions = StepConditions(
+        random_times(random.Random(num_chunks), shape), transfer=lambda *_: 3
+    )
+    blocked = play(shape, policy, replace(conditions, blocking=True)).makespan_ns
+    assert blocked > play(shape, policy, conditions).makespan_ns
 
 
 def test_a_weight_gradient_runs_during_a_blocking_transfer() -> None:
     shape, policy = of_hint("zb-h1", Shape(2, 4))
-    world = StepConditions(even_times(shape), transfer=lambda *_: 9, blocking=True)
+    conditions = StepConditions(even_times(shape), transfer=lambda *_: 9, blocking=True)
     recording = new_recording(shape, 1, 1, {})
-    simulate_step(shape, policy, [world], recording=recording)
+    simulate_step(shape, policy, [conditions], recording=recording)
     passing = [receive[:2] for records in recording.ranks for receive in records.receives]
     weights = [task[:2] for records in recording.ranks for task in records.tasks if task.kind == W]
     assert any(
@@ -249,10 +256,14 @@ def test_a_stretch_sees_each_task_once_in_sequence() -> None:
 
 def test_replicas_synchronize_at_the_end() -> None:
     shape, policy = of_hint("1f1b", Shape(2, 4))
-    worlds = [StepConditions(random_times(random.Random(seed), shape)) for seed in (1, 2)]
+    conditions_by_replica = [
+        StepConditions(random_times(random.Random(seed), shape)) for seed in (1, 2)
+    ]
     recording = new_recording(shape, 1, 2, {})
-    step = simulate_step(shape, policy, worlds, gradient_sync_ns=70, recording=recording)
-    runs = [play(shape, policy, world) for world in worlds]
+    step = simulate_step(
+        shape, policy, conditions_by_replica, gradient_sync_ns=70, recording=recording
+    )
+    runs = [play(shape, policy, conditions) for conditions in conditions_by_replica]
     last_ns = max(run.makespan_ns for run in runs)
     assert step.makespan_ns == last_ns + 70
     assert step.busy_ns == tuple(run.busy_ns for run in runs)
@@ -428,7 +439,7 @@ def makespan_and_floor(case: Case) -> tuple[int, Floor]:
     def transfer(sender: int, receiver: int, task: Task) -> int:
         return message * (1 + sender) + task.microbatch
 
-    world = StepConditions(
+    conditions = StepConditions(
         times,
         transfer if message else None,
         lambda _rank, _start, _task, time: time + rng.choice([0, 0, 100]),
@@ -437,8 +448,8 @@ def makespan_and_floor(case: Case) -> tuple[int, Floor]:
         agreement_ns=rng.choice([0, 20]) if case.num_members > 1 else 0,
     )
     policy = case.policy(case.order)
-    run = play(case.shape, policy, world)
-    return run.makespan_ns, floor(case.shape, times, world.transfer)
+    run = play(case.shape, policy, conditions)
+    return run.makespan_ns, floor(case.shape, times, conditions.transfer)
 
 
 @examples(quick=100, thorough=2000)
@@ -456,9 +467,9 @@ def test_no_simulated_step_over_blocking_links_is_below_its_floor(seed: int) -> 
         Shape(rng.randint(1, 6), rng.randint(1, 12))
     )
     times, message = random_times(rng, order.shape), rng.choice([0, 10, 200])
-    world = StepConditions(times, lambda *_: message, blocking=True)
-    run = play(order.shape, Policy(order, order, Dispatch.FIXED), world)
-    assert floor(order.shape, times, world.transfer).ns <= run.makespan_ns
+    conditions = StepConditions(times, lambda *_: message, blocking=True)
+    run = play(order.shape, Policy(order, order, Dispatch.FIXED), conditions)
+    assert floor(order.shape, times, conditions.transfer).ns <= run.makespan_ns
 
 
 # The paper's bound (tests/properties/test_steps.py compares steps with it).

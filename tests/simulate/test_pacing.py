@@ -190,8 +190,8 @@ def test_without_costs_jitter_extends_measured_work(jitter: str, taken_ms: float
 
 
 def test_the_papers_delays_follow_measured_times() -> None:
-    """Section 9 of the paper: a tenth of the tasks is delayed by half of the rank's recent mean task
-    time (at least 5 ms), times a factor from 0.5 to 1.5."""
+    """Section 9 of the paper: a tenth of the tasks is delayed by half of the rank's recent mean
+    task time (at least 5 ms), times a factor from 0.5 to 1.5."""
     shape = Shape(1, 4000, kinds=FORWARD_ONLY)
     time = FakeTime()
     step = pacer_of(time, None, "J1", shape=shape).start_step(0, shape)

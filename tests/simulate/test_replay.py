@@ -51,8 +51,8 @@ def check_decisions(run: RecordedRun) -> int:
 
 
 def check_error(run: RecordedRun) -> None:
-    """Check the median error of the replayed step times. It is larger for Megatron's schedule, whose
-    recording has waits but no messages and delays."""
+    """Check the median error of the replayed step times. It is larger for Megatron's schedule,
+    whose recording has waits but no messages and delays."""
     assert median(errors(run)) <= (0.05 if run.is_blocking else 1e-3)
 
 
@@ -76,8 +76,8 @@ def test_a_run_with_other_decisions_is_refused() -> None:
 
 def test_a_member_with_other_decisions_is_refused() -> None:
     policy, shape = policy_of("bf", Shape(2, 4), limit=32)
-    world = StepConditions(random_times(Random(1), shape), num_members=2)
-    recording = simulated_run(policy, shape, [world])
+    conditions = StepConditions(random_times(Random(1), shape), num_members=2)
+    recording = simulated_run(policy, shape, [conditions])
     follower = next(rank for rank in recording.ranks if rank.info.tp_rank == 1)
     tasks = follower.tasks
     tasks[0], tasks[1] = tasks[1], tasks[0]
@@ -174,7 +174,7 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
         for m in range(shape.num_microbatches)
     }
     num_members = draw(st.sampled_from([1, 1, 2]))
-    worlds = [
+    conditions_by_replica = [
         StepConditions(
             random_times(rng, shape),
             lambda sender, receiver, task: way_ns[task],
@@ -182,7 +182,7 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
         )
         for _ in range(draw(st.integers(1, 2)))
     ]
-    return policy, shape, worlds
+    return policy, shape, conditions_by_replica
 
 
 @given(runs())
@@ -190,17 +190,17 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
 def test_a_simulated_run_is_replayed_to_the_ns(
     made: tuple[Policy, Shape, list[StepConditions]],
 ) -> None:
-    policy, shape, worlds = made
-    run = read_run(simulated_run(policy, shape, worlds, num_steps=2))
+    policy, shape, conditions_by_replica = made
+    run = read_run(simulated_run(policy, shape, conditions_by_replica, num_steps=2))
     assert run.shape.kinds == shape.kinds
     assert (run.policy.limit, run.policy.hold) == (policy.limit, policy.hold)
-    assert run.num_members == worlds[0].num_members
+    assert run.num_members == conditions_by_replica[0].num_members
     check_decisions(run)
     assert errors(run) == [0, 0]
     for step in measure(run):
-        for replica, world in zip(step.replicas, worlds, strict=True):
+        for replica, conditions in zip(step.replicas, conditions_by_replica, strict=True):
             assert set(replica.overheads_ns.values()) <= {0}
-            assert task_times(replica.durations_ns, shape, 0.4).forward == world.times.forward
+            assert task_times(replica.durations_ns, shape, 0.4).forward == conditions.times.forward
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_a_simulated_run_is_replayed_to_the_ns(
 def test_a_simulated_run_over_blocking_links_is_replayed(hint: str, whole: Shape) -> None:
     policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
     times = random_times(Random(5), shape)
-    world = StepConditions(times, lambda sender, receiver, task: 30, blocking=True)
-    run = read_run(simulated_run(policy, shape, [world], links="blocking"))
+    conditions = StepConditions(times, lambda sender, receiver, task: 30, blocking=True)
+    run = read_run(simulated_run(policy, shape, [conditions], links="blocking"))
     assert run.is_blocking
     assert max(errors(run)) <= 0.01
 

@@ -45,15 +45,15 @@ from tests.properties.cases import examples
 SHAPE = Shape(4, 8)
 
 
-def recorded(world: StepConditions, hint: str = "bf", num_steps: int = 1) -> Recording:
+def recorded(conditions: StepConditions, hint: str = "bf", num_steps: int = 1) -> Recording:
     """Return the recording of a simulated run of `SHAPE`."""
     policy, shape = policy_of(hint, SHAPE, limit=32)
-    return simulated_run(policy, shape, [world], num_steps=num_steps)
+    return simulated_run(policy, shape, [conditions], num_steps=num_steps)
 
 
-def makespan_ns(world: StepConditions, hint: str, **bounds: int | Dispatch) -> int:
+def makespan_ns(conditions: StepConditions, hint: str, **bounds: int | Dispatch) -> int:
     policy, shape = policy_of(hint, SHAPE, **(bounds or {"limit": 32}))
-    return play(shape, policy, world).makespan_ns
+    return play(shape, policy, conditions).makespan_ns
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def makespan_ns(world: StepConditions, hint: str, **bounds: int | Dispatch) -> i
 def test_a_replay_under_another_policy_equals_its_simulation(
     change: Change, bounds: dict[str, int | Dispatch]
 ) -> None:
-    world = StepConditions(random_times(Random(7), SHAPE), lambda sender, receiver, task: 20)
-    report = what_if(recorded(world), lambda run: [change])
+    conditions = StepConditions(random_times(Random(7), SHAPE), lambda sender, receiver, task: 20)
+    report = what_if(recorded(conditions), lambda run: [change])
     hint = "bf" if change.hint is None else change.hint.name
     assert report.replay_error == 0
-    assert report.measured_ns == report.as_it_was.makespan_ns == makespan_ns(world, "bf")
+    assert report.measured_ns == report.as_it_was.makespan_ns == makespan_ns(conditions, "bf")
     (row,) = report.rows
-    assert row.makespan_ns == makespan_ns(world, hint, **bounds)
+    assert row.makespan_ns == makespan_ns(conditions, hint, **bounds)
     assert row.saving == pytest.approx(1 - row.makespan_ns / report.measured_ns)
 
 
@@ -154,8 +154,8 @@ def _shift(rng: Random, one: int, other: int) -> tuple[int, int]:
 @given(st.integers(0, 10**6))
 @examples(quick=10, thorough=200)
 def test_the_parts_of_the_bubble_sum_to_it(seed: int) -> None:
-    world = StepConditions(random_times(Random(seed), SHAPE))
-    run = read_run(recorded(world))
+    conditions = StepConditions(random_times(Random(seed), SHAPE))
+    run = read_run(recorded(conditions))
     (step,) = steps = measure(run)
     parts = structural(run, steps)
     busy_ns = step.replicas[0].busy_ns(run.shape)
@@ -167,17 +167,17 @@ def test_the_parts_of_the_bubble_sum_to_it(seed: int) -> None:
 
 def test_savings_are_paired_by_step() -> None:
     """The saving is the same share of each step, although the steps differ much in length."""
-    world = StepConditions(random_times(Random(2), SHAPE))
-    recording = recorded(world, num_steps=1)
+    conditions = StepConditions(random_times(Random(2), SHAPE))
+    recording = recorded(conditions, num_steps=1)
     policy, shape = policy_of("bf", SHAPE, limit=32)
     for factor in (5, 9):
         times = TaskTimes(
             *(
                 [[factor * time_ns for time_ns in row] for row in rows]
                 for rows in (
-                    world.times.forward,
-                    world.times.input_gradient,
-                    world.times.weight_gradient,
+                    conditions.times.forward,
+                    conditions.times.input_gradient,
+                    conditions.times.weight_gradient,
                 )
             )
         )
@@ -198,7 +198,7 @@ def test_savings_are_paired_by_step() -> None:
                     for record in records
                 )
     report = what_if(recording, lambda run: [Change(HINTS["f-first"])])
-    own_ns, other_ns = makespan_ns(world, "bf"), makespan_ns(world, "f-first")
+    own_ns, other_ns = makespan_ns(conditions, "bf"), makespan_ns(conditions, "f-first")
     assert own_ns != other_ns
     assert report.measured_ns == median([own_ns, 5 * own_ns, 9 * own_ns])
     assert report.rows[0].saving == pytest.approx(1 - other_ns / own_ns)
@@ -230,8 +230,8 @@ def test_a_run_of_megatron_is_compared_with_rrfp_policies() -> None:
 def rows_of(hint: str, **bounds: int | Dispatch) -> list[str]:
     """Return the names of the default changes for a run whose stages all have the same work."""
     policy, shape = policy_of(hint, SHAPE, **bounds)
-    world = StepConditions(equal_times(SHAPE, 100, 100, 50))
-    return [row.what for row in what_if(simulated_run(policy, shape, [world])).rows]
+    conditions = StepConditions(equal_times(SHAPE, 100, 100, 50))
+    return [row.what for row in what_if(simulated_run(policy, shape, [conditions])).rows]
 
 
 def test_the_default_changes_leave_out_the_run_itself_and_impossible_ones() -> None:
@@ -287,8 +287,8 @@ def test_the_busiest_stage_is_not_blamed_without_reason() -> None:
     forward = [
         [time_ns + 8 * (stage == 1) for time_ns in row] for stage, row in enumerate(even.forward)
     ]
-    world = StepConditions(replace(even, forward=forward), lambda sender, receiver, task: 90)
-    report = what_if(recorded(world), lambda run: [Change(HINTS["bf"], free_links=True)])
+    conditions = StepConditions(replace(even, forward=forward), lambda sender, receiver, task: 90)
+    report = what_if(recorded(conditions), lambda run: [Change(HINTS["bf"], free_links=True)])
     said = "; the busiest stage, 1, as fast as the median would then save less than 0.5%."
     assert report.conclusion.endswith(said)
 
