@@ -34,7 +34,7 @@ from tests.properties.cases import examples
 ROOT = Path(__file__).parents[2]
 
 
-def of_weights(weights: list[int]) -> TaskTimes:
+def times_of_weights(weights: list[int]) -> TaskTimes:
     """Return times whose sums over stages and kinds rank microbatches as `weights`, although no
     single stage does."""
     return TaskTimes([weights, [5] * len(weights)], [[0] * len(weights)] * 2, [weights, weights])
@@ -48,7 +48,7 @@ def test_the_weight_of_a_microbatch_is_its_time_on_all_stages() -> None:
 
 
 def test_admitted_costs_are_permuted() -> None:
-    costs = StepCosts(of_weights([3, 1, 2]), agreement_ns=5)
+    costs = StepCosts(times_of_weights([3, 1, 2]), agreement_ns=5)
     assert admitted(costs, Admit.GIVEN, 0) is costs
     assert admitted(costs, Admit.PYRAMID, 0) == costs.permuted([1, 0, 2])
     listed = ListedOrders("mine", ((2, 1, 0), (1, 2, 0)))
@@ -306,6 +306,6 @@ def test_a_pace_without_costs_keeps_the_given_order() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict[str, Any], complaint: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         check_settings(TrainSettings(**SIZES, **settings))

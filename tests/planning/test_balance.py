@@ -248,7 +248,7 @@ SIZES = {"pp": 2, "layers": 4, "microbatches": 4}
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict[str, object], complaint: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, object], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         check_settings(TrainSettings(**{**SIZES, "admit_across": "replicas", **settings}))
 

@@ -148,13 +148,13 @@ def test_an_order_above_the_memory_budget_is_left_out() -> None:
     assert not fits(policy, shape, sizes, [10 * slots - 1] * 4)
     assert fits(replace(policy, dispatch=Dispatch.READY), shape, sizes, [1] * 4)
     ones = TaskTimes(*([[[1] * 8] * 8] * 3))
-    known = MeasuredSteps([[lambda _: StepConditions(ones, sizes=sizes)]], [10 * slots - 1] * 4)
-    assert known.play(Candidate(policy, shape), 0) is None
+    measured = MeasuredSteps([[lambda _: StepConditions(ones, sizes=sizes)]], [10 * slots - 1] * 4)
+    assert measured.play(Candidate(policy, shape), 0) is None
     ready = replace(policy, dispatch=Dispatch.READY, hold=Bytes(10 * slots - 1))
-    assert known.play(Candidate(ready, shape), 0)
+    assert measured.play(Candidate(ready, shape), 0)
 
 
-def peer(hint: str, shape: Shape, costs: str, jitter: str, seeds: range) -> Row:
+def simulate_binding(hint: str, shape: Shape, costs: str, jitter: str, seeds: range) -> Row:
     policy, shape = fitted(Policy(HINTS[hint], None, Dispatch.FIXED), shape)
     setting = Setting(shape=shape, policy=policy, costs=preset(costs), jitter=parse_jitter(jitter))
     return run_settings([setting], seeds)[0]
@@ -187,7 +187,8 @@ def test_auto_is_never_slower_than_a_binding_order_with_the_same_bytes(
     peers = [
         each
         for hint, shape in (("1f1b", ONE), ("interleaved", LOOP), ("zb-v", V))
-        if max((each := peer(hint, shape, costs, jitter, seeds)).peak_held_bytes or [0]) <= budget
+        if max((each := simulate_binding(hint, shape, costs, jitter, seeds)).peak_held_bytes or [0])
+        <= budget
     ]
     assert peers
     assert row.mean_s <= 1.01 * min(each.mean_s for each in peers)
@@ -390,7 +391,7 @@ def test_a_job_is_warned_once_that_it_may_hold_nearly_all_microbatches(
     policies = StepPolicies(DispatchSettings().policy)
     for _ in range(2):
         policies.warn_once(Shape(8, 64, 2))
-    for quiet, shape in [
+    for without_warning, shape in [
         (DispatchSettings(), Shape(8, 24, 2)),
         (DispatchSettings(), Shape(8, 64)),
         (DispatchSettings(hint="interleaved"), Shape(8, 64, 2)),
@@ -398,7 +399,7 @@ def test_a_job_is_warned_once_that_it_may_hold_nearly_all_microbatches(
         (DispatchSettings(hint="auto"), Shape(8, 64, 2)),
         (DispatchSettings(hold=64), Shape(8, 64, 2)),
     ]:
-        StepPolicies(quiet.policy).warn_once(shape)
+        StepPolicies(without_warning.policy).warn_once(shape)
     (warning,) = caplog.messages
     assert "bf over 2 chunks fills the pipeline only without a limit" in warning
     assert "nearly all 64 microbatches, where interleaved 1F1B keeps those of about 12" in warning

@@ -46,7 +46,7 @@ POLICY, SHAPE = fitted(
 )
 
 
-def known(seed: int, **changes: object) -> StepForecast:
+def forecast(seed: int, **changes: object) -> StepForecast:
     found = forecast_step(COSTS, JITTER, POLICY, SHAPE, seed, 0)
     return replace(found, **changes)  # type: ignore[arg-type]
 
@@ -63,18 +63,18 @@ def setting(admit: Admit = Admit.PLAN, num: int = 60) -> Setting:
 
 
 def test_a_plan_depends_only_on_its_inputs() -> None:
-    plan = plan_order(known(1), 60)
-    assert plan == plan_order(known(1), 60)
+    plan = plan_order(forecast(1), 60)
+    assert plan == plan_order(forecast(1), 60)
     assert sorted(plan.order) == list(range(12))
-    assert plan != plan_order(known(1, key=(2, 0)), 60)
-    assert plan_order(known(1), 1).order == known(1).pyramid
+    assert plan != plan_order(forecast(1, key=(2, 0)), 60)
+    assert plan_order(forecast(1), 1).order == forecast(1).pyramid
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_plan_is_never_worse_than_a_pyramid_by_its_own_estimate(seed: int) -> None:
-    plan = plan_order(known(seed), 40)
+    plan = plan_order(forecast(seed), 40)
     assert plan.predicted_ns <= plan.pyramid_ns
-    if plan.order == known(seed).pyramid:
+    if plan.order == forecast(seed).pyramid:
         assert plan.predicted_ns == plan.pyramid_ns
 
 
@@ -86,8 +86,8 @@ def test_plans_save_time_under_noise_outside_their_search() -> None:
 
 
 def test_without_noise_a_plan_predicts_the_exact_makespan() -> None:
-    quiet = replace(setting(), jitter=NO_JITTER)
-    (row,) = run_settings([quiet], [7])
+    without_jitter = replace(setting(), jitter=NO_JITTER)
+    (row,) = run_settings([without_jitter], [7])
     plan = plan_order(forecast_step(COSTS, NO_JITTER, POLICY, SHAPE, 7, 0), 60)
     assert row.trials[0].makespan_ns == plan.predicted_ns < plan.pyramid_ns
 
@@ -100,7 +100,7 @@ def test_one_microbatch_has_one_order() -> None:
 
 
 def test_noise_draws_differ_from_those_of_simulated_steps() -> None:
-    step = known(3)
+    step = forecast(3)
     drawn = NoisySteps(step).makespan_ns(step.pyramid, 0)
     given = run_settings([setting(Admit.PYRAMID)], [3])[0].trials[0].makespan_ns
     assert drawn != given
@@ -116,13 +116,13 @@ def test_the_noise_matches_the_jitter(jitter: str, noise: float) -> None:
 
 def test_plans_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_LEAST_SIMULATIONS", 1)
-    steps = [known(seed) for seed in range(3)]
+    steps = [forecast(seed) for seed in range(3)]
     ended: list[int] = []
     assert many.plan_all(steps, 20, lambda: ended.append(1), num_processes=2) == many.plan_all(
         steps, 20, num_processes=1
     )
     assert len(ended) == 3
-    stuck = known(0, policy=replace(POLICY, hold=Bytes(1)))
+    stuck = forecast(0, policy=replace(POLICY, hold=Bytes(1)))
     with pytest.raises(UsageError, match="is below the"):
         many.plan_all([stuck, stuck], 20, num_processes=2)
 
@@ -140,7 +140,7 @@ def test_a_stopped_process_is_named() -> None:
     process = PlannerProcess("plan_simulated_steps")
     try:
         os.kill(process.pid, signal.SIGSTOP)
-        assert process.send((known(1), 10))
+        assert process.send((forecast(1), 10))
         with pytest.raises(RrfpError, match=f"process {process.pid} has not answered in 0.2 s"):
             process.wait(0.2)
         # The pipe accepts requests until it is full, and `send` does not block.
@@ -248,8 +248,8 @@ def test_other_features_reset_the_model() -> None:
 
 def test_the_table_has_the_last_whole_step() -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
-    taken: list[Record] = []
-    measured = MeasuredTasks(taken.append)
+    recorded: list[Record] = []
+    measured = MeasuredTasks(recorded.append)
     assert not measured.table(shape).any()
     tasks = [
         task_of(Kind.F, 0, 10, held=100),
@@ -269,7 +269,7 @@ def test_the_table_has_the_last_whole_step() -> None:
     assert numbers == [10, 20, 50, 30, 60, 40, 100, 200, 60, 80]
     assert budget == 4096
     assert not measured.table(Shape(2, 3, kinds=SPLIT_BACKWARD)).any()
-    assert len(taken) == len(tasks) + 2
+    assert len(recorded) == len(tasks) + 2
 
 
 def task_of(kind: Kind, microbatch: int, time_ns: int, held: int) -> TaskRecord:

@@ -369,17 +369,17 @@ def _check_bytes(
     sizes: ActivationSizes,
     budgets: Sequence[int] | None,
 ) -> None:
-    kept: dict[tuple[int, int], int] = {}
+    held_bytes: dict[tuple[int, int], int] = {}
     for _, _, run in happened.ran:
         stage, kind, microbatch = run.task
         if kind is F and B in shape.kinds:
-            kept[stage, microbatch] = sizes.activations[stage][microbatch]
+            held_bytes[stage, microbatch] = sizes.activations[stage][microbatch]
         elif kind is B and shape.splits_backward:
             if sizes.pending_w is not None:
-                kept[stage, microbatch] = sizes.pending_w[stage][microbatch]
+                held_bytes[stage, microbatch] = sizes.pending_w[stage][microbatch]
         elif kind is not F:
-            del kept[stage, microbatch]
-        used = sum(kept.values())
+            del held_bytes[stage, microbatch]
+        used = sum(held_bytes.values())
         assert run.held_bytes == used, f"{run.task} states {run.held_bytes} bytes, not {used}"
         budget = None if budgets is None else budgets[node.rank]
         assert budget is None or used <= budget, f"{node} uses {used} bytes of {budget}"

@@ -188,7 +188,7 @@ def test_fixed_dispatch_binds_to_the_order_that_a_round_based_hint_gives() -> No
 # Waits.
 
 
-def test_nothing_ready_names_what_the_best_unfinished_task_lacks() -> None:
+def test_an_idle_rank_names_the_missing_input_of_its_best_unfinished_task() -> None:
     dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)  # 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0"
@@ -441,7 +441,7 @@ def test_after_a_weight_gradient_a_new_round_starts() -> None:
     assert ask(dispatcher) == "1F3"
 
 
-def test_activations_are_held_until_the_weight_gradient_where_it_is_split_off() -> None:
+def test_activations_are_held_until_a_split_off_weight_gradient() -> None:
     def held(kinds: tuple[Kind, ...]) -> list[int]:
         name = "bfw" if kinds == SPLIT_BACKWARD else "bf"
         dispatcher = hint_dispatcher(name, Shape(1, 2, kinds=kinds), 0)

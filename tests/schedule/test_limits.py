@@ -181,7 +181,7 @@ def test_a_hold_of_a_slot_a_chunk_carries_one_microbatch_at_a_time() -> None:
     assert run_on(dispatcher) == "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
 
 
-def test_a_slot_is_in_use_until_the_weight_gradient_where_it_is_split_off() -> None:
+def test_a_slot_is_in_use_until_a_split_off_weight_gradient() -> None:
     dispatcher = hint_dispatcher("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1, hold=1)
     arrive(dispatcher, "1F0 1F1 1B0")
     assert run_on(dispatcher) == "1F0 1B0 1W0 1F1"

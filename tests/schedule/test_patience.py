@@ -328,8 +328,8 @@ def ratio(name: str, w: str, sigma: float, patience: Patience, num_seeds: int = 
     policy, shape = policy_and_shape(name, shape, 8, patience, w)
     total_ns = load_ns = 0
     for seed in range(num_seeds if sigma else 1):
-        known, times = jittered(shape, sigma, seed)
-        done = play(shape, policy, StepConditions(times, HOP, expected=known))
+        expected, times = jittered(shape, sigma, seed)
+        done = play(shape, policy, StepConditions(times, HOP, expected=expected))
         total_ns += done.makespan_ns
         load_ns += max(done.busy_ns)
     return total_ns / load_ns
@@ -349,10 +349,10 @@ def test_ranks_that_know_only_measured_times_also_wait() -> None:
     shape = Shape(4, 16, 2, Placement.V)
     policy, shape = policy_and_shape("zb-v", shape, 4, AUTO, "ranked")
     times = equal_times(shape, 10 * MS, 10 * MS, 10 * MS)
-    known = play(shape, policy, StepConditions(times, HOP, expected=times))
-    assert play(shape, policy, StepConditions(times, HOP)) == known
+    with_forecast = play(shape, policy, StepConditions(times, HOP, expected=times))
+    assert play(shape, policy, StepConditions(times, HOP)) == with_forecast
     assert (
-        known.makespan_ns
+        with_forecast.makespan_ns
         < play(shape, replace(policy, patience=0), StepConditions(times, HOP)).makespan_ns
     )
 
@@ -360,9 +360,9 @@ def test_ranks_that_know_only_measured_times_also_wait() -> None:
 def a_recording(patience: Patience, num_members: int = 1) -> tuple[Recording, Policy, Shape]:
     shape = Shape(4, 8, 2, Placement.V)
     policy, shape = policy_and_shape("zb-v", shape, 4, patience, "ranked")
-    known, times = jittered(shape, 0.1, 5)
+    expected, times = jittered(shape, 0.1, 5)
     conditions = StepConditions(
-        times, HOP, num_members=num_members, expected=known, agreement_ns=MS // 10
+        times, HOP, num_members=num_members, expected=expected, agreement_ns=MS // 10
     )
     recording = new_recording(shape, num_members, 1, {})
     simulate_step(shape, policy, [conditions], recording=recording)
@@ -414,8 +414,8 @@ def test_every_hint_respects_its_hold_with_patience() -> None:
         shape = Shape(4, 8)
         hint = hint_named(name).for_shape(shape)
         policy, shape = policy_and_shape(name, replace(shape, kinds=kinds_of(hint)), 3, 5 * MS)
-        known, times = jittered(shape, 0.3, 1)
-        done = play(shape, policy, StepConditions(times, HOP, expected=known))
+        expected, times = jittered(shape, 0.3, 1)
+        done = play(shape, policy, StepConditions(times, HOP, expected=expected))
         assert max(done.peak_held) <= 3
 
 
@@ -427,12 +427,12 @@ def trained_just_in_time(
 ) -> JustInTime:
     """Return a rank's statistics after 2,000 tasks of this mean time, with lognormal noise."""
     draw = Random(0)
-    known = JustInTime(risk)
+    just_in_time = JustInTime(risk)
     for _ in range(2000):
         factor = draw.lognormvariate(-(noise**2) / 2, noise)
-        known.ran(Kind.F, 0, round(mean_ns * factor), known_ns=mean_ns)
-        known.launched(Kind.F, 0, launch_ns)
-    return known
+        just_in_time.ran(Kind.F, 0, round(mean_ns * factor), known_ns=mean_ns)
+        just_in_time.launched(Kind.F, 0, launch_ns)
+    return just_in_time
 
 
 def test_without_measurements_a_rank_decides_immediately() -> None:
@@ -460,11 +460,11 @@ def test_zero_risk_decides_immediately_and_infinite_risk_at_the_end() -> None:
 def test_the_risk_matches_drawn_times(noise: float, launch_ns: int) -> None:
     """The risk is the share of drawn times that end within one launch after the decision, among
     those that have not ended before."""
-    known = trained_just_in_time(noise, launch_ns)
-    due_ns = known.due_ns(Kind.F, 0, 0, known_ns=20 * MS)
+    just_in_time = trained_just_in_time(noise, launch_ns)
+    due_ns = just_in_time.due_ns(Kind.F, 0, 0, known_ns=20 * MS)
     assert due_ns is not None
     draw = Random(1)
-    mean_ns, sigma = 20 * MS, known.noise
+    mean_ns, sigma = 20 * MS, just_in_time.noise
     times = [mean_ns * draw.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(200_000)]
 
     def chance(at_ns: float) -> float:
@@ -478,25 +478,25 @@ def test_the_risk_matches_drawn_times(noise: float, launch_ns: int) -> None:
 
 
 def test_the_longest_launch_of_all_kinds_counts() -> None:
-    known = trained_just_in_time(0.0, MS)
+    just_in_time = trained_just_in_time(0.0, MS)
     for _ in range(50):
-        known.launched(Kind.B, 0, 6 * MS)
-    assert known.launch_ns == 6 * MS
+        just_in_time.launched(Kind.B, 0, 6 * MS)
+    assert just_in_time.launch_ns == 6 * MS
 
 
 def test_a_launch_that_compiles_is_forgotten_with_the_next() -> None:
-    known = JustInTime()
-    known.launched(Kind.F, 0, 3_000 * MS)
-    assert known.launch_ns == 3_000 * MS
-    known.launched(Kind.F, 0, MS)
-    assert known.launch_ns == MS
+    just_in_time = JustInTime()
+    just_in_time.launched(Kind.F, 0, 3_000 * MS)
+    assert just_in_time.launch_ns == 3_000 * MS
+    just_in_time.launched(Kind.F, 0, MS)
+    assert just_in_time.launch_ns == MS
     for _ in range(20):
-        known.launched(Kind.F, 0, MS)
-    known.launched(Kind.F, 0, 500 * MS)
-    assert known.launch_ns == MS
+        just_in_time.launched(Kind.F, 0, MS)
+    just_in_time.launched(Kind.F, 0, 500 * MS)
+    assert just_in_time.launch_ns == MS
     for _ in range(9):
-        known.launched(Kind.F, 0, 4 * MS)
-    assert known.launch_ns == 4 * MS
+        just_in_time.launched(Kind.F, 0, 4 * MS)
+    assert just_in_time.launch_ns == 4 * MS
 
 
 # Simulated steps.

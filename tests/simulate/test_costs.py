@@ -571,8 +571,8 @@ class TestCosts:
         assert after.times.forward[3] == pytest.approx(head, abs=1)
         assert after.sizes is not None
         assert before.sizes is not None
-        kept = [num / 3 for num in before.sizes.activations[3]]
-        assert after.sizes.activations[3] == pytest.approx(kept, abs=1)
+        expected = [num / 3 for num in before.sizes.activations[3]]
+        assert after.sizes.activations[3] == pytest.approx(expected, abs=1)
 
     def test_a_vision_layer_stays_a_vision_layer(self) -> None:
         """On a stage of text layers, the time of a vision layer still depends on the images."""
@@ -600,8 +600,8 @@ class TestCosts:
             assert joined.times.forward[stage] == pytest.approx(pairs, abs=2)
             halves = [(row[i // 2] - fixed_ns) / 2 + fixed_ns for i in range(12)]
             assert divided.times.forward[stage] == pytest.approx(halves, abs=2)
-            kept = given.sizes.activations[stage]
-            sums = [kept[2 * i] + kept[2 * i + 1] for i in range(3)]
+            activations = given.sizes.activations[stage]
+            sums = [activations[2 * i] + activations[2 * i + 1] for i in range(3)]
             assert joined.sizes.activations[stage] == pytest.approx(sums, abs=2)
         assert sum(joined.links.num_bytes) == sum(given.links.num_bytes)
 

@@ -34,7 +34,9 @@ def even_times(shape: Shape, forward: int = 10, backward: int = 10, weight: int 
     return equal_times(shape, forward, backward, weight)
 
 
-def of_hint(name: str, shape: Shape, dispatch: Dispatch = Dispatch.FIXED) -> tuple[Shape, Policy]:
+def shape_and_policy(
+    name: str, shape: Shape, dispatch: Dispatch = Dispatch.FIXED
+) -> tuple[Shape, Policy]:
     hint = hint_named(name).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     return shape, Policy(hint, order_of(hint, shape), dispatch)
@@ -168,7 +170,7 @@ def test_a_blocking_sender_waits_for_its_receiver() -> None:
 def test_with_free_links_blocking_1f1b_takes_as_long_as_asynchronous(
     num_ranks: int,
 ) -> None:
-    shape, policy = of_hint("1f1b", Shape(num_ranks, 12))
+    shape, policy = shape_and_policy("1f1b", Shape(num_ranks, 12))
     conditions = StepConditions(even_times(shape, 10, 15, 5))
     free = play(shape, policy, conditions).makespan_ns
     assert (
@@ -181,7 +183,9 @@ def test_with_free_links_blocking_1f1b_takes_as_long_as_asynchronous(
 @examples(quick=60, thorough=1000)
 @given(cases())
 def test_blocking_is_never_faster(case: Case) -> None:
-    shape, policy = of_hint("1f1b", Shape(case.shape.num_ranks, case.shape.num_microbatches))
+    shape, policy = shape_and_policy(
+        "1f1b", Shape(case.shape.num_ranks, case.shape.num_microbatches)
+    )
     conditions = StepConditions(
         random_times(random.Random(case.seed), shape), transfer=lambda *_: case.seed % 7
     )
@@ -191,7 +195,7 @@ def test_blocking_is_never_faster(case: Case) -> None:
 
 
 def test_blocking_is_never_faster_if_members_receive_at_different_times() -> None:
-    shape, policy = of_hint("1f1b", Shape(4, 12))
+    shape, policy = shape_and_policy("1f1b", Shape(4, 12))
     conditions = StepConditions(
         even_times(shape), num_members=2, lateness=lambda member, _: 9 * member
     )
@@ -202,7 +206,7 @@ def test_blocking_is_never_faster_if_members_receive_at_different_times() -> Non
 @pytest.mark.parametrize("num_chunks", [2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_blocking_interleaving_runs_to_its_end(num_ranks: int, num_chunks: int) -> None:
-    shape, policy = of_hint("interleaved", Shape(num_ranks, 3 * num_ranks, num_chunks))
+    shape, policy = shape_and_policy("interleaved", Shape(num_ranks, 3 * num_ranks, num_chunks))
     conditions = StepConditions(
         random_times(random.Random(num_chunks), shape), transfer=lambda *_: 3
     )
@@ -211,7 +215,7 @@ def test_blocking_interleaving_runs_to_its_end(num_ranks: int, num_chunks: int) 
 
 
 def test_a_weight_gradient_runs_during_a_blocking_transfer() -> None:
-    shape, policy = of_hint("zb-h1", Shape(2, 4))
+    shape, policy = shape_and_policy("zb-h1", Shape(2, 4))
     conditions = StepConditions(even_times(shape), transfer=lambda *_: 9, blocking=True)
     recording = new_recording(shape, 1, 1, {})
     simulate_step(shape, policy, [conditions], recording=recording)
@@ -225,7 +229,7 @@ def test_a_weight_gradient_runs_during_a_blocking_transfer() -> None:
 
 
 def test_blocking_links_need_a_binding_order() -> None:
-    shape, policy = of_hint("1f1b", Shape(2, 2), Dispatch.READY)
+    shape, policy = shape_and_policy("1f1b", Shape(2, 2), Dispatch.READY)
     with pytest.raises(UsageError, match="blocking links need a binding order; add --dispatch"):
         play(shape, policy, StepConditions(even_times(shape), blocking=True))
 
@@ -245,7 +249,7 @@ def test_a_stretch_sees_each_task_once_in_sequence() -> None:
         seen.append((start_ns, task))
         return 2 * time_ns
 
-    shape, policy = of_hint("bf", Shape(2, 3), Dispatch.READY)
+    shape, policy = shape_and_policy("bf", Shape(2, 3), Dispatch.READY)
     run = play(shape, policy, StepConditions(even_times(shape), stretch=stretch))
     assert sorted(task for _, task in seen) == sorted(
         task for rank in range(2) for task in shape.tasks_of(rank)
@@ -255,7 +259,7 @@ def test_a_stretch_sees_each_task_once_in_sequence() -> None:
 
 
 def test_replicas_synchronize_at_the_end() -> None:
-    shape, policy = of_hint("1f1b", Shape(2, 4))
+    shape, policy = shape_and_policy("1f1b", Shape(2, 4))
     conditions_by_replica = [
         StepConditions(random_times(random.Random(seed), shape)) for seed in (1, 2)
     ]
@@ -382,10 +386,10 @@ def best_makespan(shape: Shape, times: TaskTimes, message: int) -> int:
 
 
 def _undominated(ways: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    kept: list[tuple[int, ...]] = []
+    found: list[tuple[int, ...]] = []
     for way in sorted(ways):
-        if not any(all(a <= b for a, b in zip(each, way, strict=True)) for each in kept):
-            kept.append(way)
+        if not any(all(a <= b for a, b in zip(each, way, strict=True)) for each in found):
+            found.append(way)
             yield way
 
 

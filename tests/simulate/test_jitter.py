@@ -305,11 +305,11 @@ def test_free_links_cannot_be_slow() -> None:
 
 def run_in_turn(stretch: Stretch, rank: int, tasks: Sequence[tuple[Task, int]]) -> list[int]:
     """Run tasks one after the other on a rank; return their stretched times in ns."""
-    now_ns, taken = 0, []
+    now_ns, stretched = 0, []
     for task, time_ns in tasks:
-        taken.append(stretch(rank, now_ns, task, time_ns))
-        now_ns += taken[-1]
-    return taken
+        stretched.append(stretch(rank, now_ns, task, time_ns))
+        now_ns += stretched[-1]
+    return stretched
 
 
 def stretch_of(spec: str, shape: Shape = SHAPE, *, seed: int = 0) -> Stretch:
@@ -335,15 +335,15 @@ def test_a_level_delays_by_the_papers_rule(level: str, time_ms: int) -> None:
     # Every other task takes 1.5 times as long, so that the running mean changes.
     costs_ns = [time_ms * MS * (2 + m % 2) // 2 for m in range(num)]
     tasks = [(Task(rank, Kind.F, m), costs_ns[m]) for m in range(num)]
-    taken = run_in_turn(stretch_of(level), rank, tasks)
+    stretched = run_in_turn(stretch_of(level), rank, tasks)
     is_hit = uniforms(num, 0, 0, "delays", 0, rank, "F", "whether").tolist()
     sizes = uniforms(num, 0, 0, "delays", 0, rank, "F", "how much").tolist()
     e = float(costs_ns[0])
     for m, cost_ns in enumerate(costs_ns):
         e = 0.9 * e + 0.1 * cost_ns
         delay = alpha * max(base_ns, e) * (0.5 + sizes[m]) if is_hit[m] < probability else 0
-        assert taken[m] - cost_ns == pytest.approx(delay, abs=1)
-    num_delayed = sum(a > b for a, b in zip(taken, costs_ns, strict=True))
+        assert stretched[m] - cost_ns == pytest.approx(delay, abs=1)
+    num_delayed = sum(a > b for a, b in zip(stretched, costs_ns, strict=True))
     assert num_delayed / num == pytest.approx(probability, abs=0.06)
 
 
@@ -357,8 +357,8 @@ def test_delays_do_not_depend_on_the_order_of_equal_tasks() -> None:
 
 def test_a_higher_level_also_delays_the_tasks_of_a_lower_one() -> None:
     tasks = [(Task(0, Kind.F, m), 20 * MS) for m in range(200)]
-    taken = [run_in_turn(stretch_of(level), 0, tasks) for level in LEVELS]
-    for easier, harder in pairwise(taken):
+    stretched = [run_in_turn(stretch_of(level), 0, tasks) for level in LEVELS]
+    for easier, harder in pairwise(stretched):
         assert all(a <= b for a, b in zip(easier, harder, strict=True))
         assert easier != harder
 

@@ -28,11 +28,11 @@ HEADING = "kind,pp_rank,chunk,microbatch,seconds,bytes\n"
 SECONDS = "seconds = { F = 0.02, B = 0.02, W = 0.02 }\n"
 
 
-def of_rows(text: str, shape: Shape) -> ActivationSizes | None:
+def sizes_of_rows(text: str, shape: Shape) -> ActivationSizes | None:
     return parse_rows(HEADING + text, "costs.csv").step(shape, 0, 0).sizes
 
 
-def of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | None:
+def sizes_of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | None:
     table = parse_table(tomllib.loads(SECONDS + text), "costs.toml")
     return table.step(shape, seed, 0).sizes
 
@@ -41,7 +41,7 @@ def of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | Non
 
 
 def test_bytes_come_from_the_most_specific_rows() -> None:
-    sizes = of_rows(
+    sizes = sizes_of_rows(
         "F,0,,,0.01,1001\nB,0,,,0.01,\nW,0,,,0.01,\n"
         "F,1,0,,0.01,7\nF,1,1,,0.01,9\nF,1,1,2,0.01,50\nB,1,,,0.01,\nW,1,,,0.01,\n"
         "F,0,,1,0.02,2000\n",
@@ -54,7 +54,7 @@ def test_bytes_come_from_the_most_specific_rows() -> None:
 
 @pytest.mark.parametrize("kinds", [SPLIT_BACKWARD, ("F", "B")])
 def test_bytes_of_w_are_its_pending_bytes(kinds: tuple[str, ...]) -> None:
-    sizes = of_rows(
+    sizes = sizes_of_rows(
         "F,0,,,0.01,1001\nB,0,,,0.01,\nW,0,,,0.01,1001\nW,0,,1,0.01,600\nW,0,,2,0.01,\n",
         Shape(1, 3, 2, kinds=SPLIT_BACKWARD if "W" in kinds else Shape(1, 1).kinds),
     )
@@ -64,19 +64,19 @@ def test_bytes_of_w_are_its_pending_bytes(kinds: tuple[str, ...]) -> None:
 
 def test_pending_bytes_of_a_chunk_never_exceed_its_activations() -> None:
     text = "F,0,0,,0.01,501\nF,0,1,,0.01,501\nF,0,2,,0.01,500\nB,0,,,0.01,\nW,0,,,0.01,1500\n"
-    sizes = of_rows(text, Shape(1, 1, 3))
+    sizes = sizes_of_rows(text, Shape(1, 1, 3))
     assert sizes == ActivationSizes([[501], [501], [500]], [[500], [500], [500]])
     text = "F,0,,,0.01,5\nB,0,,,0.01,\nW,0,0,,0.01,2\nW,0,1,,0.01,2\n"
-    assert of_rows(text, Shape(1, 1, 2)) == ActivationSizes([[2], [3]], [[2], [2]])
+    assert sizes_of_rows(text, Shape(1, 1, 2)) == ActivationSizes([[2], [3]], [[2], [2]])
 
 
 WITHOUT = "F,0,,,0.01,\nB,0,,,0.01,\nW,0,,,0.01,\n"
 
 
 def test_rows_without_bytes_give_no_sizes() -> None:
-    assert of_rows(WITHOUT, Shape(1, 2)) is None
+    assert sizes_of_rows(WITHOUT, Shape(1, 2)) is None
     # Bytes of microbatches beyond the step do not count either.
-    assert of_rows(WITHOUT + "F,0,,2,0.01,8\nW,0,,2,0.01,8\n", Shape(1, 2)) is None
+    assert sizes_of_rows(WITHOUT + "F,0,,2,0.01,8\nW,0,,2,0.01,8\n", Shape(1, 2)) is None
     text = "kind,pp_rank,chunk,microbatch,seconds\n" + WITHOUT.replace(",\n", "\n")
     assert parse_rows(text, "costs.csv").step(Shape(1, 2), 0, 0).sizes is None
 
@@ -114,7 +114,7 @@ def test_the_column_of_bytes_may_be_anywhere() -> None:
 )
 def test_invalid_bytes_in_rows_are_refused_with_their_line(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        of_rows(text, Shape(1, 2))
+        sizes_of_rows(text, Shape(1, 2))
     assert says in str(caught.value)
     assert str(caught.value).startswith("costs.csv, line")
     assert "\n" not in str(caught.value)
@@ -136,7 +136,7 @@ def test_chunks_add_up_to_the_bytes_of_a_rank(
     num_chunks: int, activations: list[int], share: float
 ) -> None:
     pending_w = [min(size, round(size * share)) for size in activations]
-    sizes = of_rows(
+    sizes = sizes_of_rows(
         "B,0,,,0.01,\n"
         + "".join(f"F,0,,{each},0.01,{size}\n" for each, size in enumerate(activations))
         + "".join(f"W,0,,{each},0.01,{size}\n" for each, size in enumerate(pending_w)),
@@ -154,7 +154,7 @@ def test_chunks_add_up_to_the_bytes_of_a_rank(
 
 
 def test_a_table_gives_the_bytes_of_ranks_and_chunks() -> None:
-    sizes = of_table(
+    sizes = sizes_of_table(
         """
         bytes = 1e3
         bytes_owed_to_w = 0.25
@@ -193,7 +193,7 @@ def test_bytes_grow_with_the_length_of_the_seconds() -> None:
 
 
 def test_a_table_without_bytes_gives_no_sizes() -> None:
-    assert of_table("", Shape(2, 2)) is None
+    assert sizes_of_table("", Shape(2, 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_table_without_bytes_gives_no_sizes() -> None:
 )
 def test_invalid_bytes_in_a_table_are_refused(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        of_table(text, Shape(2, 200, 2))
+        sizes_of_table(text, Shape(2, 200, 2))
     assert says in str(caught.value)
     assert "costs.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
