@@ -159,7 +159,7 @@ def test_a_length_is_shared_by_all_tasks_of_a_microbatch(table: Path) -> None:
     ):
         assert of_f == of_w
         assert all(abs(b - 2 * f) <= 1 for f, b in zip(of_f, of_b, strict=True))
-    # The mean of a length is 1, whatever its sigma.
+    # The mean of a length is 1 with any sigma.
     assert sum(text_rows[0]) / 200 == pytest.approx(20 * MS, rel=0.1)
     assert step(table, text, shape, seed=1).times.forward[0] != images[0]
     assert step(table, text, shape, replica=1).times.forward[0] != images[0]

@@ -309,7 +309,7 @@ def csv_of(path: Path, *rows: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "says"),
+    ("chosen", "message"),
     [
         ({"jitter": "lognormal:0.5"}, "add --pace"),
         ({"jitter": "J2+pareto:1.5"}, "add --pace"),
@@ -325,8 +325,8 @@ def csv_of(path: Path, *rows: str) -> str:
         ({"pace": "language", "jitter": "stop:9:1:1"}, "names pipeline rank 9"),
     ],
 )
-def test_invalid_pace_settings_are_refused(chosen: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_pace_settings_are_refused(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_pace(settings(**chosen))
 
 

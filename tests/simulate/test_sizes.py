@@ -89,7 +89,7 @@ def test_the_column_of_bytes_may_be_anywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("F,0,,,1,-1", "line 2: bytes is '-1'; it must be a whole number from 0 to 1125899906842"),
         ("F,0,,,1,1.5", "line 2: bytes is '1.5'"),
@@ -112,10 +112,10 @@ def test_the_column_of_bytes_may_be_anywhere() -> None:
         ),
     ],
 )
-def test_invalid_bytes_in_rows_are_refused_with_their_line(text: str, says: str) -> None:
+def test_invalid_bytes_in_rows_are_refused_with_their_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         sizes_of_rows(text, Shape(1, 2))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("costs.csv, line")
     assert "\n" not in str(caught.value)
 
@@ -197,7 +197,7 @@ def test_a_table_without_bytes_gives_no_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("bytes = -1", "bytes is -1; it must be a number from 0 to 1.1259e+15"),
         ("bytes = 1e16", "bytes is 1e+16"),
@@ -221,10 +221,10 @@ def test_a_table_without_bytes_gives_no_sizes() -> None:
         ),
     ],
 )
-def test_invalid_bytes_in_a_table_are_refused(text: str, says: str) -> None:
+def test_invalid_bytes_in_a_table_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         sizes_of_table(text, Shape(2, 200, 2))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "costs.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -668,7 +668,7 @@ def test_a_microbatch_may_have_no_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (TINY_OPERATIONS, "lacks device"),
         (SLOW, "lacks language"),
@@ -695,8 +695,8 @@ def test_a_microbatch_may_have_no_image() -> None:
         (f'split = "rows"\n{SLOW}{TINY_OPERATIONS}', "split is 'rows'"),
     ],
 )
-def test_invalid_models_are_refused_in_one_line(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_models_are_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parsed(text)
 
 
