@@ -21,7 +21,7 @@ from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.inputs import setting
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.checks import check_settings
-from rrfp.train.launch.hosts.endpoint import among_started
+from rrfp.train.launch.hosts.endpoint import with_launcher_hosts
 from rrfp.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def chaos(options: ChaosOptions) -> None:
     config = given.pop("config", None)
     settings = _settings(given, None if config is None else Path(config))
     check_settings(settings)
-    if (num_started := among_started(settings).run.nnodes) > 1:
+    if (num_started := with_launcher_hosts(settings).run.nnodes) > 1:
         raise UsageError(
             f"this command is one of {num_started} that were started together, and faults are "
             "injected on one host; run it by itself"

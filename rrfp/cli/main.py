@@ -15,7 +15,7 @@ from rrfp.cli import declared_options as completion
 from rrfp.cli import errors
 from rrfp.cli.errors import interrupt_once, restore_default_interrupts
 from rrfp.errors import UsageError
-from rrfp.train.launch.store import is_asking
+from rrfp.train.launch.store import is_call_pending
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
     else:
         restore_default_interrupts()
         code = done()
-    if is_asking():
+    if is_call_pending():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

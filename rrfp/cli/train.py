@@ -22,12 +22,12 @@ from rrfp.inputs import Declared
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.trace.run_dir import own_files
 from rrfp.train.checks import check_settings
-from rrfp.train.launch.hosts.endpoint import among_started, place_of
+from rrfp.train.launch.hosts.endpoint import launcher_place, with_launcher_hosts
 from rrfp.train.settings import DECLARED, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.trace.run_dir import RunDir
-    from rrfp.train.checkpoints.run_start import Beginning
+    from rrfp.train.checkpoints.run_start import RunStart
 
 
 _CONFIG = Declared(
@@ -85,7 +85,7 @@ def train(config: Path | None = None, help_all: bool | None = None, **flags: Any
     settings = (
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
-    settings = among_started(settings)
+    settings = with_launcher_hosts(settings)
     with own_files(shared=settings.run.shared_files):
         _train_until_stopped(settings)
 
@@ -129,7 +129,7 @@ def _check_settings(settings: TrainSettings) -> None:
     from rrfp.train.data.sources import check_data
 
     check_settings(settings)
-    check_data(settings, tell=_note)
+    check_data(settings, report=_note)
 
 
 def _check_policy(settings: TrainSettings) -> None:
@@ -170,7 +170,7 @@ def _run(settings: TrainSettings) -> None:
     """Train on this host: host 0 shows and records the run, other hosts join it."""
     from rrfp.replay.cost_sources import stable_costs_name
     from rrfp.trace.run_dir import RunDir
-    from rrfp.train.checkpoints.run_start import beginning_of, has_trained_all
+    from rrfp.train.checkpoints.run_start import has_trained_all, start_or_resume
     from rrfp.train.launch.launcher import launch
     from rrfp.train.launch.processes import remove_abandoned
 
@@ -183,17 +183,17 @@ def _run(settings: TrainSettings) -> None:
             remove_abandoned()
             _note(f"All {settings.num_steps} steps are trained, and --steps asks for more")
             return
-        if place_of(settings) is None:
+        if launcher_place(settings) is None:
             _note(
                 f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "
                 f"{settings.run.rdzv_endpoint}, which shows how the run goes"
             )
-        launch(settings, RunDir(settings.run.out), tell=lambda each: _note(f"Warning: {each}"))
+        launch(settings, RunDir(settings.run.out), warn=lambda each: _note(f"Warning: {each}"))
         return
     if settings.run.nnodes == 1 and settings.run.pace is not None:
         # --pace may name the newest run, which is soon this one.
         settings = settings.changed(pace=stable_costs_name(settings.run.pace))
-    beginning = beginning_of(settings, tell=_note)
+    beginning = start_or_resume(settings, report=_note)
     if beginning.first_step < settings.num_steps:
         _train(beginning, settings)
         return
@@ -205,7 +205,7 @@ def _run(settings: TrainSettings) -> None:
     )
 
 
-def _train(beginning: "Beginning", settings: TrainSettings) -> None:
+def _train(beginning: "RunStart", settings: TrainSettings) -> None:
     """Train with a display, then print the summary. If it fails, merge the records so far."""
     from rrfp.cli.progress import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
@@ -225,7 +225,7 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
                 warnings.append(sentence)
                 display.warn(sentence)
 
-            launch(settings, run, tell=warn)
+            launch(settings, run, warn=warn)
             if _num_finished(run, settings) < settings.num_steps:
                 note.outcome = Outcome.STOPPED
     except RrfpError:

@@ -33,9 +33,9 @@ from rrfp.simulate.step import play
 from rrfp.system import check_open_files, most_open_files, num_cores, temporary_directory
 from rrfp.train.launch.private_network import (
     NotPermittedError,
+    created_network,
     enter_network,
-    made_network,
-    network_of,
+    run_network,
 )
 from rrfp.train.settings import DeviceKind, LayoutSettings, RunSettings
 
@@ -280,7 +280,7 @@ def private_network() -> Check:
     """Measure the time to create a private network namespace."""
     began_s = time.perf_counter()
     try:
-        with made_network():
+        with created_network():
             taken_ms = (time.perf_counter() - began_s) * 1e3
     except NotPermittedError as error:
         filtered = "gloo's ports accept anybody while a run starts"
@@ -391,7 +391,7 @@ _GLOO_LIMIT_S = 120.0
 def gloo() -> Check:
     """Measure an all-reduce between two ranks in the network of a default run."""
     try:
-        with network_of(RunSettings()) as network:
+        with run_network(RunSettings()) as network:
             taken_us = call_isolated(sum_us, network, limit_s=_GLOO_LIMIT_S)
     except NoAnswerError as error:
         if not error.raised:

@@ -31,31 +31,22 @@ from rrfp.schedule.policy import KNOBS, Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.spill import DEFAULT_TRACE_MB, LEAST_MB_OF_A_RANK
 
-# How a multimodal model is divided between vision and language. Imports no torch.
-
-
 _VISION_SHARE = 3 / 8
 """The share of stages that are vision stages, as in the simulator's `multimodal` costs."""
 
 
 def num_vision_stages(num_stages: int) -> int:
-    """How many stages, from the first on, are vision stages."""
+    """The number of vision stages of a multimodal model; they come first."""
     return max(1, int(_VISION_SHARE * num_stages + 0.5))
-
-
-# The settings of a training run, group by group. Everything about a setting is declared here: its
-# flag's help, its default, its range, and its place in a TOML file.
-#
-# Imports no torch: the launcher checks the settings before it starts any process.
 
 
 _MAX_SEED = 2**32 - 1
 
 _MAX_MICROBATCHES = 2**16
-"""Far more than any pipeline can use; each costs a rank some memory for its tasks."""
+"""Far more than any pipeline can use; each needs some memory per rank for its tasks."""
 
 NUM_EXPERTS_PER_TOKEN = 2
-"""Experts of a layer that each token passes through: Megatron's default."""
+"""Experts of a layer that process each token: Megatron's default."""
 
 _NUM_EXPERTS = 4
 """Default number of experts per layer of `ModelKind.MOE`."""
@@ -99,13 +90,13 @@ class Network(StrEnum):
 
 
 class Recompute(StrEnum):
-    """The activations that the backward recomputes instead of keeping."""
+    """The activations that the backward recomputes instead of storing."""
 
     NONE = "none"
     SELECTIVE = "selective"
     """The activations inside attention."""
     FULL = "full"
-    """Every activation inside a layer; only the layer's input is kept."""
+    """Every activation inside a layer; only the layer's input is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +117,7 @@ class LayoutSettings:
         "attention [1].",
         must=AT_LEAST_1,
     )
-    ep: int = setting(1, "Replicas that divide the experts; a divisor of --dp", must=AT_LEAST_1)
+    ep: int = setting(1, "Expert-parallel size; must divide --dp", must=AT_LEAST_1)
     chunks: int = setting(1, "Model chunks per pipeline rank", must=AT_LEAST_1, is_common=True)
     placement: Placement = setting(
         Placement.LOOP,
@@ -146,13 +137,13 @@ class LayoutSettings:
     distributed_optimizer: bool = setting(False, "Divide the optimizer's state among the replicas.")
     transport: TransportName = setting(
         TransportName.AUTO,
-        "What carries tensors between ranks: auto (default: what suits the device and the peer's "
-        "place), inline (the sockets), shm, cuda-ipc, nixl or bounce.",
+        "How tensors travel between ranks: auto (default: by device and peer), inline (sockets), "
+        "shm, cuda-ipc, nixl or bounce.",
     )
     outbox_mb: int = setting(
         DEFAULT_OUTBOX_MB,
-        "Memory per rank and data plane in which large messages wait for their receivers, in MiB; "
-        "nixl takes twice as much",
+        "Memory per rank and data plane for large messages that wait for receivers, in MiB; nixl "
+        "needs twice as much",
         must=Must(
             f"at least 1 and at most {MOST_OUTBOX_MB}", lambda value: 1 <= value <= MOST_OUTBOX_MB
         ),
@@ -164,7 +155,7 @@ class LayoutSettings:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas: as asked for, or else as many as divide the experts."""
+        """Data-parallel replicas: as given, or else the smallest number that fits `ep`."""
         return self.dp if self.dp is not None else self.ep // math.gcd(self.ep, self.cp)
 
     @property
@@ -193,8 +184,8 @@ class ModelSettings:
     heads: int = setting(4, "Attention heads, a multiple of --tp", must=AT_LEAST_1)
     experts: int | None = setting(
         None,
-        f"Experts per layer, of which a token takes {NUM_EXPERTS_PER_TOKEN} [moe: {_NUM_EXPERTS}; "
-        "else dense layers].",
+        f"Experts per layer, {NUM_EXPERTS_PER_TOKEN} of them per token [moe: {_NUM_EXPERTS}; else "
+        "dense layers].",
         must=AT_LEAST_1,
     )
     tie_embeddings: bool = setting(False, "Use the embedding's weight for the output too.")
@@ -220,8 +211,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """The training data, and how a step divides it. Default image sizes let a CPU run a microbatch
-    in a fraction of a second."""
+    """The training data and its division into steps. With the default image sizes a CPU runs a
+    microbatch in a fraction of a second."""
 
     path: Path | None = setting(
         None,
@@ -237,7 +228,7 @@ class DataSettings:
     )
     end_of_document: str | None = setting(
         None,
-        "The token of --tokenizer that ends a document [what it says itself].",
+        "The token of --tokenizer that ends a document [as its files name it].",
         metavar="TOKEN",
     )
     microbatches: int = setting(
@@ -254,12 +245,10 @@ class DataSettings:
     variable_lengths: bool = setting(
         False, "Give every microbatch the length of its own documents."
     )
-    max_images: int = setting(4, "Most images in a microbatch of --model vlm", must=AT_LEAST_1)
+    max_images: int = setting(4, "Maximum images per microbatch of --model vlm", must=AT_LEAST_1)
     image_size: int = setting(32, "Longest edge of an image, in pixels", must=AT_LEAST_1)
     patch_size: int = setting(8, "Edge of a patch, in pixels", must=AT_LEAST_1)
-    blank_images: bool = setting(
-        False, "Show grey instead of the images, to see what they are worth."
-    )
+    blank_images: bool = setting(False, "Replace images by gray, to measure what they contribute.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +264,8 @@ class RunSettings:
     )
     pace: str | None = setting(
         None,
-        "Hold tasks and messages to language, multimodal or uniform costs, or to those of a CSV or "
-        "TOML file or of a run [none].",
+        "Delay tasks and messages to language, multimodal or uniform costs, or to the costs in a "
+        "CSV or TOML file or of a run [none].",
         panel="Pace",
     )
     jitter: str = setting(
@@ -291,7 +280,7 @@ class RunSettings:
     )
     device: DeviceKind = setting(
         DeviceKind.CPU,
-        "cpu (default) or cuda, which 'rrfp doctor --device cuda' tries out.",
+        "cpu (default) or cuda; test it by 'rrfp doctor --device cuda'.",
         is_common=True,
     )
     share_gpu: bool = setting(False, "Let several ranks share a GPU, for trials.")
@@ -307,58 +296,56 @@ class RunSettings:
     no_trace: bool = setting(False, "Record nothing.", panel="Output")
     trace_mb: int | None = setting(
         None,
-        "The most that the records and the trace take on disk, in MiB: the oldest steps go first "
-        f"[{DEFAULT_TRACE_MB}, or {LEAST_MB_OF_A_RANK} a rank if that is more].",
+        "Disk budget of the records and the trace, in MiB; the oldest steps are removed first "
+        f"[{DEFAULT_TRACE_MB}, or {LEAST_MB_OF_A_RANK} per rank if that is more].",
         must=AT_LEAST_1,
         metavar="MIB",
         panel="Output",
     )
     save: Path | None = setting(
         None,
-        "Directory for checkpoints, one after the last step, and one on SIGTERM, which then ends "
+        "Directory for checkpoints: one after the last step, and one on SIGTERM, which then ends "
         "the run with exit code 0 [none].",
         panel="Checkpoints",
         is_common=True,
     )
     save_every: int | None = setting(
         None,
-        "Steps between checkpoints, with --save [those above only].",
+        "Steps between checkpoints, with --save [one at the end only].",
         must=AT_LEAST_1,
         panel="Checkpoints",
     )
-    save_async: bool = setting(
-        False, "Write checkpoints while training goes on.", panel="Checkpoints"
-    )
+    save_async: bool = setting(False, "Write checkpoints in the background.", panel="Checkpoints")
     keep: int = setting(
-        2, "Checkpoints to keep, the newest ones", must=AT_LEAST_1, panel="Checkpoints"
+        2, "Number of newest checkpoints to keep", must=AT_LEAST_1, panel="Checkpoints"
     )
     resume: bool = setting(
         False,
-        "Go on from the newest whole checkpoint in --save; without one, start anew.",
+        "Resume from the newest whole checkpoint in --save; without one, start a new run.",
         panel="Checkpoints",
     )
     silence: float = setting(
         15.0,
-        "Seconds for which a rank may stand still, or a host be out of reach, before the run ends "
-        "and names it",
+        "Seconds for which a rank may hang, or a host be out of reach, before the run ends and "
+        "names it",
         must=Must("a finite number of at least 3", lambda value: 3 <= value < math.inf),
         metavar="SECONDS",
     )
     nnodes: int = setting(1, "Hosts of the run", must=AT_LEAST_1, panel="Hosts")
     node_rank: int = setting(0, "This host's number", panel="Hosts")
     rdzv_endpoint: str | None = setting(
-        None, "Where hosts meet: a free port of host 0.", metavar="HOST:PORT", panel="Hosts"
+        None, "Rendezvous of the hosts: a free port of host 0.", metavar="HOST:PORT", panel="Hosts"
     )
     network: Network = setting(
         Network.AUTO,
-        "auto (default: ranks of one host meet in a network of their own, on the CPU and where "
-        "that is permitted), private (or the run is refused) or host (ports take anybody).",
+        "auto (default: a private network namespace for CPU ranks of one host, where permitted), "
+        "private (required) or host (open ports).",
         panel="Hosts",
     )
 
 
 _NUM_STEPS, _NUM_IMAGE_STEPS = 60, 240
-"""Default number of steps, of text and of multimodal runs."""
+"""Default number of steps of text runs and of multimodal runs."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -366,20 +353,20 @@ class TrainSettings:
     """The settings of a training run, in groups, and its policy."""
 
     policy: Policy
-    """The policy in effect, but for the usual limit, which the step's shape decides."""
+    """The policy in effect, except for the usual limit, which depends on the step's shape."""
     step: StepSettings
     layout: LayoutSettings
     model: ModelSettings
     data: DataSettings
     run: RunSettings
     asked_hint: Hint | None
-    """The hint that was given. None: the dispatch decides."""
+    """The hint that was given; None means the dispatch's default."""
 
     def __init__(self, **flags: Any) -> None:
-        """Settings by flag (`pp=2, hint="bfw"`); names and paths may be given as text.
+        """Settings by flag (`pp=2, hint="bfw"`); names and paths may be text.
 
-        Raises UsageError for a text that is not one of the choices, for an unknown hint, and for
-        parts of the policy that do not go together.
+        Raises UsageError for a text that is not one of the choices, an unknown hint, and parts of
+        the policy that conflict.
         """
         knobs = {flag: DECLARED[flag].read(flags.pop(flag)) for flag in KNOBS if flag in flags}
         self._set(flags, knobs.pop("hint", None))
@@ -399,8 +386,8 @@ class TrainSettings:
         object.__setattr__(self, "asked_hint", asked_hint)
 
     def _hint_under(self, dispatch: Dispatch) -> Hint:
-        """The hint asked for, or the dispatch's default. Raises UsageError for a hint that Megatron
-        does not run."""
+        """The given hint, or the dispatch's default. Raises UsageError for a hint that Megatron's
+        schedules do not run."""
         if dispatch is not Dispatch.MEGATRON:
             return self.asked_hint or HINTS["bf"]
         hint = self.asked_hint or self.megatron_hint
@@ -412,7 +399,7 @@ class TrainSettings:
         return hint
 
     def changed(self, **flags: Any) -> Self:
-        """These settings with some flags changed."""
+        """A copy of these settings with some flags changed."""
         return type(self)(**{**self.by_flag(), **flags})
 
     def by_flag(self) -> dict[str, Any]:
@@ -425,12 +412,12 @@ class TrainSettings:
 
     @property
     def hint(self) -> Hint:
-        """The hint asked for, or the dispatch's default."""
+        """The given hint, or the dispatch's default."""
         return self.policy.hint
 
     @property
     def megatron_hint(self) -> Hint:
-        """The order that Megatron-Core's own schedule runs."""
+        """The hint of Megatron-Core's own schedule."""
         return HINTS["1f1b" if self.layout.chunks == 1 else "interleaved"]
 
     @property
@@ -440,7 +427,7 @@ class TrainSettings:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run: as asked for, or enough to see the loss fall."""
+        """Steps of the run: as given, or enough to see the loss fall."""
         if self.run.steps is not None:
             return self.run.steps
         return _NUM_IMAGE_STEPS if self.model.kind is ModelKind.VLM else _NUM_STEPS
@@ -453,8 +440,8 @@ class TrainSettings:
 
     @property
     def split(self) -> tuple[int, ...]:
-        """The layers of each stage, in model order: as asked for, or equally many. Raises
-        UsageError for a text that says something else."""
+        """The number of layers of each stage, in model order: as given, or equal. Raises UsageError
+        for an invalid text."""
         stages = self.layout.stages
         if stages is None:
             num_stages = self.layout.pp * self.layout.chunks
@@ -483,7 +470,7 @@ class TrainSettings:
         return cls(**{**_read(table, path), **flags})
 
     def described(self) -> dict[str, object]:
-        """Every setting by its flag, as JSON values, with hint, replicas and steps resolved."""
+        """Every setting by its flag as a JSON value, with hint, replicas and steps resolved."""
         values = self.by_flag() | self.policy.described()
         values |= {"dp": self.layout.num_replicas, "steps": self.num_steps}
         return {
@@ -496,7 +483,7 @@ class TrainSettings:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote. A policy is read by itself, and no flag of it again."""
+        """Read the text of `to_json`. The policy is read as a whole, not from its flags."""
         values = json.loads(text)
         policy = Policy.from_json(values)
         of_policy = policy.to_json()
@@ -517,7 +504,7 @@ _GROUPS: dict[str, Any] = {
 }
 
 _TABLES = {"policy": "policy", **{group: group for group in _GROUPS}, "step": "policy"}
-"""The table of a TOML file that has the settings of a group."""
+"""The TOML table of each group."""
 
 DECLARED: dict[str, Declared] = {
     **{declared.flag: declared for declared in declared_knobs("policy", in_run=True)},
@@ -531,6 +518,7 @@ DECLARED: dict[str, Declared] = {
 
 
 def _read(table: Mapping[str, object], path: Path) -> dict[str, object]:
+    """The settings of a parsed TOML file by flag. Raises UsageError."""
     values: dict[str, object] = {}
     for key, value in _entries(table, path):
         flag = key.replace("-", "_")
@@ -547,7 +535,8 @@ def _read(table: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def _entries(table: Mapping[str, object], path: Path) -> Iterator[tuple[str, object]]:
-    """The settings of a file: those at top level, and those in the table of their group."""
+    """The settings of a file, at top level and in tables. Raises UsageError for a setting in the
+    table of another group."""
     for key, value in table.items():
         if not isinstance(value, dict) or key not in _TABLES.values():
             yield key, value

@@ -1,5 +1,5 @@
-"""What a rank of a test needs of torch, Megatron and ours, imported once: the server that the ranks
-are forked from (tests/e2e/ranks.py) loads this module before the first of them."""
+"""Imports the parts of torch, Megatron and rrfp that ranks of tests need. The fork server of the
+ranks (tests/e2e/ranks.py) loads this module once."""
 
 import gc
 import importlib

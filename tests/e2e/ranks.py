@@ -36,8 +36,8 @@ AT_END = "rrfp-at-end"
 """The thread of `rrfp.runtime.exit_hooks`, which outlives all others."""
 
 LASTING = (AT_END, HELPER, "tqdm_monitor", "ThreadPoolExecutor-")
-"""How the names of threads begin that go on. The last two are of torch's compiler, which compiles
-in a pool and shows a bar where tqdm is installed; nothing of ours has such names."""
+"""Prefixes of the names of threads that may outlive a rank's work. The last two belong to torch's
+compiler, which has a thread pool and a tqdm progress bar; no thread of rrfp has such names."""
 
 LAST_THREADS_S = 2.0
 """How long the threads that a rank has told to end may take to do so."""
@@ -138,7 +138,7 @@ def _start(
 
 @cache
 def start_server() -> ForkServerContext:
-    """Where ranks are forked. The server ends with this process, however that ends."""
+    """Start the server that forks ranks. It ends with this process, however that ends."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "tests.e2e.rank_server"])
     # The server must find our modules whatever its working directory is.
@@ -177,8 +177,8 @@ def _result(rank: _Rank) -> object:
 
 
 class _Output:
-    """Where this process writes, as pytest has it now: a rank that is given this writes there, too,
-    and not where the server did when it began."""
+    """The current output files of this process, as pytest has set them. A rank that receives this
+    writes there, instead of to the output that the server had at its start."""
 
     def __getstate__(self) -> list[Any]:
         return [reduction.DupFd(descriptor) for descriptor in (1, 2)]

@@ -64,17 +64,17 @@ def test_a_thread_that_outlives_what_started_it_is_an_error() -> None:
 
 
 def test_where_a_late_rank_was_is_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    def told(timeout_s: float) -> str:
+    def error_output(timeout_s: float) -> str:
         with pytest.raises(RankFailedError):
             run_ranks(1, end_in_many_ways, "hang", timeout_s=timeout_s)
         return capfd.readouterr().err
 
     # On a busy machine a rank may not have come there in the shorter time.
-    assert any("in end_in_many_ways" in told(timeout_s) for timeout_s in (3.0, 30.0))
+    assert any("in end_in_many_ways" in error_output(timeout_s) for timeout_s in (3.0, 30.0))
 
 
 def change_everything() -> list[Any]:
-    """What a rank finds, before it changes all of it."""
+    """The global state of a new rank, which then changes all of it."""
     import megatron.core.parallel_state as parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

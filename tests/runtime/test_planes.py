@@ -58,7 +58,7 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.e2e.ranks import run_ranks
 from tests.runtime.link_pairs import Pair, needs_nixl, plane_choices, take
-from tests.security.exposed import doors_of
+from tests.security.exposed import listeners_of
 
 OUTBOX_BYTES = 8 * LEAST_STAGED_BYTES
 SLAB = "rrfp-outbox"
@@ -308,9 +308,9 @@ def test_a_plane_of_another_device_is_refused() -> None:
 def _doors() -> list[bool]:
     """Whether each port at which NIXL listens is this host's own."""
     mine = RankPlanes(CPU, TransportName.NIXL, OUTBOX_BYTES)
-    before = doors_of(os.getpid())
+    before = listeners_of(os.getpid())
     mine.open(has_same_host=True, has_other_host=False)
-    found = [door.is_loopback for door in doors_of(os.getpid()) - before]
+    found = [listener.is_loopback for listener in listeners_of(os.getpid()) - before]
     mine.close(5.0, are_detached=True)
     return found
 

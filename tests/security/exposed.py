@@ -1,5 +1,5 @@
-"""What a run's processes do that a stranger could use: where they listen, what stands in their
-store, and what they unpickle."""
+"""Observes the attack surface of a run: its listeners, the content of its store, and its
+pickles."""
 
 import ipaddress
 import os
@@ -61,8 +61,8 @@ pickle.loads, pickle.load, pickle.Unpickler = watched_loads, watched_load, Watch
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Door:
-    """Where a process takes what anybody sends."""
+class Listener:
+    """A socket at which a process accepts data from anybody."""
 
     kind: str
     address: str
@@ -79,10 +79,10 @@ class Watch:
     `includes_self` at this process too."""
 
     includes_self: bool = False
-    doors: set[Door] = field(default_factory=set)
+    listeners: set[Listener] = field(default_factory=set)
     pids: set[int] = field(default_factory=set)
     store: dict[str, bytes] = field(default_factory=dict)
-    """What stood in the store of one host's run, as it was read last."""
+    """The store of a run on one host, as it was read last."""
     _stores: dict[int, Path | None] = field(default_factory=dict)
     _thread: threading.Thread | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
@@ -107,7 +107,7 @@ class Watch:
             own = [os.getpid()] if self.includes_self else []
             for pid in [*own, *descendants(os.getpid())]:
                 self.pids.add(pid)
-                self.doors |= doors_of(pid)
+                self.listeners |= listeners_of(pid)
                 self._look_into_store(pid)
 
     def _look_into_store(self, pid: int) -> None:
@@ -119,8 +119,8 @@ class Watch:
                 self.store = read_store(path.read_bytes()) or self.store
 
     @property
-    def open_to_others(self) -> list[Door]:
-        return sorted(door for door in self.doors if not door.is_loopback)
+    def open_to_others(self) -> list[Listener]:
+        return sorted(listener for listener in self.listeners if not listener.is_loopback)
 
 
 def descendants(pid: int) -> list[int]:
@@ -132,7 +132,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def doors_of(pid: int) -> set[Door]:
+def listeners_of(pid: int) -> set[Listener]:
     """The TCP sockets of a process that listen, and its UDP sockets that are not connected."""
     inodes = set()
     for descriptor in _listed(Path(f"/proc/{pid}/fd")):
@@ -140,15 +140,15 @@ def doors_of(pid: int) -> set[Door]:
             target = str(descriptor.readlink())
             if target.startswith("socket:["):
                 inodes.add(target[len("socket:[") : -1])
-    return {door for inode, door in _table(pid) if inode in inodes}
+    return {listener for inode, listener in _table(pid) if inode in inodes}
 
 
-def ports_of_network(pid: int) -> set[Door]:
+def ports_of_network(pid: int) -> set[Listener]:
     """The same, of every process in the network that a process is in."""
-    return {door for _, door in _table(pid)}
+    return {listener for _, listener in _table(pid)}
 
 
-def _table(pid: int) -> Iterator[tuple[str, Door]]:
+def _table(pid: int) -> Iterator[tuple[str, Listener]]:
     for kind, state in (
         ("tcp", _LISTENS),
         ("tcp6", _LISTENS),
@@ -162,10 +162,10 @@ def _table(pid: int) -> Iterator[tuple[str, Door]]:
         for line in lines:
             cells = line.split()
             if cells[3] == state:
-                yield cells[9], _door(kind, cells[1])
+                yield cells[9], _listener(kind, cells[1])
 
 
-def _door(kind: str, local: str) -> Door:
+def _listener(kind: str, local: str) -> Listener:
     digits, _, port = local.partition(":")
     # The kernel writes addresses in words of 32 bits, each in the host's byte order.
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
@@ -173,7 +173,7 @@ def _door(kind: str, local: str) -> Door:
     address = ipaddress.ip_address(packed)
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    return Door(kind, str(address), int(port, 16))
+    return Listener(kind, str(address), int(port, 16))
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -193,8 +193,8 @@ def store_of(pid: int) -> Path | None:
 
 
 def read_store(data: bytes) -> dict[str, bytes]:
-    """What stands in the file of torch's FileStore: keys and values in turns, each after its
-    length; a later one takes the place of the one before."""
+    """Read the file of torch's FileStore: alternating keys and values, each after its length; a
+    later value replaces an earlier one."""
     parts: list[bytes] = []
     place = 0
     while place + 4 <= len(data):
@@ -207,10 +207,9 @@ def read_store(data: bytes) -> dict[str, bytes]:
     }
 
 
-def told_variables(directory: Path) -> dict[str, str]:
-    """The environment in which Python processes tell of all that they unpickle, and of all that
-    Python itself binds, however briefly; from their first moment, each in a file of its own in
-    `directory/told`, named by its pid."""
+def watch_variables(directory: Path) -> dict[str, str]:
+    """The environment in which Python processes record everything that they unpickle and every
+    address that Python binds, from their start, in `directory/told/PID`."""
     hooks, told = directory / "hooks", directory / "told"
     hooks.mkdir()
     told.mkdir()
@@ -256,7 +255,7 @@ class OtherNetwork:
         return ["ip", "netns", "exec", namespace]
 
     def reached(self, ports: Sequence[int]) -> list[int]:
-        """Which of these TCP ports answer from outside."""
+        """The TCP ports that answer from outside, of those given."""
         code = (
             "import socket, sys\n"
             "for port in map(int, sys.argv[2:]):\n"
@@ -282,8 +281,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def as_other_user(function: Callable[[], Any]) -> Any:
-    """What a function returns in a process of another user. That user may not be able to read this
-    installation, so whatever the function imports has to be imported before."""
+    """Call a function in a process of another user and return its result. That user may not be able
+    to read this installation, so all imports of the function must be done before."""
     with tempfile.TemporaryFile() as answer:
         child = os.fork()
         if child == 0:

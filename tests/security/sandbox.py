@@ -1,5 +1,7 @@
-"""What a container or a kernel refuses: `python sandbox.py CALL... -- COMMAND` runs a command whose
-calls of these names fail with EPERM, for itself and for all that it starts. It takes no privilege.
+"""Simulates a container or kernel that refuses system calls.
+
+`python sandbox.py CALL... -- COMMAND` runs a command in which calls of these names fail with EPERM,
+also in its children. It needs no privilege.
 """
 
 import ctypes
@@ -22,7 +24,8 @@ _NUMBER, _THIRD_ARGUMENT = 0, 32
 
 
 def refusing(*calls: str) -> list[str]:
-    """What goes before a command. Of setsockopt, only filters on sockets are refused."""
+    """A prefix of a command that refuses these calls. Of setsockopt, only socket filters are
+    refused."""
     import pytest  # not there for the command itself
 
     if platform.machine() not in _NUMBERS:

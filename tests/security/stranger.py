@@ -1,5 +1,5 @@
-"""A stranger: somebody else's process, who sends to ports whatever may hurt. Run as a script it
-reads its orders from stdin, one JSON object per line, and answers each with what came of it.
+"""A stranger: a process without credentials that sends harmful data to ports. As a script it reads
+orders from stdin, one JSON object per line, and answers each with a count of the outcomes.
 
 It only ever connects to the addresses that it is ordered to.
 """
@@ -22,18 +22,18 @@ from typing import Any, Self
 
 NOBODY = 65534
 _MOST_AT_ONCE = 100
-"""Connections that it has under way."""
+"""Connections that it opens at a time."""
 _MOST_HELD = 60
-"""Connections that were taken and that it keeps open."""
+"""Accepted connections that it keeps open."""
 _ANSWER_S = 0.03
 _NUM_GUESSES = 40
 _STORE_MAGIC = 0x3C85F7CE
 _VALIDATE, _SET = 0, 1
-"""Of the protocol of torch's TCPStore."""
+"""Query types in the protocol of torch's TCPStore."""
 
 
 class Stranger:
-    """One, as the test sees it: it ends with the `with` block."""
+    """The test's handle of a stranger, which ends with the `with` block."""
 
     def __init__(self, *, within: Sequence[str] = (), uid: int | None = None) -> None:
         """`within` goes before the command; `uid` is the user that it becomes."""
@@ -56,11 +56,11 @@ class Stranger:
         self._process.kill()
         self._process.communicate()
 
-    def knock(
+    def probe(
         self, address: str, port: int, times: int, *, planted: bytes = b"", source: str = ""
     ) -> Counter[str]:
-        """Connect so many times, from `source`, and send what may hurt, `planted` among it.
-        Says how often it was `taken`, `refused` or `dropped`."""
+        """Connect `times` times, from `source`, and send harmful data, among it `planted`. Returns
+        how often it was `taken` (accepted), `refused` or `dropped`."""
         order = {"address": address, "port": port, "times": times, "source": source}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -70,10 +70,10 @@ class Stranger:
 
 
 def messages(planted: bytes, chance: random.Random) -> Iterator[bytes]:
-    """What it sends, over and over."""
+    """The messages that it sends, repeated indefinitely."""
     number = 0
     while True:
-        # gloo takes whoever sends the number of a pair for its other side.
+        # gloo trusts a sender that names the number of a pair.
         yield struct.pack("=q", number % _NUM_GUESSES)
         yield struct.pack("=q", number % _NUM_GUESSES) + chance.randbytes(200)
         yield b""
@@ -96,14 +96,14 @@ def _set_in_store(key: str, value: bytes) -> bytes:
 
 
 class _Visits:
-    """Its connections, of which a bounded number is open at a time."""
+    """The connections of a stranger, a bounded number at a time."""
 
     def __init__(self) -> None:
         self._chance = random.Random(1)
         self._under_way: dict[socket.socket, tuple[float, bytes]] = {}
         self._held: list[socket.socket] = []
 
-    def knock(self, order: dict[str, Any]) -> Counter[str]:
+    def probe(self, order: dict[str, Any]) -> Counter[str]:
         found: Counter[str] = Counter()
         say = messages(bytes.fromhex(order["planted"]), self._chance)
         for _ in range(order["times"]):
@@ -167,7 +167,7 @@ def _main() -> None:
         os.setuid(int(sys.argv[1]))
     visits = _Visits()
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(visits.knock(json.loads(line))) + "\n")
+        sys.stdout.write(json.dumps(visits.probe(json.loads(line))) + "\n")
         sys.stdout.flush()
 
 

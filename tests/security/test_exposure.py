@@ -1,4 +1,4 @@
-"""What a stranger finds of a run on one host: no port, no secret, and nothing that is unpickled."""
+"""A stranger finds no port of a run on one host, no secret, and nothing that is unpickled."""
 
 import json
 import os
@@ -17,27 +17,27 @@ import pytest
 from rrfp.doctor.checks import State, private_network
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.run_dir import own_files
-from rrfp.train.launch import network_namespace as network_maker
+from rrfp.train.launch import network_namespace
 from rrfp.train.launch import private_network as network_file
 from rrfp.train.launch.private_network import (
     NotPermittedError,
+    created_network,
+    describe_network,
     enter_network,
-    made_network,
-    network_of,
-    told_network,
+    run_network,
 )
 from rrfp.train.settings import DeviceKind, Network, RunSettings
 from tests.e2e.ranks import run_ranks
 from tests.megatron.training import SMALL, train_variants
 from tests.runtime.link_pairs import needs_nixl
 from tests.security.exposed import (
-    Door,
+    Listener,
     OtherNetwork,
     Watch,
-    doors_of,
+    listeners_of,
     ports_of_network,
     read_store,
-    told_variables,
+    watch_variables,
 )
 from tests.security.sandbox import refusing
 from tests.train.trained import TINY, Training, free_port
@@ -54,17 +54,17 @@ BENCH = ("bench", "rq1", "--scale=tiny", "--profile=multimodal", "--steps=1", "-
 class Watched:
     watch: Watch
     pickles: list[str]
-    """What the processes unpickled, in words."""
+    """Descriptions of everything that the processes unpickled."""
     binds: list[str]
-    """The addresses that Python's own sockets were bound to, in words."""
+    """Descriptions of the addresses to which Python's own sockets were bound."""
     open_files: list[str]
     """The files of the run that somebody else may read or write."""
 
 
 def run_watched(directory: Path, *arguments: str) -> Watched:
     """A command line run to its end, every process of it watched."""
-    # Somebody's own setting must not lead gloo to another address.
-    environment = {**os.environ, **told_variables(directory), "GLOO_SOCKET_IFNAME": "eth0"}
+    # A user's own setting must not lead gloo to another address.
+    environment = {**os.environ, **watch_variables(directory), "GLOO_SOCKET_IFNAME": "eth0"}
     with Watch() as watch:
         done = subprocess.run(
             [sys.executable, "-m", "rrfp", *arguments],
@@ -93,7 +93,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 
 
 def test_a_run_listens_at_loopback_only(trained: Watched) -> None:
-    assert trained.watch.doors
+    assert trained.watch.listeners
     assert trained.watch.open_to_others == []
     assert trained.binds == []
 
@@ -152,7 +152,7 @@ def test_the_store_of_one_host_holds_no_secret(trained: Watched) -> None:
 def test_nothing_of_any_kind_of_run_is_open(arguments: tuple[str, ...], tmp_path: Path) -> None:
     watched = run_watched(tmp_path, *arguments)
     assert watched.open_files == []
-    assert watched.watch.doors
+    assert watched.watch.listeners
     assert watched.watch.open_to_others == []
     assert watched.binds == []
     assert watched.pickles == []
@@ -171,17 +171,17 @@ def test_several_hosts_listen_at_the_endpoints_interface_alone(host: str, tmp_pa
         for each in (first, second):
             code, _, err = each.ended()
             assert code == 0, err
-    assert watch.doors
+    assert watch.listeners
     assert watch.open_to_others == []
 
 
 def test_the_drop_in_opens_nothing_to_others() -> None:
     """Over somebody else's store and groups, here those of the tests."""
     settings: dict[str, Any] = {**SMALL, "pp": 2, "steps": 1}
-    before = doors_of(os.getpid())
+    before = listeners_of(os.getpid())
     with Watch(includes_self=True) as watch:
         run_ranks(2, train_variants, settings, [{}], timeout_s=200)
-    assert len(watch.doors - before) > 1
+    assert len(watch.listeners - before) > 1
     assert set(watch.open_to_others) <= before
 
 
@@ -208,8 +208,10 @@ def test_no_port_answers_from_another_network(network: OtherNetwork, tmp_path: P
         tried: set[int] = set()
         while not any(metrics.stat().st_size for metrics in tmp_path.glob("runs/*/metrics.jsonl")):
             assert run.poll() is None, run.communicate()[1]
-            doors = ports_of_network(run.pid)
-            new = {door.port for door in doors if door.kind.startswith("tcp")} - tried
+            listeners = ports_of_network(run.pid)
+            new = {
+                listener.port for listener in listeners if listener.kind.startswith("tcp")
+            } - tried
             if new:
                 assert network.reached(sorted(new)) in ([], [4711])
                 tried |= new
@@ -231,12 +233,12 @@ def test_the_watch_finds_a_door() -> None:
         socket.socket(type=socket.SOCK_DGRAM) as udp,
     ):
         udp.bind(("0.0.0.0", 0))
-        found = doors_of(os.getpid())
-        assert Door("tcp", "0.0.0.0", everywhere.getsockname()[1]) in found
-        assert Door("tcp", "127.0.0.1", here.getsockname()[1]) in found
-        assert Door("udp", "0.0.0.0", udp.getsockname()[1]) in found
-        assert not Door("tcp", "0.0.0.0", 1).is_loopback
-        assert Door("tcp", "127.0.0.1", here.getsockname()[1]).is_loopback
+        found = listeners_of(os.getpid())
+        assert Listener("tcp", "0.0.0.0", everywhere.getsockname()[1]) in found
+        assert Listener("tcp", "127.0.0.1", here.getsockname()[1]) in found
+        assert Listener("udp", "0.0.0.0", udp.getsockname()[1]) in found
+        assert not Listener("tcp", "0.0.0.0", 1).is_loopback
+        assert Listener("tcp", "127.0.0.1", here.getsockname()[1]).is_loopback
 
 
 def test_the_watch_finds_a_pickle_and_a_brief_door(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_the_watch_finds_a_pickle_and_a_brief_door(tmp_path: Path) -> None:
         "import pickle, socket; pickle.loads(pickle.dumps(print)); socket.create_server(('', 0)); "
         "pickle.Unpickler(open('/dev/null', 'rb'))"
     )
-    environment = {**os.environ, **told_variables(tmp_path)}
+    environment = {**os.environ, **watch_variables(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     (told,) = (path.read_text() for path in (tmp_path / "told").iterdir())
     words = ["loads", "find_class", "bind", "Unpickler"]
@@ -262,7 +264,7 @@ def test_the_store_is_read_as_torch_writes_it(tmp_path: Path) -> None:
     assert (read["a"], read["p/b"]) == (b"three", b"two")
 
 
-# The network of a run's own: who is in it, who is not, and what happens where there is none.
+# The private network of a run: its members, outsiders, and hosts that do not permit one.
 
 
 _ENTER = "from rrfp.train.launch.private_network import enter_network; enter_network(); "
@@ -271,7 +273,7 @@ _ENTER = "from rrfp.train.launch.private_network import enter_network; enter_net
 @pytest.fixture
 def own_network() -> Iterator[dict[str, str]]:
     try:
-        with made_network() as paths:
+        with created_network() as paths:
             yield {"RRFP_NETWORK": ":".join(("private", *paths))}
     except NotPermittedError as error:
         pytest.skip(f"this process may not make a network: {error}")
@@ -339,7 +341,7 @@ def test_who_enters_keeps_his_user_and_gains_nothing(
 def test_it_ends_with_the_launcher() -> None:
     """Nothing is left that would keep it."""
     try:
-        with made_network() as paths:
+        with created_network() as paths:
             number = Path(paths[-1]).readlink()
             assert number != Path("/proc/self/ns/net").readlink()
     except NotPermittedError as error:
@@ -368,11 +370,11 @@ def test_a_network_that_is_gone_fails_the_rank(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_takes_its_hosts_network_says_why(
     settings: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with network_of(RunSettings(**settings)) as variables:
+    with run_network(RunSettings(**settings)) as variables:
         assert variables == {"RRFP_NETWORK": told}
     monkeypatch.setenv("RRFP_NETWORK", told)
     enter_network()
-    assert told_network() == told
+    assert describe_network() == told
 
 
 @pytest.fixture
@@ -380,14 +382,14 @@ def forbidding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A host that does not permit it."""
     maker = tmp_path / "maker.py"
     maker.write_text("import sys; sys.exit('Operation not permitted')")
-    monkeypatch.setattr(network_maker, "__file__", str(maker))
+    monkeypatch.setattr(network_namespace, "__file__", str(maker))
 
 
 @pytest.mark.parametrize("calls", [("unshare", "memfd_create", "prctl"), ("setns",)])
 def test_a_run_goes_on_without_what_a_container_refuses(
     calls: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """And says once that its ports are open."""
+    """The run warns once that its ports are open."""
     refused = refusing(*calls, "setsockopt")
     with Training(tmp_path / "run", "--pp=1", "--steps=2", within=refused) as training:
         code, _, err = training.ended()
@@ -401,14 +403,14 @@ def test_a_run_goes_on_without_what_a_container_refuses(
 
 @pytest.mark.usefixtures("forbidding")
 def test_where_it_is_not_permitted_a_run_goes_on_without() -> None:
-    with network_of(RunSettings()) as variables:
+    with run_network(RunSettings()) as variables:
         assert variables == {"RRFP_NETWORK": "host: not permitted (Operation not permitted)"}
     check = private_network()
     assert check.state is State.ABSENT
     assert "cannot be made (Operation not permitted); let users make" in check.advice
     with (
         pytest.raises(UsageError, match="--network is private, and this host does not permit it"),
-        network_of(RunSettings(network=Network.PRIVATE)),
+        run_network(RunSettings(network=Network.PRIVATE)),
     ):
         pass
 
@@ -418,9 +420,9 @@ def test_a_kernel_that_does_not_answer_is_not_waited_for(
 ) -> None:
     maker = tmp_path / "maker.py"
     maker.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(network_maker, "__file__", str(maker))
-    monkeypatch.setattr(network_file, "_MAKE_S", 0.2)
-    with pytest.raises(NotPermittedError, match=r"not made within 0\.2 s"), made_network():
+    monkeypatch.setattr(network_namespace, "__file__", str(maker))
+    monkeypatch.setattr(network_file, "_TIMEOUT_S", 0.2)
+    with pytest.raises(NotPermittedError, match=r"not made within 0\.2 s"), created_network():
         pass
 
 

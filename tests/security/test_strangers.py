@@ -34,9 +34,9 @@ from rrfp.runtime.rendezvous import (
 )
 from rrfp.runtime.stall import StallBoard, StallRow
 from rrfp.trace.records import RankInfo
-from rrfp.train.launch.private_network import NotPermittedError, made_network
+from rrfp.train.launch.private_network import NotPermittedError, created_network
 from tests.runtime.test_connecting import needs_filter
-from tests.security.exposed import Door, descendants, doors_of, read_store, store_of
+from tests.security.exposed import Listener, descendants, listeners_of, read_store, store_of
 from tests.security.stranger import NOBODY, Stranger
 from tests.security.wire import Wire
 from tests.train.trained import TINY, Training, read_metrics
@@ -216,7 +216,7 @@ _MOST_GROWTH_KB = 64 * 1024
 _MOST_MORE_FILES = 32
 
 _GATES = ("in step 0", "in step 40", "after the last step")
-"""Where a run is held up until the stranger has been at every port: what a rank enters."""
+"""The stages at which a run waits until the stranger has visited every port."""
 _END = "as it ends"
 _HELD_UP = """
 import os, sys, time
@@ -242,7 +242,7 @@ if "rrfp.train.launch.rank_process" in sys.orig_argv:
 @dataclass(slots=True)
 class Siege:
     """Sends a stranger to every port of this process' descendants, until the `with` block ends. The
-    run of so many ranks is held up at each gate, so that he has the time."""
+    run waits at each gate to give it time."""
 
     run: Path
     num_ranks: int
@@ -254,9 +254,11 @@ class Siege:
     """How often he comes to each port before each gate is opened."""
     begins: Callable[[Self], bool] = lambda _: True
     """Whether he has come by now."""
-    came: dict[tuple[str, Door], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """What came of his visits, by gate and port: how many were `taken`, `refused` or `dropped`."""
-    standing: dict[str, set[Door]] = field(default_factory=dict)
+    came: dict[tuple[str, Listener], Counter[str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    """Outcomes of its visits by gate and port: numbers of `taken`, `refused` and `dropped` ones."""
+    standing: dict[str, set[Listener]] = field(default_factory=dict)
     """By gate: the ports that were open when it was opened."""
     most_kb: int = 0
     """The most memory that a process of the run had."""
@@ -291,12 +293,12 @@ class Siege:
 
     @property
     def directory(self) -> Path:
-        """Where its ranks find what holds them up."""
+        """The directory with the gates at which its ranks wait."""
         return self.run.with_name(f"{self.run.name}-gates")
 
     @property
-    def doors(self) -> set[Door]:
-        return {door for _, door in self.came}
+    def listeners(self) -> set[Listener]:
+        return {listener for _, listener in self.came}
 
     @property
     def total(self) -> Counter[str]:
@@ -324,30 +326,32 @@ class Siege:
     def _go_round(self) -> None:
         """Send him once to each port that he has not been at often enough."""
         gate, was_held_up = self.gate, self.stranger is not None and self.is_held_up
-        doors: set[Door] = set()
+        listeners: set[Listener] = set()
         for pid in descendants(os.getpid()):
             with suppress(OSError):
-                doors.update(self._look_at(pid))
+                listeners.update(self._look_at(pid))
         if self.stranger is None or not self.begins(self):
             return
-        for door in doors:
-            if self.came[gate, door].total() < self.visits:
-                self.came[gate, door] += self.stranger.knock(
-                    *(door.address, door.port, _AT_ONCE),
+        for listener in listeners:
+            if self.came[gate, listener].total() < self.visits:
+                self.came[gate, listener] += self.stranger.probe(
+                    *(listener.address, listener.port, _AT_ONCE),
                     planted=self.planted,
                     source=self.source,
                 )
-        if was_held_up and all(self.came[gate, door].total() >= self.visits for door in doors):
-            self.standing[gate] = doors
+        if was_held_up and all(
+            self.came[gate, listener].total() >= self.visits for listener in listeners
+        ):
+            self.standing[gate] = listeners
             (self.directory / gate).touch()
 
-    def _look_at(self, pid: int) -> Iterator[Door]:
-        """Measure a process of the run, and give its doors."""
+    def _look_at(self, pid: int) -> Iterator[Listener]:
+        """Measure a process of the run, and give its listeners."""
         if b"rrfp" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
         self.most_kb = max(self.most_kb, _memory_kb(pid))
         self.most_files = max(self.most_files, len([*Path(f"/proc/{pid}/fd").iterdir()]))
-        yield from doors_of(pid)
+        yield from listeners_of(pid)
 
 
 def _memory_kb(pid: int) -> int:
@@ -360,7 +364,7 @@ def _memory_kb(pid: int) -> int:
 def check_private_network() -> None:
     """Skip the test where no other user is kept away."""
     try:
-        with made_network():
+        with created_network():
             pass
     except NotPermittedError as error:
         pytest.skip(f"this process may not make a network: {error}")
@@ -393,7 +397,7 @@ def check_unmoved(sieged: Siege, alone: Siege) -> None:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """What a planted pickle leaves where it is unpickled."""
+    """A file that a planted pickle creates when it is unpickled."""
     yield tmp_path / "executed"
     assert not (tmp_path / "executed").exists()
 
@@ -429,7 +433,7 @@ def test_another_user_reaches_no_port_of_a_run(
             planted=pickle.dumps(Command(marker)),
             visits=visits,
         )
-    assert len(sieged.doors) >= 2
+    assert len(sieged.listeners) >= 2
     assert sieged.total.keys() == {"refused"}
     check_unmoved(sieged, alone)
 
@@ -457,9 +461,7 @@ def test_in_the_hosts_network_gloo_lets_in_nobody_once_the_groups_are_made(
 
 @needs_filter
 @pytest.mark.slow
-def test_another_host_reaches_no_port_of_two_hosts_that_have_met(
-    tmp_path: Path, marker: Path
-) -> None:
+def test_another_host_reaches_no_port_of_two_joined_hosts(tmp_path: Path, marker: Path) -> None:
     """It has an address of its own on their network."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` command to make a network with")
@@ -473,17 +475,17 @@ def test_another_host_reaches_no_port_of_two_hosts_that_have_met(
         unmoved = trained_on_two_hosts(Siege(alone, 2), wire)
         with Stranger(within=wire.within(1)) as stranger:
             planted = pickle.dumps(Command(marker))
-            siege = Siege(run, 2, stranger, planted, source, begins=has_met)
+            siege = Siege(run, 2, stranger, planted, source, begins=have_hosts_joined)
             sieged = trained_on_two_hosts(siege, wire)
     # The store's, and gloo's on both hosts.
-    assert _PORT in {door.port for door in sieged.doors}
-    assert {door.address for door in sieged.doors} == {"10.213.78.1", "10.213.78.2"}
+    assert _PORT in {listener.port for listener in sieged.listeners}
+    assert {listener.address for listener in sieged.listeners} == {"10.213.78.1", "10.213.78.2"}
     # Refused are those who come once a port is closed.
     assert {"dropped"} <= sieged.total.keys() <= {"dropped", "refused"}
     check_unmoved(sieged, unmoved)
 
 
-def has_met(siege: Siege) -> bool:
+def have_hosts_joined(siege: Siege) -> bool:
     return (siege.run / "logs").exists()
 
 
@@ -504,12 +506,12 @@ def trained_on_two_hosts(siege: Siege, wire: Wire) -> Siege:
 # The stranger himself.
 
 
-def test_the_stranger_is_taken_where_somebody_listens() -> None:
+def test_the_stranger_is_accepted_by_an_open_listener() -> None:
     with Stranger() as stranger:
         with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
             address, port = listening.getsockname()
-            assert stranger.knock(address, port, 100) == {"taken": 100}
+            assert stranger.probe(address, port, 100) == {"taken": 100}
             if not filter_refusal():
                 accept_nobody(listening)
-                assert stranger.knock(address, port, 100) == {"dropped": 100}
-        assert stranger.knock(address, port, 100) == {"refused": 100}
+                assert stranger.probe(address, port, 100) == {"dropped": 100}
+        assert stranger.probe(address, port, 100) == {"refused": 100}

@@ -71,11 +71,11 @@ class Wire:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
     def cut(self) -> None:
-        """Lose every packet, until `mend`. Nobody is told."""
-        self._tell("cut")
+        """Drop every packet silently, until `restore`."""
+        self._send("cut")
 
-    def mend(self) -> None:
-        self._tell("mend")
+    def restore(self) -> None:
+        self._send("mend")
 
     def add_address(self, number: int, last: int) -> str:
         """Another address at one end, as if another host were there."""
@@ -84,13 +84,13 @@ class Wire:
         return address
 
     def within(self, number: int, own: Path | None = None) -> list[str]:
-        """What goes before a command that is to run at one end, with mounts of its own, among them
-        an empty disk at `own`."""
+        """A prefix that runs a command at one end, with separate mounts, among them an empty disk
+        at `own`."""
         # `ip netns exec` makes a namespace of mounts, too.
         mounts = "" if own is None else f"mount -t tmpfs tmpfs '{own}' && "
         return ["ip", "netns", "exec", self._names[number], "sh", "-c", f'{mounts}exec "$@"', "sh"]
 
-    def _tell(self, word: str) -> None:
+    def _send(self, word: str) -> None:
         assert self._carrier is not None
         assert self._carrier.stdin is not None
         self._carrier.stdin.write(f"{word}\n")

@@ -22,7 +22,7 @@ from rrfp.train.checkpoints.directory import (
     digest_of,
 )
 from rrfp.train.checkpoints.reading import read_tensors
-from rrfp.train.checkpoints.run_start import beginning_of
+from rrfp.train.checkpoints.run_start import start_or_resume
 from rrfp.train.checks import check_settings
 from rrfp.train.data.sources import data_contents
 from rrfp.train.settings import TrainSettings
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 }
 
 FLAGS = ("--pp=2", *TINY)
-"""Such a run as a command line asks for it."""
+"""The command line of such a run."""
 
 CUT_SHORT = 17
 """The exit code of a rank that ends in the middle of something."""
@@ -50,15 +50,15 @@ CUT_SHORT = 17
 def train(directory: Path, steps: int, **flags: Any) -> RunDir:
     """Train to the end, as `rrfp train` does, on ranks of the test."""
     settings = settings_in(directory, steps=steps, **flags)
-    run = beginning_of(settings, tell=lambda _: None).run
+    run = start_or_resume(settings, report=lambda _: None).run
     run_ranks(settings.layout.world_size, work, run, settings.to_json(), None, timeout_s=120)
     return run
 
 
 def train_prepared(directory: Path, steps: int, prepare: Callable[[], None], **flags: Any) -> None:
-    """The same with ranks that call `prepare` first, such as to end in the middle of something."""
+    """Train as `train` does, with ranks that call `prepare` first, for example to end early."""
     settings = settings_in(directory, steps=steps, **flags)
-    run = beginning_of(settings, tell=lambda _: None).run
+    run = start_or_resume(settings, report=lambda _: None).run
     run_ranks(settings.layout.world_size, work, run, settings.to_json(), prepare, timeout_s=120)
 
 
@@ -73,7 +73,7 @@ def settings_in(directory: Path, **flags: Any) -> TrainSettings:
 def work(run: RunDir, settings: str, prepare: Callable[[], None] | None) -> None:
     """The process of a rank, as `rrfp.train.launch.rank_process` has it."""
     prepare_cpu()
-    from rrfp.train.launch.collectives import no_objects
+    from rrfp.train.launch.collectives import no_object_collectives
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.loop import work as train
 
@@ -83,7 +83,7 @@ def work(run: RunDir, settings: str, prepare: Callable[[], None] | None) -> None
     if prepare is not None:
         prepare()
     told = TrainSettings.from_json(settings)
-    with parallel_groups(told) as layout, no_objects():
+    with parallel_groups(told) as layout, no_object_collectives():
         train(run, told, layout)
 
 
@@ -95,7 +95,7 @@ def newest(directory: Path) -> Checkpoint:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds."""
+    """The tensors of a checkpoint by name."""
     return read_tensors(checkpoint.path)
 
 

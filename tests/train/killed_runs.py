@@ -49,7 +49,7 @@ FORKED_POLICIES: tuple[dict[str, Any], ...] = (
 )
 WAYS = ("launcher", "one rank", "everything", "SIGTERM")
 MOST_KILLS = 2
-"""Of a run; then it may end."""
+"""The most kills of one run; then it may end."""
 START_S = 400.0
 
 
@@ -66,17 +66,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rrfp-killed-") as name:
         run = run_forked if asked.forked else run_all
         tally = run(Path(name), asked.runs, asked.seed)
-    tell(tally)
+    print_tally(tally)
 
 
-def tell(tally: Counter[str]) -> None:
-    told = ", ".join(f"{count} {what}" for what, count in sorted(tally.items()))
-    sys.stdout.write(f"{told}\n")
+def print_tally(tally: Counter[str]) -> None:
+    line = ", ".join(f"{count} {what}" for what, count in sorted(tally.items()))
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def run_all(directory: Path, num_runs: int, seed: int) -> Counter[str]:
-    """Kill and resume so many runs. Returns what was met; raises LostError."""
+    """Kill and resume `num_runs` runs. Counts the kinds of kills; raises LostError."""
     draw, tally = random.Random(seed), Counter[str]()
     whole = directory / "whole"
     whole.mkdir()
@@ -89,7 +89,7 @@ def run_all(directory: Path, num_runs: int, seed: int) -> Counter[str]:
         tally += kill_until_done(killed, draw)
         check_the_same(whole, killed, f"run {number} of seed {seed}")
         tally["runs the same to the last bit"] += 1
-        tell(tally)
+        print_tally(tally)
         shutil.rmtree(killed)
     return tally
 
@@ -115,7 +115,7 @@ def run_forked(directory: Path, num_runs: int, seed: int) -> Counter[str]:
         tally += kill_ranks_until_done(killed, draw, whole_s)
         check_the_same(whole, killed, f"run {number} of seed {seed}")
         tally["runs the same to the last bit"] += 1
-        tell(tally)
+        print_tally(tally)
         shutil.rmtree(killed)
     return tally
 
@@ -145,7 +145,7 @@ def kill_ranks_until_done(directory: Path, draw: random.Random, whole_s: float) 
 
 
 def kill_later(rank: int, seconds: float) -> None:
-    """End this process in the middle of what it does after so many seconds, if it is that rank."""
+    """On one rank, end this process after some seconds, wherever it is."""
     if os.environ["RANK"] == str(rank):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -266,7 +266,7 @@ def kill(pid: int) -> None:
 
 
 def figures_of(directory: Path) -> list[dict[str, Any]]:
-    """What the metrics tell of the training itself, a line a step."""
+    """The metrics of the training itself, one entry per step."""
     lines = read_metrics(directory / "run")
     return [
         {name: line[name] for name in ("step", "loss", "grad_norm", "tokens")} for line in lines

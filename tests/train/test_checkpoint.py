@@ -19,7 +19,7 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints import saving as session
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
 from rrfp.train.checkpoints.reading import differences, read_tensors
-from rrfp.train.checkpoints.run_start import beginning_of, check_continues
+from rrfp.train.checkpoints.run_start import check_continues, start_or_resume
 from rrfp.train.data.sources import data_contents
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import RankFailedError
@@ -44,7 +44,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What makes the steps differ: dropout, and an order of admission for each step."""
+    """Flags that make the steps differ: dropout, and an order of admission for each step."""
     lines = ["3 2 1 0", "0 2 1 3", "1 0 3 2", "2 3 0 1", "0 1 3 2"]
     orders = tmp_path_factory.mktemp("orders") / "orders.csv"
     orders.write_text("\n".join(lines))
@@ -60,7 +60,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: dict[str, Any
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """What the metrics tell of the training itself."""
+    """The metrics of the training itself, one entry per step."""
     return [
         {name: line[name] for name in ("step", "loss", "grad_norm", "tokens")}
         for line in read_metrics(run)
@@ -138,10 +138,10 @@ def test_a_save_that_is_cut_short_does_not_count(
 def test_without_a_checkpoint_a_run_starts_anew_and_says_so(tmp_path: Path) -> None:
     told: list[str] = []
     settings = settings_in(tmp_path, resume=True)
-    assert beginning_of(settings, told.append).first_step == 0
+    assert start_or_resume(settings, told.append).first_step == 0
     assert told == [f"No checkpoint in {tmp_path / 'ck'} is whole, so training starts anew"]
     # The same command again, as a scheduler would give it after a crash before the first save.
-    assert beginning_of(settings, told.append).run == RunDir(tmp_path / "run")
+    assert start_or_resume(settings, told.append).run == RunDir(tmp_path / "run")
 
 
 def test_no_host_waits_for_host_0_of_a_run_that_is_done(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     made_up(tmp_path, 2)
     (tmp_path / "run").mkdir()
-    beginning = beginning_of(settings_in(tmp_path, resume=True, out=None), lambda _: None)
+    beginning = start_or_resume(settings_in(tmp_path, resume=True, out=None), lambda _: None)
     assert (beginning.run.path, beginning.first_step) == (Path("run"), 2)
 
 
@@ -193,7 +193,7 @@ REFUSED = [
 def test_what_is_trained_must_stay(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
     made_up(tmp_path, 2)
     with pytest.raises(UsageError) as raised:
-        beginning_of(settings_in(tmp_path, **{"resume": True, **changed}), lambda _: None)
+        start_or_resume(settings_in(tmp_path, **{"resume": True, **changed}), lambda _: None)
     assert said in str(raised.value)
 
 
@@ -203,10 +203,10 @@ def test_data_are_what_they_hold_and_not_where_they_lie(tmp_path: Path) -> None:
         (tmp_path / name / "text.txt").write_text(text)
     made_up(tmp_path, 2, data=str(tmp_path / "here" / "text.txt"))
     settings = settings_in(tmp_path, resume=True, data=str(tmp_path / "there"))
-    assert beginning_of(settings, lambda _: None).first_step == 2
+    assert start_or_resume(settings, lambda _: None).first_step == 2
     settings = settings.changed(data=tmp_path / "other")
     with pytest.raises(UsageError, match=r"content of --data is \w{12}\.\.\. and"):
-        beginning_of(settings, lambda _: None)
+        start_or_resume(settings, lambda _: None)
 
 
 def test_a_tokenizer_is_what_it_holds(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_tokenizer_is_what_it_holds(tmp_path: Path) -> None:
             check_continues(settings, {**contents, **other}, checkpoint)
 
 
-def test_images_are_told_apart_by_captions_names_and_sizes(tmp_path: Path) -> None:
+def test_images_are_identified_by_captions_names_and_sizes(tmp_path: Path) -> None:
     found = []
     for name, caption in (("here", "a dog"), ("there", "a dog"), ("other", "a cat")):
         folder = tmp_path / name
@@ -238,21 +238,21 @@ def test_images_are_told_apart_by_captions_names_and_sizes(tmp_path: Path) -> No
     made_up(tmp_path, 2, model="vlm", layers=8)
     settings = settings_in(tmp_path, model="vlm", layers=8, data=str(folder), resume=True)
     with pytest.raises(UsageError, match="and was scenes drawn at run time for the checkpoint"):
-        beginning_of(settings, lambda _: None)
+        start_or_resume(settings, lambda _: None)
 
 
 def test_replicas_may_share_the_batch_in_another_way(tmp_path: Path) -> None:
     made_up(tmp_path, 2)
     changed = {"dp": 2, "microbatches": 2, "tp": 2, "pp": 1, "chunks": 4}
     settings = settings_in(tmp_path, resume=True, **changed)
-    assert beginning_of(settings, lambda _: None).first_step == 2
+    assert start_or_resume(settings, lambda _: None).first_step == 2
 
 
 def test_vision_layers_stay_vision_layers(tmp_path: Path) -> None:
     made_up(tmp_path, 2, model="vlm", pp=2, layers=8)
-    beginning_of(settings_in(tmp_path, resume=True, model="vlm", pp=4, layers=8), lambda _: None)
+    start_or_resume(settings_in(tmp_path, resume=True, model="vlm", pp=4, layers=8), lambda _: None)
     with pytest.raises(UsageError, match=r"vision layers .* is 3 and was 4"):
-        beginning_of(
+        start_or_resume(
             settings_in(tmp_path, resume=True, model="vlm", pp=8, layers=8), lambda _: None
         )
 
@@ -261,17 +261,17 @@ def test_a_checkpoint_that_does_not_say_what_its_data_were_is_refused(tmp_path: 
     made_up(tmp_path, 2)
     forget_digests(tmp_path / "ck" / "step-00000002", "contents")
     with pytest.raises(UsageError, match="step-00000002 does not say what its data were"):
-        beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
+        start_or_resume(settings_in(tmp_path, resume=True), lambda _: None)
 
 
 def test_a_run_goes_on_where_a_launcher_was_killed_before_it_described_it(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".run.json.123").write_text('{"settings": {"sa')
     settings = settings_in(tmp_path, resume=True)
-    assert beginning_of(settings, lambda _: None).run == RunDir(tmp_path / "run")
+    assert start_or_resume(settings, lambda _: None).run == RunDir(tmp_path / "run")
     (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(UsageError, match="is not the directory of a run that saves to"):
-        beginning_of(settings, lambda _: None)
+        start_or_resume(settings, lambda _: None)
 
 
 def test_another_runs_directory_is_left_alone(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_another_runs_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"settings": {"save": "elsewhere"}}')
     with pytest.raises(UsageError, match="is not the directory of a run that saves to"):
-        beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
+        start_or_resume(settings_in(tmp_path, resume=True), lambda _: None)
 
 
 @pytest.mark.parametrize(("save", "out"), [("x/ck", "x"), ("x", "x/run"), ("x", "x")])
@@ -288,7 +288,7 @@ def test_checkpoints_and_the_run_may_be_in_one_directory(
 ) -> None:
     again = ("train", *FLAGS, f"--save={save}", f"--out={out}", "--no-trace")
     files = {"save": tmp_path / save, "out": tmp_path / out}
-    assert beginning_of(settings_in(tmp_path, **files), lambda _: None).run.path == files["out"]
+    assert start_or_resume(settings_in(tmp_path, **files), lambda _: None).run.path == files["out"]
     train(tmp_path, 2, **files, resume=True)
     refused = rrfp_here(tmp_path, *again, "--steps=2")
     assert (refused.returncode, "the checkpoint of step 2 of another run" in refused.stderr) == (
@@ -445,7 +445,7 @@ def looking_together(directory: Path) -> None:
 
 
 def test_no_rank_waits_while_another_reads_the_data(tmp_path: Path) -> None:
-    """Who waits in a collective gives the others up after 300 s."""
+    """A rank that waits in a collective gives the others up after 300 s."""
     train_prepared(tmp_path, 2, partial(looking_together, tmp_path))
     assert newest(tmp_path).manifest.contents == data_contents(settings_in(tmp_path))
 

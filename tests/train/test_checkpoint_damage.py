@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from rrfp.errors import RrfpError, UsageError
 from rrfp.train.checkpoints import directory as directory_module
 from rrfp.train.checkpoints.directory import LOCK, CheckpointDir, Manifest, digest_of
-from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
+from rrfp.train.checkpoints.plans import decode_plan, encode_plan, reason_of
 from rrfp.train.checkpoints.reading import differences, read_tensors
-from rrfp.train.checkpoints.run_start import beginning_of
+from rrfp.train.checkpoints.run_start import start_or_resume
 from tests.e2e.ranks import RankFailedError, run_ranks
 from tests.train.checkpointed import (
     FLAGS,
@@ -80,7 +80,7 @@ def flipped(file: Path, bit: int) -> Iterator[None]:
 
 
 def flips_of(checkpoint: Path, num_flips: int) -> Iterator[tuple[Path, int]]:
-    """So many bits of a checkpoint, as many of each file, its first and its last one included."""
+    """Choose `num_flips` bits, equally many in each file, with its first and its last bit."""
     draw, files = random.Random(0), sorted(checkpoint.iterdir())
     for number in range(num_flips):
         file = files[number % len(files)]
@@ -136,7 +136,7 @@ def test_ranks_go_on_from_the_newest_that_is_whole(saved: Path, tmp_path: Path) 
     """It may be damaged after the launcher looked."""
     shutil.copytree(saved / "ck", tmp_path / "ck")
     settings = settings_in(tmp_path, steps=STEPS + 2, resume=True)
-    beginning = beginning_of(settings, lambda _: None)
+    beginning = start_or_resume(settings, lambda _: None)
     assert beginning.first_step == STEPS
     file = tmp_path / "ck" / "step-00000004" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-9] + bytes(9))
@@ -219,7 +219,7 @@ def test_no_checkpoint_is_saved_into_another(tmp_path: Path) -> None:
     path = made_up(tmp_path, 2).path / "step-00000002"
     for resume in (True, False):
         with pytest.raises(UsageError, match=r"give --save .*ck, in which step-00000002 is the"):
-            beginning_of(settings_in(tmp_path, save=path, resume=resume), lambda _: None)
+            start_or_resume(settings_in(tmp_path, save=path, resume=resume), lambda _: None)
     assert newest(tmp_path).path == path
 
 
@@ -302,10 +302,11 @@ def test_nothing_in_a_checkpoint_is_executed(
 
 def commanded_states(made: Path) -> None:
     """A rank's random states hold a command, as in a checkpoint that was made to harm."""
-    from rrfp.train.checkpoints import tensors as random_states
+    from rrfp.train.checkpoints import saving, tensors
 
-    patched, own = random_states, random_states.captured
-    setattr(patched, "captured", lambda layout: _with_command(own(layout), made))  # noqa: B010
+    own = tensors.captured_random_states
+    patched: Any = saving
+    patched.captured_random_states = lambda layout: _with_command(own(layout), made)
 
 
 def _with_command(states: Any, made: Path) -> Any:
@@ -396,7 +397,7 @@ def test_what_others_can_change_in_it_is_passed_over(
     found = made_up(tmp_path, 2, 4)
     harm(tmp_path / "ck" / "step-00000004" / name)
     told: list[str] = []
-    beginning = beginning_of(settings_in(tmp_path, resume=True), told.append)
+    beginning = start_or_resume(settings_in(tmp_path, resume=True), told.append)
     assert beginning.first_step == 2
     assert f"is not whole ({name or 'it'} {said})" in told[0]
     assert found.newest() == beginning.checkpoint
@@ -413,7 +414,7 @@ def test_a_group_of_others_may_not_write(tmp_path: Path) -> None:
     made_up(tmp_path, 2)
     grouped(tmp_path / "ck")
     with pytest.raises(UsageError, match=r"can be written by others \(mode 775\)"):
-        beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
+        start_or_resume(settings_in(tmp_path, resume=True), lambda _: None)
 
 
 @as_root
@@ -544,11 +545,11 @@ PLAN = SavePlan(
 
 
 def test_plans_travel_as_json() -> None:
-    again = decoded(json.loads(json.dumps(encoded(PLAN))))
+    again = decode_plan(json.loads(json.dumps(encode_plan(PLAN))))
     assert again == PLAN
     assert isinstance(again.items[0].type, WriteItemType)
-    error, stack = decoded(
-        json.loads(json.dumps(encoded((OSError(28, "No space"), StackSummary()))))
+    error, stack = decode_plan(
+        json.loads(json.dumps(encode_plan((OSError(28, "No space"), StackSummary()))))
     )
     assert (type(error), str(error), type(stack)) == (
         RuntimeError,
@@ -559,7 +560,7 @@ def test_plans_travel_as_json() -> None:
 
 def test_failures_of_ranks_travel_as_such() -> None:
     failed = CheckpointException("", {1: (OSError(28, "No space"), StackSummary())})
-    again = decoded(json.loads(json.dumps(encoded(failed))))
+    again = decode_plan(json.loads(json.dumps(encode_plan(failed))))
     assert isinstance(again, CheckpointException)
     assert reason_of(again) == reason_of(failed) == "on rank 1: OSError: [Errno 28] No space"
 
@@ -567,7 +568,7 @@ def test_failures_of_ranks_travel_as_such() -> None:
 @pytest.mark.parametrize("planted", [os.system, subprocess.Popen, torch.load, Path("x"), b"x"])
 def test_a_plan_holds_nothing_else(planted: Any) -> None:
     with pytest.raises(RrfpError, match="which ranks do not exchange"):
-        encoded([planted])
+        encode_plan([planted])
 
 
 @pytest.mark.parametrize(
@@ -588,4 +589,4 @@ def test_a_plan_holds_nothing_else(planted: Any) -> None:
 )
 def test_nothing_else_is_made_of_what_a_rank_sent(planted: object) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - which one depends on what is wrong
-        decoded(planted)
+        decode_plan(planted)

@@ -22,7 +22,7 @@ from rrfp.train.checkpoints import saving as session
 from rrfp.train.checkpoints import tensors as loading
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.checkpoints.reading import differences
-from rrfp.train.checkpoints.run_start import beginning_of
+from rrfp.train.checkpoints.run_start import start_or_resume
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import RankFailedError, run_ranks
 from tests.train.checkpointed import (
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert again.step == 6
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_remain(tmp_path: Path) -> None:
     found = made_up(tmp_path, 2, 4, 6, 8)
     found.remove_older(3)
     assert [path.name[-1] for path in sorted((tmp_path / "ck").glob("step-*"))] == ["4", "6", "8"]
@@ -101,7 +101,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 def test_ranks_look_again_whether_the_directory_is_unused(tmp_path: Path) -> None:
     """Another run may have saved there after the launcher looked."""
     settings = settings_in(tmp_path)
-    run = beginning_of(settings, lambda _: None).run
+    run = start_or_resume(settings, lambda _: None).run
     made_up(tmp_path, 2)
     with pytest.raises(RankFailedError, match="has the checkpoint of step 2 of another run"):
         run_ranks(2, work, run, settings.to_json(), None, timeout_s=120)
@@ -112,12 +112,12 @@ def test_copied_checkpoints_leave_the_run_of_the_first_ones_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = settings_in(tmp_path)
-    beginning_of(settings, lambda _: None)
+    start_or_resume(settings, lambda _: None)
     made_up(tmp_path, 2)
     shutil.copytree(tmp_path / "ck", tmp_path / "copied")
     told: list[str] = []
     copied = settings.changed(save=tmp_path / "copied", out=None, resume=True)
-    beginning = beginning_of(copied, told.append)
+    beginning = start_or_resume(copied, told.append)
     assert beginning.run.path.parent == Path("runs")
     assert told[0].startswith("The run in run saves to another directory")
     assert beginning.first_step == 2
@@ -179,7 +179,7 @@ def slow_rank_1(seconds: float) -> None:
     from rrfp.train.checkpoints import saving
     from rrfp.train.launch import process_groups as parallel
 
-    join, write = parallel._join_the_world, checkpoints._write
+    join, write = parallel._init_world, checkpoints._write
 
     def late(*args: Any) -> None:
         if os.environ["RANK"] == "1":
@@ -187,7 +187,7 @@ def slow_rank_1(seconds: float) -> None:
         write(*args)
 
     patched: Any = (parallel, checkpoints, saving)
-    patched[0]._join_the_world = lambda backend, _: join(backend, seconds / 2)
+    patched[0]._init_world = lambda backend, _: join(backend, seconds / 2)
     patched[1]._write = late
     patched[2]._AGREE_S = seconds / 8
 
@@ -233,7 +233,7 @@ def test_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
         train(tmp_path, 4, resume=True)
 
 
-def test_what_is_staged_and_written_is_let_go_of() -> None:
+def test_staged_and_written_tensors_are_freed() -> None:
     """A tensor that was gathered for a checkpoint is in memory once, and no longer than needed."""
     gathered = torch.ones(3)
     gone = weakref.ref(gathered)
@@ -260,12 +260,12 @@ def save_again(settings: str, source: str, target: str) -> None:
     from rrfp.train.checkpoints.saving import Saver, Session
     from rrfp.train.checkpoints.tensors import TrainedTensors, load
     from rrfp.train.data.batches import open_data
-    from rrfp.train.launch.collectives import no_objects
+    from rrfp.train.launch.collectives import no_object_collectives
     from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models.model import build_model
 
     told = TrainSettings.from_json(settings)
-    with parallel_groups(told) as layout, no_objects():
+    with parallel_groups(told) as layout, no_object_collectives():
         model = build_model(told, layout, open_data(told))
         tensors = TrainedTensors(model, told, layout)
         checkpoint = CheckpointDir(Path(source)).newest()
@@ -431,12 +431,12 @@ def named_states(settings: str, source: str, target: str) -> dict[str, bytes]:
 
 
 def states_after(settings: str, steps: tuple[int, ...]) -> list[list[bytes]]:
-    """On a rank: its random states as it begins, and after so many steps of another layout."""
+    """On a rank: its initial random states, and those after each of `steps` of another layout."""
     prepare_cpu()
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from rrfp.train.checkpoints.tensors import start_again
+    from rrfp.train.checkpoints.tensors import reseed_random_states
     from rrfp.train.launch.process_groups import parallel_groups, seed_random_states
 
     def states() -> list[bytes]:
@@ -448,7 +448,7 @@ def states_after(settings: str, steps: tuple[int, ...]) -> list[list[bytes]]:
         found = [states()]
         for step in steps:
             seed_random_states(told, layout)
-            start_again(told, layout, step)
+            reseed_random_states(told, layout, step)
             found.append(states())
         return found
 

@@ -375,7 +375,7 @@ def test_an_evaluation_disturbs_no_training() -> None:
     assert len(set(looked.heldout_losses)) == 3
 
 
-def test_what_cannot_be_looked_at_is_told_before_the_training() -> None:
+def test_damaged_heldout_data_is_refused_before_training() -> None:
     layout: Any = SimpleNamespace(dp=2, dp_rank=1)
     nothing: Any = None
     asked: list[int] = []
@@ -390,7 +390,7 @@ def test_what_cannot_be_looked_at_is_told_before_the_training() -> None:
     assert asked == [*range(12, 24), *range(36, 41)]
 
 
-def test_a_loss_that_is_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infinite_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     layout: Any = SimpleNamespace(
         dp=1, dp_rank=0, pp_rank=0, last_stage_pp_rank=1, first_rank=lambda pp_rank: pp_rank
     )
@@ -428,7 +428,7 @@ def test_every_dispatch_sees_the_same_heldout_loss(dp: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_images_are_worth_something(tmp_path: Path) -> None:
-    """From the defaults, captions that training has not seen are told far better with them."""
+    """With the default settings, images make held-out captions far more predictable."""
     losses = {}
     for name, flags in {"seen": [], "blank": ["--blank-images"]}.items():
         out = tmp_path / name

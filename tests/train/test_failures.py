@@ -1,4 +1,4 @@
-"""What ends a rank reaches the launcher, which ends all other processes and names the cause."""
+"""A failure of a rank reaches the launcher, which ends all other ranks and names the cause."""
 
 import ast
 import errno
@@ -28,12 +28,12 @@ from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.launch import processes as children
 from rrfp.train.launch import rank_process as process
-from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_objects
+from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_object_collectives
 from rrfp.train.launch.launcher import TRAINING, _first_failure
-from rrfp.train.launch.processes import Failure, SignalledError, own_directory, run_to_end
-from rrfp.train.launch.rank_status import ERROR_FILE, FailureReport, hearing
+from rrfp.train.launch.processes import Failure, SignalledError, launcher_directory, supervise_ranks
+from rrfp.train.launch.rank_status import ERROR_FILE, FailureReport, forwarding_warnings
 from rrfp.train.launch.stopping import StopRequestedError
-from rrfp.train.launch.watchdog import Standstill, Why
+from rrfp.train.launch.watchdog import Hang, Why
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 
@@ -57,7 +57,7 @@ def test_a_report_is_read_as_it_was_written(
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_a_stalls_grid_is_told_below_the_sentence(tmp_path: Path) -> None:
+def test_the_grid_of_a_stall_is_below_the_sentence(tmp_path: Path) -> None:
     grid = "rank  waits\n1     2.0 s"
     report = FailureReport("rank 1 waited", 1, False, False, detail=grid)
     failure, run = Failure(7, 1, 0.0, report), RunDir(tmp_path)
@@ -91,7 +91,7 @@ ENDED, KILLED = -signal.SIGTERM - 100, -signal.SIGKILL - 100
         ({3: (-40, None)}, "", "rank 3 (pid 7) was killed by signal 40; "),
     ],
 )
-def test_the_failure_that_the_others_follow_from_is_told(
+def test_the_failure_that_caused_the_others_is_raised(
     failures: dict[int, tuple[int, FailureReport | None]],
     elsewhere: str,
     told: str,
@@ -110,7 +110,7 @@ def test_the_failure_that_the_others_follow_from_is_told(
     assert error.exit_code == (2 if told == "--lr is -1" else 1)
 
 
-STOPPED = Standstill(Why.STOPPED, 15.2, "in step 7", "a.py:1 in f", [0, 3])
+STOPPED = Hang(Why.STOPPED, 15.2, "in step 7", "a.py:1 in f", [0, 3])
 DUMP = 'Current thread 0x1 (most recent call first):\n  File "/b.py", line 2 in g\n'
 
 
@@ -121,7 +121,7 @@ DUMP = 'Current thread 0x1 (most recent call first):\n  File "/b.py", line 2 in 
         (DUMP, "/b.py:2 in g", "its stack"),
     ],
 )
-def test_a_rank_that_stood_still_is_told_with_its_place(
+def test_a_hung_rank_is_named_with_its_place(
     tmp_path: Path, stacks: str, at: str, where: str
 ) -> None:
     run = RunDir(tmp_path)
@@ -137,15 +137,15 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
     )
 
 
-def test_ranks_that_all_waited_for_another_are_told_once(tmp_path: Path) -> None:
-    deadlock = Standstill(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
+def test_a_deadlock_of_all_ranks_is_one_error(tmp_path: Path) -> None:
+    deadlock = Hang(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
     failures = {0: Failure(6, -signal.SIGKILL, 2.0, None, True, deadlock)}
     assert "killed: every rank of the run waited for another; its output" in str(
         _first_failure(failures, RunDir(tmp_path), nobody)
     )
 
 
-def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path) -> None:
+def test_a_rank_s_own_failure_takes_precedence_over_a_hang(tmp_path: Path) -> None:
     failures = {
         0: Failure(6, 1, 1.0, OWN),
         1: Failure(7, -signal.SIGKILL, 0.5, None, True, STOPPED),
@@ -199,7 +199,7 @@ def test_the_first_line_that_says_something() -> None:
         (Failure(7, 1, 1.0, LOST), FaultOrigin(FoundBy.COLLECTIVE)),
     ],
 )
-def test_the_error_says_who_is_to_blame(
+def test_the_error_has_the_origin_of_the_fault(
     failure: Failure, culprit: FaultOrigin, tmp_path: Path
 ) -> None:
     error = _first_failure({1: failure}, RunDir(tmp_path), nobody)
@@ -207,7 +207,9 @@ def test_the_error_says_who_is_to_blame(
     assert error.culprit == culprit
 
 
-def test_a_report_says_who_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_the_origin_of_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     for culprit in (None, OF_LINK, OWN_FAULT):
@@ -225,7 +227,7 @@ FORBIDDEN_MODULES = re.compile(
     r"(pickle|_pickle|cPickle|cloudpickle|dill|marshal|shelve|multiprocessing"
     r"|torch\.multiprocessing|torch\.distributed\.(launcher|run|rpc|elastic))(\.|$)"
 )
-"""What unpickles, or listens for those who have something unpickled."""
+"""Modules that unpickle, or that listen for pickled objects."""
 
 FORBIDDEN_NAMES = re.compile(
     r"pickle|_object(_list)?$|^(gather|scatter|all_gather|broadcast)_objects?\b|elastic_launch"
@@ -239,17 +241,16 @@ ALLOWED = {
     ("rrfp/megatron/memory/activation_bytes.py", "torch.multiprocessing.reductions.StorageWeakRef"),
     ("rrfp/planning/planner_process.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
-    ("rrfp/train/checkpoints/reading.py", "own_pickle"),
     ("rrfp/train/checkpoints/reading.py", "Unpickler"),
     ("rrfp/train/checkpoints/reading.py", "_MetadataUnpickler"),
 }
-"""Where torch's own are shut, where dumps of torch's are read that may ask for no class, a weak
-reference that stands beside torch's pickling, the pipe from a process to the planner that it
-started, which nobody else can write to, and where the metadata of a checkpoint are read, which may
-ask for torch's own classes alone."""
+"""Exceptions: code that disables torch's object collectives, that reads torch's dumps without any
+class, or the metadata of a checkpoint with torch's classes only; a weak reference beside torch's
+pickling; and the pipe from a process to the planner that it started, to which nobody else can
+write."""
 
 OURS = {"append_object", "py_object"}
-"""What writes a line of JSON to a file, and a type of ctypes'."""
+"""A function that writes a line of JSON to a file, and a type of ctypes."""
 
 
 def forbidden(path: str, source: str) -> Iterator[str]:
@@ -303,7 +304,7 @@ def test_the_walk_finds_what_is_forbidden(source: str) -> None:
 
 
 def in_groups() -> dict[str, Any]:
-    """What every helper gives on this rank of three."""
+    """The result of every helper on this rank of three."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     own = {f"w{rank}": torch.full((rank, 2), float(rank)), "b": torch.tensor(rank + 0.5)}
@@ -324,7 +325,7 @@ def in_groups() -> dict[str, Any]:
             attempt()
         except RrfpError as error:
             found["errors"].append(str(error))
-    with no_objects():
+    with no_object_collectives():
         plain: list[Any] = [None] * 3
         dist.all_gather_object(plain, [((("wd_mult", 0.0), ("lr", None)), rank == 1), (None, True)])
     found["plain"] = plain
@@ -334,7 +335,7 @@ def in_groups() -> dict[str, Any]:
 
 
 def shut(attempt: Any) -> None:
-    with no_objects():
+    with no_object_collectives():
         attempt()
 
 
@@ -359,8 +360,8 @@ def test_json_and_tensors_go_between_ranks_and_objects_do_not() -> None:
 
 
 def address_of_gloo() -> list[str]:
-    """Where a rank's groups listen, whatever its environment says of gloo."""
-    from tests.security.exposed import doors_of
+    """The address at which a rank's groups listen, despite gloo's own variables."""
+    from tests.security.exposed import listeners_of
 
     os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
     from rrfp.train.launch.process_groups import one_device_at
@@ -370,11 +371,11 @@ def address_of_gloo() -> list[str]:
         # A rank that closed its group here would end the other's connecting to it.
         dist.barrier(dist.new_group([0, 1]))  # pyright: ignore[reportArgumentType]
         dist.destroy_process_group()
-        return sorted({door.address for door in doors_of(os.getpid())})
+        return sorted({listener.address for listener in listeners_of(os.getpid())})
 
 
 @pytest.mark.timeout(120)
-def test_gloo_listens_where_it_is_told() -> None:
+def test_gloo_listens_at_the_given_address() -> None:
     assert run_ranks(2, address_of_gloo) == [["127.0.0.1"]] * 2
 
 
@@ -382,8 +383,8 @@ def test_gloo_listens_where_it_is_told() -> None:
 
 
 HOLD = """
-from rrfp.train.launch.processes import own_directory
-with own_directory() as path:
+from rrfp.train.launch.processes import launcher_directory
+with launcher_directory() as path:
     (path / "store").touch()
     print(path, flush=True)
     input()
@@ -400,7 +401,7 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
         theirs = Path(other.stdout.readline().strip())
         try:
             assert (theirs / "store").exists()
-            with own_directory() as ours:
+            with launcher_directory() as ours:
                 assert {*tmp_path.iterdir()} == {ours, theirs}
                 assert ours.stat().st_mode & 0o777 == 0o700
             assert [*tmp_path.iterdir()] == [theirs]
@@ -411,7 +412,7 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
         # Neither what has another name, nor what a link leads to, is a launcher's.
         (tmp_path / "rrfp-other").mkdir()
         (tmp_path / "rrfp-run-link").symlink_to(tmp_path / "rrfp-other")
-        with own_directory():
+        with launcher_directory():
             assert not theirs.exists()
             assert (tmp_path / "rrfp-other").exists()
 
@@ -421,9 +422,9 @@ def test_an_abandoned_directory_is_removed(tmp_path: Path, monkeypatch: pytest.M
 
 RANK = """
 import logging, sys
-from rrfp.train.launch.rank_status import warn_launcher
+from rrfp.train.launch.rank_status import send_warnings_to_launcher
 logging.basicConfig(format="%(message)s")
-warn_launcher(int(sys.argv[1]))
+send_warnings_to_launcher(int(sys.argv[1]))
 log = logging.getLogger("rrfp.somewhere")
 for number in range(200):
     log.warning("warning %d\\nof several lines", number)
@@ -432,9 +433,9 @@ logging.getLogger("torch").warning("not ours")
 """
 
 
-def test_each_warning_of_a_rank_is_heard_once(tmp_path: Path) -> None:
+def test_each_warning_of_a_rank_arrives_once(tmp_path: Path) -> None:
     heard: list[str] = []
-    with hearing(tmp_path, heard.append) as environment:
+    with forwarding_warnings(tmp_path, heard.append) as environment:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK, str(rank)],
@@ -456,12 +457,12 @@ def test_a_launcher_that_is_gone_holds_up_no_rank(
 ) -> None:
     from rrfp.train.launch import rank_status as warnings
 
-    with hearing(tmp_path, lambda _: None) as environment:
+    with forwarding_warnings(tmp_path, lambda _: None) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         log = logging.getLogger("rrfp")
         before = [*log.handlers]
-        warnings.warn_launcher(0)
+        warnings.send_warnings_to_launcher(0)
         (handler,) = [each for each in log.handlers if each not in before]
     try:
         for _ in range(10_000):
@@ -505,7 +506,7 @@ def run(
 ) -> dict[int, Failure]:
     command = (sys.executable, "-c", PROGRAM, str(directory), ",".join(ways))
     environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
-    return run_to_end(command, environments, directory, lost=lost)
+    return supervise_ranks(command, environments, directory, lost=lost)
 
 
 @pytest.fixture(autouse=True)
@@ -532,7 +533,7 @@ def test_exit_code_0_without_the_rank_s_note_is_a_failure(tmp_path: Path) -> Non
 def test_one_failure_ends_them_all_and_its_report_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "_LOOK_S", 1.0)  # both that fail have as long to do so
+    monkeypatch.setattr(children, "_POLL_S", 1.0)  # both that fail have as long to do so
     failures = run(tmp_path, "wait", "tell", "stubborn", "garbage")
     assert {rank: failure.exit_code for rank, failure in failures.items()} == {
         0: -signal.SIGTERM,
@@ -565,7 +566,7 @@ def test_a_rank_whose_launcher_died_first_ends(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (RrfpError.exit_code, b"")
 
 
-def test_a_process_that_is_killed_is_told_so(tmp_path: Path) -> None:
+def test_a_killed_process_is_reported_as_killed(tmp_path: Path) -> None:
     failures = run(tmp_path, "die", "end")
     assert failures[0].exit_code == -signal.SIGKILL
 
@@ -648,7 +649,9 @@ def run_requested(
     thread.start()
     environments = {rank: {"RANK": str(rank)} for rank in range(2)}
     try:
-        return run_to_end(command, environments, directory, end_on_request=True, is_whole=is_whole)
+        return supervise_ranks(
+            command, environments, directory, end_on_request=True, is_whole=is_whole
+        )
     finally:
         thread.join()
         # How the ranks ended is settled, so a later request must not change it.
@@ -701,7 +704,7 @@ def test_a_failure_ends_ranks_that_take_requests(tmp_path: Path) -> None:
     }
 
 
-def test_a_process_that_cannot_be_started_is_told(
+def test_a_process_that_cannot_be_started_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []

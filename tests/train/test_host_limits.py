@@ -135,7 +135,7 @@ def test_a_trace_that_cannot_be_made_does_not_hide_why_a_run_failed(
     capsys: pytest.CaptureFixture[str],
     error: Exception,
 ) -> None:
-    """It is told after what is left of the run has become a trace, or has not."""
+    """The error comes after the attempt to build a trace of the rest of the run."""
 
     def refuse(_: Path) -> NoReturn:
         raise error
@@ -177,7 +177,7 @@ def test_a_soft_limit_is_raised_as_far_as_the_hard_one_allows() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_too_many_open_files_are_told_as_that() -> None:
+def test_too_many_open_files_are_named_as_the_cause() -> None:
     assert is_of_too_many(OSError(errno.EMFILE, "Too many open files"))
     assert is_of_too_many(RuntimeError("[enforce fail] Too many open files"))
     assert not is_of_too_many(OSError(errno.ENOENT, "No such file"))
@@ -266,11 +266,11 @@ _NUM_SAMPLES = 40
 _STEP_S = 2.0
 """The most that such a step takes on a machine that does other things too."""
 _MOST_GROWTH_KB = 4096
-"""Of allocators that still find their size."""
+"""Growth that is due to allocators that still adapt."""
 
 
 class Sample(NamedTuple):
-    """What a process has at one time."""
+    """The resources of a process at one moment."""
 
     rss_kb: int
     num_files: int

@@ -27,9 +27,9 @@ from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import is_being_written
 from rrfp.train.launch.hosts import gathering
-from rrfp.train.launch.hosts.host_status import Pulse
-from rrfp.train.launch.hosts.joining import Met
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.hosts.host_status import HostHeartbeat
+from rrfp.train.launch.hosts.joining import JoinedHosts
+from rrfp.train.launch.store import StoreClient
 from rrfp.train.settings import TrainSettings
 from tests.runtime.link_pairs import needs_nixl, needs_tls
 from tests.security.sandbox import refusing
@@ -100,7 +100,7 @@ def test_two_hosts_make_one_run(two_hosts: Path, tmp_path: Path) -> None:
 
 
 OWN_MOUNTS = ("unshare", "--mount")
-"""What makes a host of its own of a launcher on this machine: its ranks meet no others at files."""
+"""A prefix that makes a launcher a separate host: its ranks share no files with others."""
 
 
 @cache
@@ -114,7 +114,7 @@ def may_have_own_mounts() -> bool:
 @pytest.fixture(scope="module")
 def hosts_apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The directories of a run of two hosts that have one each, and encrypt their links where that
-    can be tried here. Host 1's exists, with a file of somebody's own in it."""
+    can be tried here. Host 1's exists, with an unrelated file in it."""
     directory = tmp_path_factory.mktemp("hosts-apart")
     run, other = directory / "run", directory / "other"
     other.mkdir()
@@ -197,7 +197,7 @@ def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) -> None:
-    """Its ranks would go on."""
+    """The ranks of that host would continue."""
     run = tmp_path / "run"
     with on_two_hosts(run, *ENDLESS) as (first, second):
         first.await_steps(2)
@@ -217,7 +217,7 @@ def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_one_host_is_told_on_the_other(tmp_path: Path) -> None:
+def test_ctrl_c_on_one_host_is_reported_on_the_other(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with on_two_hosts(run, *ENDLESS) as (first, second):
         first.await_steps(2)
@@ -249,7 +249,7 @@ def test_a_rank_killed_on_one_host_ends_both(tmp_path: Path) -> None:
         assert_opens(run)
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Training(tmp_path / "run", *hosts_flags(0, port)) as training:
@@ -293,22 +293,22 @@ class Hosts:
             pp=4, nnodes=2, node_rank=host, rdzv_endpoint="127.0.0.1:1", out=self.runs[host].path
         )
 
-        with self.beating(host) as pulse:
-            met = Met({}, pulse, self.connect)
-            with gathering.gathering(met, settings, self.runs[host]):
+        with self.beating(host) as heartbeat:
+            joined = JoinedHosts({}, heartbeat, self.connect)
+            with gathering.gathering_records(joined, settings, self.runs[host]):
                 work()
 
-    def connect(self, within_s: float = 20.0) -> AnsweringStore:
-        return AnsweringStore(self.store, "here", within_s)
+    def connect(self, within_s: float = 20.0) -> StoreClient:
+        return StoreClient(self.store, "here", within_s)
 
     @contextmanager
-    def beating(self, host: int) -> Iterator[Pulse]:
-        pulse = Pulse(self.connect, host, 2, self.silence_s)
-        pulse.start()
+    def beating(self, host: int) -> Iterator[HostHeartbeat]:
+        heartbeat = HostHeartbeat(self.connect, host, 2, self.silence_s)
+        heartbeat.start()
         try:
-            yield pulse
+            yield heartbeat
         finally:
-            pulse.close()
+            heartbeat.close()
 
     def both(self, work_of_1: Callable[[], object], work_of_0: Callable[[], object]) -> None:
         with ThreadPoolExecutor() as pool:
@@ -394,7 +394,9 @@ def test_hosts_that_share_the_directory_send_nothing(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("planted", ["not JSON", "[true]", '[1, ""]', '"../x"', "\xff"])
 @pytest.mark.parametrize("key", ["token", "answer/1"])
-def test_what_no_host_says_of_its_directory_is_told(hosts: Hosts, key: str, planted: str) -> None:
+def test_an_invalid_answer_about_a_directory_is_an_error(
+    hosts: Hosts, key: str, planted: str
+) -> None:
     hosts.store.set(f"{PREFIX}/{key}", planted)
     with (
         hosts.beating(0) if key == "token" else nullcontext(),
@@ -441,7 +443,7 @@ def test_a_host_that_sends_nothing_is_named(hosts: Hosts, caplog: pytest.LogCapt
 def test_a_silent_host_is_not_waited_for_again(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does a call that never returns keep the records from whoever opens the run."""
+    """A call that never returns does not keep others from opening the records either."""
     hosts.silence_s = 1.0
     hosts.store.set(f"{PREFIX}/answer/1", '[false, ""]')
     hosts.store.set(f"{PREFIX}/1/0", "records/rank-2.jsonl\nwhat came")
@@ -550,7 +552,7 @@ def test_a_wire_that_comes_back_is_waited_for(tmp_path: Path, flag: str) -> None
         # TCP alone would try again after some 15 s, and hosts then need seconds to hear each other.
         time.sleep(10)
         assert first.num_steps < 8
-        wire.mend()
+        wire.restore()
         code, _, err = first.ended()
         assert code == 0, err
         assert second.ended()[:2] == (0, "")
@@ -564,7 +566,7 @@ def test_a_wire_that_stays_cut_ends_both(tmp_path: Path, flag: str) -> None:
         wire, first, second = hosts
         first.await_steps(3)
         wire.cut()
-        check_both_tell_the_wire(first, second)
+        check_both_name_the_wire(first, second)
         tasks = [rank.tasks for rank in read_trace(first.run / "trace.pftrace").ranks]
     assert [len(each) > 0 for each in tasks] == [True] * 4
 
@@ -592,10 +594,10 @@ def test_a_wire_that_is_cut_while_ranks_start_ends_both(tmp_path: Path) -> None:
         for rank in range(4):
             first.await_start(rank)
         wire.cut()
-        check_both_tell_the_wire(first, second)
+        check_both_name_the_wire(first, second)
 
 
-def check_both_tell_the_wire(first: Training, second: Training) -> None:
+def check_both_name_the_wire(first: Training, second: Training) -> None:
     """Soon, and nobody waits again for what cannot come."""
     ends = [each.ended(timeout_s=LOST_S) for each in (first, second)]
     await_no_process(first.run, timeout_s=10)

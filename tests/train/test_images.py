@@ -20,9 +20,9 @@ from PIL import Image
 
 from rrfp.errors import UsageError
 from rrfp.train.data import images as picture_folder
-from rrfp.train.data.batches import ImageBatch, ImageData, cut, open_data, pack
+from rrfp.train.data.batches import ImageBatch, ImageData, cut_patches, open_data, pack_documents
 from rrfp.train.data.images import (
-    COLOURS,
+    COLORS,
     FORMS,
     SIDES,
     Document,
@@ -204,7 +204,7 @@ def write_pipe(folder: Path) -> None:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A PNG that claims so many pixels and has none."""
+    """A PNG that claims this size and has no pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -333,9 +333,9 @@ def test_bands_of_an_image_have_its_colours(monkeypatch: pytest.MonkeyPatch, mod
         image.info["transparency"] = 3
     else:
         image = image.convert(mode)
-    whole = np.asarray(picture_folder._in_colours(image))
+    whole = np.asarray(picture_folder._to_rgb(image))
     monkeypatch.setattr(picture_folder, "_BAND_PIXELS", 20)
-    assert np.array_equal(np.asarray(picture_folder._in_colours(image)), whole)
+    assert np.array_equal(np.asarray(picture_folder._to_rgb(image)), whole)
 
 
 # Microbatches of images and text: what is packed, where it lies, and what counts.
@@ -373,7 +373,7 @@ def test_a_packed_row_holds_every_document_in_its_own_places(
         image_size=3 * PATCH,
         blank_images=blank_images,
     )
-    batch = pack(given_documents, settings)
+    batch = pack_documents(given_documents, settings)
     check_form(batch, settings)
     images = iter(torch.split(batch["patches"], batch["patch_counts"].tolist()))
     ids = batch["document_ids"][0]
@@ -386,7 +386,7 @@ def test_a_packed_row_holds_every_document_in_its_own_places(
         if document.pixels is not None:
             own = next(images)
             num_patches = len(own)
-            expected, _ = cut(document.pixels, PATCH)
+            expected, _ = cut_patches(document.pixels, PATCH)
             assert np.array_equal(own.numpy(), 0 * expected if blank_images else expected)
         text = [*document.text, DOCUMENT_END][: seq_length + 1]
         # Every token of a caption is a label once, also the first one, which follows the image.
@@ -399,7 +399,7 @@ def test_a_packed_row_holds_every_document_in_its_own_places(
 
 
 def check_form(batch: ImageBatch, settings: TrainSettings) -> None:
-    """What holds for every batch."""
+    """Check the invariants of every batch."""
     length = batch["tokens"].shape[1]
     num_patches = len(batch["patches"])
     assert length >= 1
@@ -423,7 +423,7 @@ def check_form(batch: ImageBatch, settings: TrainSettings) -> None:
 
 def test_patches_are_cut_row_by_row() -> None:
     pixels = np.arange(4 * 6 * 3, dtype=np.float32).reshape(4, 6, 3)
-    patches, places = cut(pixels, 2)
+    patches, places = cut_patches(pixels, 2)
     assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
     for patch, (row, column) in zip(patches, places, strict=True):
         part = pixels[2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
@@ -472,8 +472,8 @@ def read(document: Document) -> str:
     """The caption, from the pixels alone."""
     pixels = document.pixels
     assert pixels is not None
-    names = list(COLOURS)
-    distances = np.linalg.norm(pixels[..., None, :] - np.array(list(COLOURS.values())), axis=-1)
+    names = list(COLORS)
+    distances = np.linalg.norm(pixels[..., None, :] - np.array(list(COLORS.values())), axis=-1)
     seen = distances.argmin(axis=-1)
     (ground, _), (colour, _) = Counter(seen.ravel().tolist()).most_common(2)
     rows, columns = np.nonzero(seen == colour)
@@ -508,12 +508,12 @@ def test_one_can_only_guess_without_the_picture() -> None:
     """Every word comes as often as the others of its kind."""
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng) for _ in range(4000)]
-    kinds = {"colour": COLOURS, "ground": COLOURS, "form": FORMS, "side": SIDES}
+    kinds = {"colour": COLORS, "ground": COLORS, "form": FORMS, "side": SIDES}
     for kind, words in kinds.items():
         counts = Counter(getattr(scene, kind) for scene in scenes)
         for word in words:
             assert counts[word] == pytest.approx(len(scenes) / len(words), rel=0.2)
-    assert all(scene.colour != scene.ground for scene in scenes)
+    assert all(scene.color != scene.ground for scene in scenes)
 
 
 def test_the_seed_and_the_part_choose_the_scenes() -> None:

@@ -12,19 +12,26 @@ from pathlib import Path
 import pytest
 
 import rrfp
-from rrfp.train.launch import watchdog as vigil_module
-from rrfp.train.launch.processes import Failure, run_to_end
+from rrfp.train.launch import watchdog as watchdog_module
+from rrfp.train.launch.processes import Failure, supervise_ranks
 from rrfp.train.launch.rank_status import (
     Frame,
     StatusPage,
     Waits,
+    format_position,
     frames_in_dump,
-    frames_of,
+    infer_waits,
     page_file,
-    standing_at,
-    waits_of,
+    stack_frames,
 )
-from rrfp.train.launch.watchdog import Sight, Standstill, Vigil, Why, family_of, sight
+from rrfp.train.launch.watchdog import (
+    Hang,
+    ProcessSnapshot,
+    Watchdog,
+    Why,
+    descendants_of,
+    take_snapshot,
+)
 
 STD = threading.__file__
 TORCHS = f"{Path(pytest.__file__).parent.parent}/torch/distributed/distributed_c10d.py"
@@ -48,19 +55,19 @@ RECORDER = f"{Path(rrfp.__file__).parent}/runtime/recorder.py"
         ([], Waits.NOTHING),
     ],
 )
-def test_a_stack_tells_whom_it_waits_for(frames: list[Frame], waits: Waits) -> None:
-    assert waits_of(frames) == waits
+def test_a_stack_shows_the_target_of_its_wait(frames: list[Frame], waits: Waits) -> None:
+    assert infer_waits(frames) == waits
 
 
 def test_the_place_is_the_innermost_line_of_no_library() -> None:
     frames = [Frame(STD, 1, "wait"), Frame(MEGATRONS, 5, "step"), Frame(TRAINING, 7, "train_step")]
-    assert standing_at(frames) == "rrfp/train/loop.py:7 in train_step"
-    assert standing_at(frames[:2]) == f"{STD}:1 in wait"
-    assert standing_at([]) == ""
+    assert format_position(frames) == "rrfp/train/loop.py:7 in train_step"
+    assert format_position(frames[:2]) == f"{STD}:1 in wait"
+    assert format_position([]) == ""
 
 
 def test_frames_that_run_and_frames_in_a_dump_are_read() -> None:
-    here = next(frames_of(sys._getframe()))
+    here = next(stack_frames(sys._getframe()))
     assert (here.file, here.function) == (
         __file__,
         "test_frames_that_run_and_frames_in_a_dump_are_read",
@@ -89,36 +96,38 @@ def test_a_page_shows_the_other_side_what_was_written() -> None:
 
 
 class Watched:
-    """Ranks whose processes are told to a vigil instead of being looked at."""
+    """Ranks whose process snapshots are simulated for a watchdog."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, sees_all: bool) -> None:
-        monkeypatch.setattr(vigil_module, "sight", self._sight)
-        monkeypatch.setattr(vigil_module, "waits_for_itself", lambda rank: rank in self._locked)
-        monkeypatch.setattr(vigil_module, "family_of", lambda *_: [])
-        self.vigil = Vigil(5.0, sees_all=sees_all)
+        monkeypatch.setattr(watchdog_module, "take_snapshot", self._sight)
+        monkeypatch.setattr(
+            watchdog_module, "waits_for_own_lock", lambda rank: rank in self._locked
+        )
+        monkeypatch.setattr(watchdog_module, "descendants_of", lambda *_: [])
+        self.watchdog = Watchdog(5.0, sees_all=sees_all)
         self._now_s = 0.0
-        self._sights: dict[int, Sight] = {}
+        self._sights: dict[int, ProcessSnapshot] = {}
         self._pages: list[StatusPage] = []
         self._locked: set[int] = set()
         for rank in range(num_ranks):
             with page_file() as file:
                 self._pages.append(StatusPage(file.fileno()))
-            self._sights[rank] = Sight("S", False, 0, {rank: (0, 0)})
-            self.vigil.add(rank, rank, self._pages[rank])
+            self._sights[rank] = ProcessSnapshot("S", False, 0, {rank: (0, 0)})
+            self.watchdog.add(rank, rank, self._pages[rank])
 
-    def _sight(self, pid: int) -> Sight | None:
+    def _sight(self, pid: int) -> ProcessSnapshot | None:
         return self._sights.get(pid)
 
     def pass_s(
         self, *ways: str, for_s: float, look_s: float = 1.0
-    ) -> tuple[float, int, Standstill] | None:
-        """Look again and again at ranks that behave in these ways; what is found, and when."""
+    ) -> tuple[float, int, Hang] | None:
+        """Check ranks that behave in these ways every `look_s`; returns what is found, and when."""
         start_s = self._now_s
         while self._now_s - start_s < for_s:
             self._now_s += look_s
             for rank, way in enumerate(ways):
                 self._behave(rank, way, look_s)
-            if (found := self.vigil.look(self._now_s)) is not None:
+            if (found := self.watchdog.check(self._now_s)) is not None:
                 return self._now_s - start_s, *found
         return None
 
@@ -165,7 +174,7 @@ class Watched:
                 waited_ns + round(runnable * look_s * 1e9),
             )
         }
-        self._sights[rank] = Sight(state, traced, last.major_faults + faults, threads)
+        self._sights[rank] = ProcessSnapshot(state, traced, last.major_faults + faults, threads)
 
 
 @pytest.mark.parametrize(
@@ -173,25 +182,23 @@ class Watched:
     [
         (["waits", "stopped", "polls"], Why.STOPPED),
         (["waits", "inert", "polls"], Why.INERT),
-        # Whoever waits for one that is stopped may be unable to beat meanwhile.
+        # A rank that waits for a stopped one may be unable to beat meanwhile.
         (["silent", "stopped", "silent"], Why.STOPPED),
         (["waits-perhaps", "inert", "waits"], Why.INERT),
     ],
 )
 @pytest.mark.parametrize("sees_all", [True, False])
-def test_who_stands_still_is_found_after_the_silence(
+def test_a_hung_rank_is_found_after_the_silence(
     monkeypatch: pytest.MonkeyPatch, ways: list[str], why: Why, sees_all: bool
 ) -> None:
     watched = Watched(monkeypatch, 3, sees_all)
     assert watched.pass_s("computes", "computes", "computes", for_s=3) is None
     found = watched.pass_s(*ways, for_s=60)
     assert found is not None
-    after_s, rank, standstill = found
-    assert (rank, standstill.why) == (1, why)
+    after_s, rank, hang = found
+    assert (rank, hang.why) == (1, why)
     assert 5 <= after_s <= 7
-    assert [*standstill.waiting] == [
-        each for each, way in enumerate(ways) if way in ("waits", "polls")
-    ]
+    assert [*hang.waiting] == [each for each, way in enumerate(ways) if way in ("waits", "polls")]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +212,7 @@ def test_who_stands_still_is_found_after_the_silence(
         ["waits", "polls", "waits"],
     ],
 )
-def test_who_works_or_waits_for_others_is_left_alone(
+def test_a_rank_that_works_or_waits_for_others_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, ways: list[str]
 ) -> None:
     assert Watched(monkeypatch, 3, sees_all=True).pass_s(*ways, for_s=600) is None
@@ -221,20 +228,20 @@ def test_who_works_or_waits_for_others_is_left_alone(
         ("silent", Why.SILENT, 100),
     ],
 )
-def test_what_may_only_be_slow_is_given_longer_and_warned_of(
+def test_a_wait_that_may_only_be_slow_gets_longer_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, way: str, why: Why, limit_s: float
 ) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     assert watched.pass_s("waits", way, for_s=8) is None
-    assert watched.vigil.to_warn() == []
+    assert watched.watchdog.new_warnings() == []
     assert watched.pass_s("waits", way, for_s=4) is None
-    ((rank, still),) = watched.vigil.to_warn()
+    ((rank, still),) = watched.watchdog.new_warnings()
     assert (rank, still.why, still.limit_s) == (1, why, limit_s)
-    assert watched.vigil.to_warn() == []
+    assert watched.watchdog.new_warnings() == []
     found = watched.pass_s("waits", way, for_s=1000)
     assert found is not None
-    after_s, rank, standstill = found
-    assert (rank, standstill.why) == (1, why)
+    after_s, rank, hang = found
+    assert (rank, hang.why) == (1, why)
     assert limit_s <= 12 + after_s <= limit_s + 3
 
 
@@ -244,9 +251,9 @@ def test_one_that_goes_on_and_stands_still_again_is_warned_of_again(
     watched = Watched(monkeypatch, 2, sees_all=True)
     for _ in range(2):
         assert watched.pass_s("waits", "sleeps", for_s=12) is None
-        assert [rank for rank, _ in watched.vigil.to_warn()] == [1]
+        assert [rank for rank, _ in watched.watchdog.new_warnings()] == [1]
         assert watched.pass_s("waits", "computes", for_s=1) is None
-        assert watched.vigil.to_warn() == []
+        assert watched.watchdog.new_warnings() == []
 
 
 def test_another_host_may_be_what_one_perhaps_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +267,8 @@ def test_ranks_that_all_wait_for_another_are_found(monkeypatch: pytest.MonkeyPat
     assert watched.pass_s("waits", "polls", for_s=600) is None
     found = watched.pass_s("waits", "waits", for_s=600)
     assert found is not None
-    after_s, rank, standstill = found
-    assert (rank, standstill.why) == (0, Why.DEADLOCK)
+    after_s, rank, hang = found
+    assert (rank, hang.why) == (0, Why.DEADLOCK)
     assert 49 <= after_s <= 53
 
 
@@ -269,19 +276,19 @@ def test_another_host_may_be_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) 
     assert Watched(monkeypatch, 2, sees_all=False).pass_s("waits", "waits", for_s=600) is None
 
 
-def test_who_only_reads_what_it_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     assert watched.pass_s("imports", "imports", for_s=100) is None
     assert watched.pass_s("imports", "silent", for_s=110) is not None
 
 
-def test_who_has_ended_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_rank_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
-    watched.vigil.remove(1)
+    watched.watchdog.remove(1)
     assert watched.pass_s("computes", "silent", for_s=100) is None
 
 
-def test_a_short_stop_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_stop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     for _ in range(10):
         assert watched.pass_s("waits", "stopped", for_s=4) is None
@@ -296,27 +303,29 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(
     assert watched.pass_s("waits", "stopped", for_s=3000, look_s=3000) is None
 
 
-def test_one_that_others_have_given_up_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_found_at_once_when_others_gave_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
-    assert watched.vigil.stopped() is None
+    assert watched.watchdog.stopped() is None
     watched.pass_s("waits", "stopped", for_s=2)
-    found = watched.vigil.stopped()
+    found = watched.watchdog.stopped()
     assert found is not None
     assert (found[0], found[1].why) == (1, Why.STOPPED)
 
 
-def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
+def test_snapshots_show_computing_and_stopped_processes() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     idle = subprocess.Popen(["sleep", "60"])
     try:
-        before = [sight(busy.pid), sight(idle.pid)]
+        before = [take_snapshot(busy.pid), take_snapshot(idle.pid)]
         time.sleep(1.0)
         idle.send_signal(signal.SIGSTOP)
         deadline_s = time.monotonic() + 10
-        while not ((now := sight(idle.pid)) and now.is_stopped):
+        while not ((now := take_snapshot(idle.pid)) and now.is_stopped):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        after = [sight(busy.pid), now]
+        after = [take_snapshot(busy.pid), now]
         told = [
             now.is_busy_since(last, 1.0)
             for last, now in zip(before, after, strict=True)
@@ -327,19 +336,19 @@ def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
         for process in (busy, idle):
             process.kill()
             process.wait()
-    assert sight(idle.pid) is None
+    assert take_snapshot(idle.pid) is None
 
 
 RANK = """
 import ctypes, os, pathlib, signal, socket, subprocess, sys, threading, time
-from rrfp.train.launch.rank_status import end_with_launcher, enter, finish, show_life
+from rrfp.train.launch.rank_status import end_with_launcher, enter, finish, start_heartbeat
 end_with_launcher()
 how, here = sys.argv[1].split(",")[int(os.environ["RANK"])], pathlib.Path(sys.argv[2])
 child = subprocess.Popen(["sleep", "300"])
 (here / f"pids-{os.environ['RANK']}").write_text(f"{os.getpid()} {child.pid}")
 if how == "stop-before-it-beats":
     os.kill(os.getpid(), signal.SIGSTOP)
-show_life(waits_on_device=False)
+start_heartbeat(waits_on_device=False)
 enter("in step 7")
 def hang():
     lock = threading.Lock()
@@ -412,13 +421,13 @@ def run(
     directory: Path,
     *ways: str,
     silence_s: float = SILENCE_S,
-    warn: Callable[[int, int, Standstill, str], None] = lambda *_: None,
+    warn: Callable[[int, int, Hang, str], None] = lambda *_: None,
     wait_s: int = WAIT_S,
 ) -> dict[int, Failure]:
     program = f"WAIT_S = {wait_s}\n{RANK}"
     command = (sys.executable, "-c", program, ",".join(ways), str(directory))
     environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
-    return run_to_end(command, environments, directory, silence_s=silence_s, warn=warn)
+    return supervise_ranks(command, environments, directory, silence_s=silence_s, warn=warn)
 
 
 def pids_of(directory: Path) -> list[int]:
@@ -428,7 +437,7 @@ def pids_of(directory: Path) -> list[int]:
 
 def await_end(pids: list[int]) -> None:
     deadline_s = time.monotonic() + 10
-    while left := [pid for pid in pids if (now := sight(pid)) and now.state not in "ZX"]:
+    while left := [pid for pid in pids if (now := take_snapshot(pid)) and now.state not in "ZX"]:
         assert time.monotonic() < deadline_s, f"processes {left} are left"
         time.sleep(0.05)
 
@@ -447,9 +456,9 @@ def test_ranks_that_work_or_stop_shortly_end_by_themselves(tmp_path: Path) -> No
 @pytest.mark.timeout(400)
 def test_waits_that_can_end_are_warned_of_and_not_disturbed(tmp_path: Path) -> None:
     """A debugger, a slow server, a child, a sleep; and C code that holds the interpreter."""
-    warned: dict[int, tuple[Standstill, str]] = {}
+    warned: dict[int, tuple[Hang, str]] = {}
 
-    def warn(rank: int, _: int, still: Standstill, stacks: str) -> None:
+    def warn(rank: int, _: int, still: Hang, stacks: str) -> None:
         warned[rank] = still, stacks
 
     ways = (
@@ -502,9 +511,11 @@ def test_descendants_are_found_by_their_parents_and_orphans_by_their_environment
         deadline_s = time.monotonic() + 60
         while not all(map(_sleeps, found)) or len(found) < 2:
             assert time.monotonic() < deadline_s, found
-            found = family_of(parent.pid, [mark.encode()])
+            found = descendants_of(parent.pid, [mark.encode()])
         assert orphaned in found
-        assert set(family_of(parent.pid, [mark.encode(), b"RRFP_OTHER=1"])) == {*found} - {orphaned}
+        assert set(descendants_of(parent.pid, [mark.encode(), b"RRFP_OTHER=1"])) == {*found} - {
+            orphaned
+        }
     finally:
         for pid in {*found, orphaned}:
             os.kill(pid, signal.SIGKILL)
@@ -521,13 +532,13 @@ def test_descendants_are_found_by_their_parents_and_orphans_by_their_environment
         pytest.param("stop-as-it-ends", Why.STOPPED, "in step 7", None, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_stands_still_is_ended_and_its_stack_taken(
+def test_a_hung_rank_is_killed_and_its_stack_read(
     tmp_path: Path, way: str, why: Why, stage: str, function: str | None
 ) -> None:
     failures = run(tmp_path, way)
     (failure,) = failures.values()
-    assert failure.standstill is not None
-    assert (failure.standstill.why, failure.standstill.stage) == (why, stage)
+    assert failure.hang is not None
+    assert (failure.hang.why, failure.hang.stage) == (why, stage)
     # A signal had stopped the others: they go on to tell their stacks, and may end by themselves.
     assert failure.was_ended or way != "hang"
     if function is not None:
@@ -537,14 +548,16 @@ def test_a_rank_that_stands_still_is_ended_and_its_stack_taken(
 def test_a_stopped_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys\n"
-        "from rrfp.train.launch.processes import run_to_end\n"
-        "run_to_end(sys.argv[2:], {0: {'RANK': '0'}}, pathlib.Path(sys.argv[1]))"
+        "from rrfp.train.launch.processes import supervise_ranks\n"
+        "supervise_ranks(sys.argv[2:], {0: {'RANK': '0'}}, pathlib.Path(sys.argv[1]))"
     )
     rank = (sys.executable, "-c", RANK, "stop", str(tmp_path))
     launcher = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), *rank])
     try:
         deadline_s = time.monotonic() + 60
-        while not (pids := pids_of(tmp_path)) or not ((now := sight(pids[0])) and now.is_stopped):
+        while not (pids := pids_of(tmp_path)) or not (
+            (now := take_snapshot(pids[0])) and now.is_stopped
+        ):
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
     finally:

@@ -29,13 +29,13 @@ from rrfp.runtime.launchers import (
 from rrfp.train import checks as device_checks
 from rrfp.train.checks import check_settings
 from rrfp.train.launch.hosts import joining as gpus
-from rrfp.train.launch.hosts.endpoint import among_started, local_ranks
-from rrfp.train.launch.hosts.joining import Taken, check_apart, meeting
+from rrfp.train.launch.hosts.endpoint import local_ranks, with_launcher_hosts
+from rrfp.train.launch.hosts.joining import LauncherGpus, check_gpus_distinct, joined_hosts
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
 from tests.train.trained import TINY, free_port, read_metrics, rrfp_here
 
-# srun as its tasks see it: so many processes, each with the variables that Slurm documents.
+# srun as its tasks see it: processes with the variables that Slurm documents.
 
 
 pytestmark = pytest.mark.timeout(200)
@@ -65,7 +65,7 @@ def task(index: int, num_tasks: int, nodes: str = "localhost") -> dict[str, str]
 def srun(
     num_tasks: int, directory: Path, *arguments: str, timeout_s: float = 120
 ) -> list[tuple[int, str, str]]:
-    """Run `rrfp ARGUMENTS` as so many tasks: the exit code, stdout and stderr of each."""
+    """Run `rrfp ARGUMENTS` as `num_tasks` tasks; returns exit code, stdout and stderr of each."""
     port = {"MASTER_PORT": str(free_port())}
     environments = [os.environ | task(index, num_tasks) | port for index in range(num_tasks)]
     tasks = [_start(environment, directory, arguments) for environment in environments]
@@ -273,20 +273,20 @@ def test_so_are_those_of_torchrun(changes: dict[str, str | None], sentence: str)
 def test_the_hosts_of_a_run_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in task(1, 2).items():
         monkeypatch.setenv(name, value)
-    placed = among_started(TrainSettings(pp=4)).run
+    placed = with_launcher_hosts(TrainSettings(pp=4)).run
     assert (placed.nnodes, placed.node_rank) == (2, 1)
     assert placed.rdzv_endpoint is not None
     assert placed.rdzv_endpoint.startswith("127.0.0.1:2")
     named = TrainSettings(nnodes=4, node_rank=2, rdzv_endpoint="node0:29400")
-    assert among_started(named) == named
+    assert with_launcher_hosts(named) == named
     with pytest.raises(UsageError, match="srun has started 2 processes, which cannot share 3"):
-        among_started(TrainSettings(pp=3, layers=9))
+        with_launcher_hosts(TrainSettings(pp=3, layers=9))
 
 
 def test_one_task_is_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in task(0, 1).items():
         monkeypatch.setenv(name, value)
-    assert among_started(TrainSettings()) == TrainSettings()
+    assert with_launcher_hosts(TrainSettings()) == TrainSettings()
 
 
 def test_a_script_under_srun_finds_torchs_variables(tmp_path: Path) -> None:
@@ -356,10 +356,10 @@ def test_torchrun_trains(tmp_path: Path) -> None:
 ONE_GPU_EACH = "{} ranks on {} take a GPU each and it has {}; start fewer, or let them share"
 
 
-def launchers(*told: str) -> list[Taken]:
-    """Each as `host seen taken`, a letter a GPU."""
+def launchers(*told: str) -> list[LauncherGpus]:
+    """Launchers given as `host visible used`, with a letter per GPU."""
     parts = (each.split() for each in told)
-    return [Taken(f"{host}/boot", tuple(seen), tuple(taken)) for host, seen, taken in parts]
+    return [LauncherGpus(f"{host}/boot", tuple(seen), tuple(taken)) for host, seen, taken in parts]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def launchers(*told: str) -> list[Taken]:
 )
 def test_ranks_that_have_a_gpu_each(told: tuple[str, ...]) -> None:
     for own in range(len(told)):
-        check_apart(launchers(*told), own)
+        check_gpus_distinct(launchers(*told), own)
 
 
 @pytest.mark.parametrize(
@@ -387,15 +387,15 @@ def test_ranks_that_have_a_gpu_each(told: tuple[str, ...]) -> None:
 )
 def test_ranks_that_have_not(told: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_apart(launchers(*told), 0)
+        check_gpus_distinct(launchers(*told), 0)
 
 
-def test_what_a_launcher_tells_is_read_again() -> None:
-    (taken,) = launchers("n0 ab a")
-    assert Taken.decoded([taken.host, [*taken.seen], [*taken.taken]]) == taken
+def test_the_gpus_of_a_launcher_are_decoded() -> None:
+    (own_gpus,) = launchers("n0 ab a")
+    assert LauncherGpus.decode([own_gpus.host, [*own_gpus.visible], [*own_gpus.used]]) == own_gpus
     for other in (None, [], ["n0", "ab", ["a"]], ["n0", ["a"], [1]]):
         with pytest.raises(ValueError, match="is not"):
-            Taken.decoded(other)
+            LauncherGpus.decode(other)
 
 
 def test_the_ranks_of_a_task_among_those_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,13 +416,13 @@ def test_launchers_on_one_host_that_take_the_same_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, pp: int, words: str
 ) -> None:
     two = tuple(Gpu("GPU", 2**30, uuid) for uuid in "01")
-    monkeypatch.setattr(gpus, "gpus_here", lambda: two)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: two)
     endpoint = f"127.0.0.1:{free_port()}"
 
     def meet(node_rank: int, *, share_gpu: bool = False) -> None:
         chosen: dict[str, Any] = {"device": "cuda", "pp": pp, "share_gpu": share_gpu}
         settings = TrainSettings(nnodes=2, node_rank=node_rank, rdzv_endpoint=endpoint, **chosen)
-        with meeting(settings, 20.0):
+        with joined_hosts(settings, 20.0):
             pass
 
     with ThreadPoolExecutor() as hosts:
@@ -472,7 +472,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
     flags: dict[str, Any],
     words: str | None,
 ) -> None:
-    device_checks.gpus_here.cache_clear()
+    device_checks.visible_gpus.cache_clear()
     monkeypatch.setattr(device_checks, "check_cuda", lambda: presence)
     settings = TrainSettings(**{"device": "cuda", **flags})
     try:
@@ -482,11 +482,11 @@ def test_what_a_run_on_gpus_asks_of_a_host(
             with pytest.raises(UsageError, match=words):
                 check_settings(settings)
     finally:
-        device_checks.gpus_here.cache_clear()
+        device_checks.visible_gpus.cache_clear()
 
 
 def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
-    """What the fourth rank of a host takes where torch sees two GPUs."""
+    """The device of the fourth rank of a host where torch sees two GPUs."""
     from rrfp.megatron.cpu import patches
     from rrfp.train.launch import process_groups as devices
 
@@ -496,7 +496,7 @@ def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
         patch.object(torch.cuda, "device_count", lambda: 2),
         patch.object(torch.cuda, "set_device", lambda device: taken.append(str(device))),
     ):
-        device = devices.take_device(TrainSettings(device="cuda").run)
+        device = devices.prepare_device(TrainSettings(device="cuda").run)
     return (
         str(device),
         taken,
@@ -513,8 +513,8 @@ def test_ranks_take_the_gpus_in_turn() -> None:
 
 
 def learn(is_on_gpu: bool) -> list[Any]:
-    """What this rank learns on the CPU, by the settings of a run on it, or by those of one on GPUs
-    with groups of two backends, and with collectives one by one."""
+    """The losses of this rank on the CPU: with the settings of a CPU run, or with those of a GPU
+    run, which has groups of two backends and collectives one by one."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
@@ -578,8 +578,8 @@ def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room_on(gpus: str, sees_own: bool) -> int:
-    """What activations of this rank may take. The ranks' GPUs are named by rank, and each sees its
-    own alone, or all."""
+    """The memory for activations of this rank. The ranks' GPUs are named by rank, and each sees
+    only its own, or all."""
     from rrfp.megatron.memory.bound import MemoryBound, activation_headroom
     from rrfp.schedule.policy import Auto
 

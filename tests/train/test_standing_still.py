@@ -28,13 +28,13 @@ from tests.train.trained import (
 )
 
 STOPS = Path(__file__).parents[1] / "stops"
-"""What stops a rank at a place, put on the path of the run."""
+"""A directory on the path of the run with code that stops a rank at a chosen place."""
 WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where rank 1 stops."""
+    """A place where rank 1 stops."""
 
     module: str
     name: str = ""
@@ -42,7 +42,7 @@ class Stage:
     nth: int = 1
     flags: str = "--pp 2 --steps 6"
     told: str = "in start-up"
-    """What the sentence says about it."""
+    """The stage in the error sentence."""
 
 
 SAVING = "--pp 2 --save saved --save-every 2"
@@ -342,7 +342,7 @@ def fake(tmp_path: Path, request: pytest.FixtureRequest) -> Fake:
     return Fake(tmp_path / "root", *request.param)
 
 
-def told(limits: CgroupLimits, failure: Failure) -> str:
+def sentence(limits: CgroupLimits, failure: Failure) -> str:
     return str(_first_failure({1: failure}, RunDir(Path("run")), lambda: None, 8, limits))
 
 
@@ -351,14 +351,14 @@ KILLED = Failure(7, -signal.SIGKILL, 0.0, None)
 
 def test_the_oom_killer_is_named(fake: Fake) -> None:
     limits = CgroupLimits(fake.root)
-    assert told(limits, KILLED).startswith("rank 1 (pid 7) was killed by SIGKILL; ")
+    assert sentence(limits, KILLED).startswith("rank 1 (pid 7) was killed by SIGKILL; ")
     fake.count(kills=3)
-    assert told(limits, KILLED) == (
+    assert sentence(limits, KILLED) == (
         "rank 1 (pid 7) was killed by the kernel's OOM killer at its cgroup's memory limit of 512 "
         "MiB; its last output is in run/logs/rank-1.log"
     )
     segv = Failure(7, -signal.SIGSEGV, 0.0, None)
-    assert "was killed by SIGSEGV; " in told(limits, segv)
+    assert "was killed by SIGSEGV; " in sentence(limits, segv)
 
 
 def test_a_full_pids_cgroup_is_named(fake: Fake) -> None:
@@ -366,12 +366,12 @@ def test_a_full_pids_cgroup_is_named(fake: Fake) -> None:
     report = FailureReport(f"BlockingIOError: {NO_MORE}", 1, False, False)
     ended = Failure(7, 1, 0.0, None, stage="in step 3")
     full = "; the cgroup has reached its limit of 64 processes and threads (pids.max)"
-    assert full not in told(limits, Failure(7, 1, 0.0, report)) + told(limits, ended)
+    assert full not in sentence(limits, Failure(7, 1, 0.0, report)) + sentence(limits, ended)
     fake.count(refusals=2)
-    assert f"{NO_MORE}{full} (see " in told(limits, Failure(7, 1, 0.0, report))
-    assert f"exited with code 1 in step 3 of 8{full}; see " in told(limits, ended)
+    assert f"{NO_MORE}{full} (see " in sentence(limits, Failure(7, 1, 0.0, report))
+    assert f"exited with code 1 in step 3 of 8{full}; see " in sentence(limits, ended)
     other = FailureReport("ValueError: no", 1, False, False)
-    assert full not in told(limits, Failure(7, 1, 0.0, other))
+    assert full not in sentence(limits, Failure(7, 1, 0.0, other))
 
 
 @pytest.mark.parametrize("text", ["", "0::/gone\n", "not a line\n", "4:memory\n"])
@@ -380,7 +380,7 @@ def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path, text: str) ->
     (tmp_path / "proc/self/cgroup").write_text(text)
     for _ in range(2):
         limits = CgroupLimits(tmp_path)
-        assert told(limits, KILLED).startswith("rank 1 (pid 7) was killed by SIGKILL; ")
+        assert sentence(limits, KILLED).startswith("rank 1 (pid 7) was killed by SIGKILL; ")
         (tmp_path / "proc/self/mountinfo").write_text("30 24 0:26 / /x rw - cgroup2\nrubbish\n")
 
 

@@ -31,7 +31,7 @@ END = "</s>"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the tokens go."""
+    """The directory of the token cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "rrfp" / "tokens"
 
@@ -195,7 +195,7 @@ def test_text_is_encoded_once(
         document_lengths(data, told.append)
         assert documents(open_corpus(data)) == expected
     assert len(told) == 2
-    # What was cut short is made anew.
+    # A truncated entry is written again.
     kept[0].write_bytes(kept[0].read_bytes()[:-2])
     assert documents(open_corpus(data)) == expected
     # Other text, and another tokenizer, have other tokens.

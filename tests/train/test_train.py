@@ -28,11 +28,10 @@ from rrfp.trace.outcome import Ending, Outcome, read_ending
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints import run_start as beginning
 from rrfp.train.launch import processes as children
-from rrfp.train.launch.hosts import gathering
-from rrfp.train.launch.hosts import joining as meeting
-from rrfp.train.launch.hosts.host_status import Pulse
-from rrfp.train.launch.hosts.joining import Met
-from rrfp.train.launch.processes import started
+from rrfp.train.launch.hosts import gathering, joining
+from rrfp.train.launch.hosts.host_status import HostHeartbeat
+from rrfp.train.launch.hosts.joining import JoinedHosts
+from rrfp.train.launch.processes import start_rank
 from rrfp.train.launch.store import file_store
 from rrfp.train.settings import TrainSettings
 from tests.train.checkpointed import FLAGS, made_up, newest
@@ -82,7 +81,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(directory, "--config", "run.toml", "--steps", str(STEPS), *TINY)
 
 
-def test_run_json_tells_settings_versions_and_ranks(finished: Finished) -> None:
+def test_run_json_has_settings_versions_and_ranks(finished: Finished) -> None:
     told = finished.description
     settings = told["settings"]
     assert settings.keys() == TrainSettings().described().keys()
@@ -207,7 +206,9 @@ def test_a_fixed_order_holds_what_it_says_and_nothing_need_be_recorded(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "code"), [((), 0), (("--dtype", "bf16", "--device", "tpu"), 2)])
-def test_a_training_goes_on_unheard(flags: tuple[str, ...], code: int, tmp_path: Path) -> None:
+def test_training_goes_on_without_a_reader_of_its_output(
+    flags: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
     """As under `| head -1`: it is trained to its end, and its exit code is its own."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -268,7 +269,7 @@ def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
     with Training(tmp_path / "run", *ENDLESS) as training:
         training.await_steps(3)
-        # Whoever waits for the end asks again.
+        # A user who waits for the end presses it again.
         while training.process.poll() is None:
             os.killpg(training.process.pid, signal.SIGINT)
             time.sleep(0.02)
@@ -311,7 +312,7 @@ def test_a_stopped_rank_is_named_if_its_peers_give_it_up_first(tmp_path: Path) -
     """As they do where the launcher was stopped, too."""
     flags = ("--microbatches", "64", "--silence", "5")
     with Training(tmp_path / "run", *ENDLESS, *flags) as training:
-        # Whoever waits for it in a collective would do so for gloo's 300 s.
+        # A rank that waits for it in a collective would wait for gloo's 300 s.
         pid = training.stop_amid_tasks(2)
         training.process.send_signal(signal.SIGSTOP)
         log = training.run / "logs" / "rank-1.log"
@@ -338,7 +339,7 @@ def test_a_training_that_breaks_down_stops(tmp_path: Path) -> None:
 
 
 def test_the_display_says_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there is no terminal; a line that is not whole yet is left for later."""
+    """Without a terminal; an incomplete line is left for later."""
     metrics = tmp_path / "metrics.jsonl"
     told = {"loss": 5.0, "tokens": 64, "step_time_s": 0.5, "busy_fraction": [0.5]}
     lines = [
@@ -382,7 +383,7 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
     """Without --resume what is saved is another run's."""
     if saved:
         made_up(tmp_path, 2)
-    monkeypatch.setattr(beginning, "beginning_of", lambda *_, **__: signal.raise_signal(SIGTERM))
+    monkeypatch.setattr(beginning, "start_or_resume", lambda *_, **__: signal.raise_signal(SIGTERM))
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", *resume)
     said = (
         "before training went on; --resume goes on after step 2"
@@ -396,12 +397,12 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
 def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let the launcher start this program for every rank."""
     command = (sys.executable, "-c", program)
-    monkeypatch.setattr(children, "started", lambda _, *rest: started(command, *rest))
+    monkeypatch.setattr(children, "start_rank", lambda _, *rest: start_rank(command, *rest))
 
 
 DONE = """
-from rrfp.train.launch.rank_status import finish, show_life
-show_life(waits_on_device=False)
+from rrfp.train.launch.rank_status import finish, start_heartbeat
+start_heartbeat(waits_on_device=False)
 finish()
 """
 """A rank that has done all its work."""
@@ -418,7 +419,7 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
         reported.append(run)
 
     ranks_are(monkeypatch, DONE)
-    monkeypatch.setattr(cli_train, "_report", report)
+    monkeypatch.setattr(cli_train, "_print_summary", report)
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
     assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
     assert signal.getsignal(SIGTERM) is signal.SIG_IGN
@@ -434,17 +435,18 @@ def test_sigterm_while_hosts_part_changes_nothing(
         raise AssertionError("there is no other host")
 
     @contextmanager
-    def parting(*_: Any) -> Iterator[Met]:
+    def parting(*_: Any) -> Iterator[JoinedHosts]:
         try:
-            yield Met(file_store(tmp_path), Pulse(connect, node_rank, 2, 15.0), connect)
+            heartbeat = HostHeartbeat(connect, node_rank, 2, 15.0)
+            yield JoinedHosts(file_store(tmp_path), heartbeat, connect)
         finally:
             signal.raise_signal(SIGTERM)
 
     reported: list[RunDir] = []
     ranks_are(monkeypatch, program)
-    monkeypatch.setattr(meeting, "meeting", parting)
-    monkeypatch.setattr(gathering, "gathering", lambda *_: nullcontext())
-    monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
+    monkeypatch.setattr(joining, "joined_hosts", parting)
+    monkeypatch.setattr(gathering, "gathering_records", lambda *_: nullcontext())
+    monkeypatch.setattr(cli_train, "_print_summary", lambda run, *_: reported.append(run))
     hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
     assert asked.returncode == code, asked.stderr
@@ -523,7 +525,7 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_was_being_saved_goes_with_the_run(tmp_path: Path) -> None:
-    """SIGINT ends ranks at once, amid the save that SIGTERM asked for."""
+    """SIGINT ends ranks at once, in the middle of the save that SIGTERM asked for."""
     run, ck = tmp_path / "run", tmp_path / "ck"
     large = ("--hidden=256", "--save-every=1", "--no-trace")
     with Training(run, "--pp=2", f"--save={ck}", *ENDLESS, *large) as training:

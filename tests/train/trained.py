@@ -104,7 +104,7 @@ class Training:
             time.sleep(0.02)
 
     def await_steps(self, num_steps: int) -> None:
-        """Wait until so many steps stand in the metrics."""
+        """Wait until the metrics have this number of steps."""
         self.await_that(lambda: self.num_steps >= num_steps, f"{num_steps} steps")
 
     def await_start(self, rank: int) -> int:
@@ -155,11 +155,11 @@ class Training:
 
     @property
     def num_steps(self) -> int:
-        """How many steps stand in the metrics."""
+        """Number of steps in the metrics."""
         return len(read_metrics(self.run))
 
     def said(self) -> str:
-        """What stands on stderr by now."""
+        """The text on stderr so far."""
         return Path(self._stderr.name).read_text()
 
     def ended(self, timeout_s: float = START_S) -> tuple[int, str, str]:
@@ -237,7 +237,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_opens(run: Path) -> None:
-    """The trace holds every step that the metrics tell of, and can be read."""
+    """Check that the trace can be read and has every step of the metrics."""
     steps = [line["step"] for line in read_metrics(run)]
     assert steps == list(range(len(steps)))
     shown = rrfp_here(run.parent, "analyze", "bubbles", str(run), "--format", "json")
@@ -248,7 +248,7 @@ def assert_opens(run: Path) -> None:
 
 
 def pid_of(run: Path, rank: int) -> int:
-    """The process of a rank, as run.json tells it."""
+    """The process of a rank by run.json."""
     ranks = json.loads((run / "run.json").read_text())["ranks"]
     return int(next(entry["pid"] for entry in ranks if entry["rank"] == rank))
 

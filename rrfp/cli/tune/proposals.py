@@ -282,7 +282,7 @@ class TrialRunner:
         from rrfp.trace.outcome import noting_outcome
         from rrfp.trace.records import NS_PER_S
         from rrfp.trace.run_dir import own_files
-        from rrfp.train.checkpoints.run_start import beginning_of
+        from rrfp.train.checkpoints.run_start import start_or_resume
         from rrfp.train.checks import check_settings
         from rrfp.train.launch.launcher import launch
         from rrfp.train.pacing import check_pace
@@ -292,7 +292,7 @@ class TrialRunner:
         fitted(settings.effective_policy, settings.shape, counts_places=False)
         check_pace(settings)
         with own_files(shared=settings.run.shared_files):
-            run = beginning_of(settings, tell=_note).run
+            run = start_or_resume(settings, report=_note).run
             _note(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
             with noting_outcome(run), working(f"Trying proposal {number}"):
                 launch(settings, run)

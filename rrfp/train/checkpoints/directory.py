@@ -1,11 +1,10 @@
-"""The directory of a run's checkpoints: which of them are whole, and which may go.
+"""The directory of a run's checkpoints: finds complete ones, and creates and removes them.
 
-`step-00000012/` holds the state after 12 steps. It is written under another name and gets this one
-when every file is on the disk, so a save that was cut short never has it. One that was damaged
-later is recognised by its manifest, which lists every file with its size and its digest
-(`rrfp.train.checkpoints.directory`).
+`step-00000012/` holds the state after 12 steps. It is written under another name and renamed when
+every file is on the disk, so an interrupted save never has this name. Later damage shows by the
+manifest, which lists the size and the digest of every file.
 
-Imports no torch: the launcher looks before it starts any process.
+Imports no torch: the launcher checks checkpoints before it starts any process.
 """
 
 import errno
@@ -33,70 +32,68 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.strict_json import parsed
 from rrfp.system import num_cores
 
-# What a checkpoint says about itself: `checkpoint.json`, which is written last.
-#
-# Imports no torch: the launcher reads it before it starts any process.
+# The manifest of a checkpoint: `checkpoint.json`, which is written last.
 
 
 FILE = "checkpoint.json"
 METRICS = "metrics.jsonl"
-"""The run's metrics up to the checkpoint's step, so that a run that goes on has every line once."""
+"""A copy of the run's metrics up to the checkpoint's step, for a resumed run."""
 
 _FORMAT = "rrfp checkpoint"
 _VERSION = 2
 _WITHOUT_DIGESTS = 1
-"""The version before digests."""
+"""The version without digests of files."""
 
 _SEAL = b',\n  "sha256": "%s"\n}\n'
 """The end of the file: the SHA-256 of all bytes before it."""
 _MOST_BYTES = 64 << 20
-"""A larger file is no manifest; some 100,000 ranks fill that much."""
+"""The largest manifest that is read; some 100,000 ranks need this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint's description."""
+    """The description of a checkpoint."""
 
     step: int
-    """Finished steps, which is also the number of the next one."""
+    """Number of finished steps, which is also the index of the next step."""
     settings: Mapping[str, Any]
     """The settings of the run that saved it, by flag."""
     run: str
     """The run's directory, as an absolute path."""
     versions: Mapping[str, str]
-    """Those of Python and of the packages that saved it."""
+    """The versions of Python and of the packages that saved it."""
     files: Mapping[str, int]
-    """Every other file of the checkpoint with its size in bytes."""
+    """The size in bytes of every other file of the checkpoint."""
     contents: Mapping[str, str]
-    """What the data were (`rrfp.train.data.sources`); empty if the file does not say, and then no
-    run goes on from here."""
+    """The digests of the training data (`data_contents` of `rrfp.train.data.sources`). If empty, no
+    run can resume from the checkpoint."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """The SHA-256 of each of the files, in hexadecimal; empty if an older version saved it."""
+    """The SHA-256 of each file, in hexadecimal; empty if an older version saved it."""
 
     def to_json(self) -> str:
         """The text of the file, which ends with its own digest."""
-        told = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return _sealed(json.dumps(told, indent=2).encode().removesuffix(b"\n}")).decode()
+        values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return _sealed(json.dumps(values, indent=2).encode().removesuffix(b"\n}")).decode()
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read a checkpoint's manifest. Raises OSError, or ValueError saying what is wrong."""
-        data = _read(directory / FILE)
+        """Read a checkpoint's manifest. Raises OSError, or ValueError with the problem."""
+        data = _read_small_file(directory / FILE)
         try:
-            told = parsed(data)
+            found = parsed(data)
         except ValueError as error:
             raise ValueError(f"{FILE} is not JSON") from error
-        if not isinstance(told, dict) or told.get("format") != _FORMAT:
+        if not isinstance(found, dict) or found.get("format") != _FORMAT:
             raise ValueError(f"{FILE} does not describe a checkpoint of rrfp")
-        version = told.get("version")
-        if version == _WITHOUT_DIGESTS and not told.keys() & {"digests", "sha256"}:
-            told["digests"] = {}
+        version = found.get("version")
+        if version == _WITHOUT_DIGESTS and not found.keys() & {"digests", "sha256"}:
+            found["digests"] = {}
         elif version != _VERSION:
             raise ValueError(f"{FILE} has version {version} and not {_VERSION}")
         elif _sealed(data[: -len(_sealed(b""))]) != data:
             raise ValueError(f"{FILE} does not have the SHA-256 that it ends with")
-        # Refused when a run is to go on from it, and not passed over: it may be whole otherwise.
-        told.setdefault("contents", {})
+        # Refused when a run resumes from it, and not skipped: it may be complete otherwise.
+        found.setdefault("contents", {})
         kinds = {
             "step": int,
             "settings": dict,
@@ -107,20 +104,20 @@ class Manifest:
             "digests": dict,
         }
         for name, kind in kinds.items():
-            if not isinstance(told.get(name), kind):
+            if not isinstance(found.get(name), kind):
                 raise ValueError(f"{FILE} has no valid '{name}'")
-        if version == _VERSION and told["files"].keys() != told["digests"].keys():
+        if version == _VERSION and found["files"].keys() != found["digests"].keys():
             raise ValueError(f"{FILE} does not have a digest of each file")
-        return cls(**{name: told[name] for name in kinds})
+        return cls(**{name: found[name] for name in kinds})
 
 
 def _sealed(body: bytes) -> bytes:
-    """The text of an open JSON object, closed behind its digest."""
+    """Append its own digest and the closing brace to the text of an open JSON object."""
     return body + _SEAL % hashlib.sha256(body).hexdigest().encode()
 
 
-def _read(path: Path) -> bytes:
-    """A small regular file. Raises OSError, or ValueError for another one."""
+def _read_small_file(path: Path) -> bytes:
+    """Read a regular file. Raises OSError, and ValueError for another kind or one too large."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -131,24 +128,22 @@ def _read(path: Path) -> bytes:
         return file.read()
 
 
-# Decides whether a checkpoint is whole: its files are those that were saved, and nobody but their
-# owner can have changed them.
-#
-# Imports no torch: the launcher looks before it starts any process.
+# Integrity: a checkpoint is whole if its files are the ones that were saved, and no other user can
+# have changed them.
 
 
 _PIECE_BYTES = 1 << 20
 _THREADS_PER_CORE = 2
-"""One thread computes while the other reads."""
+"""One thread computes a digest while the other reads."""
 
 
 def problem_of(directory: Path, *, with_content: bool) -> tuple[Manifest | None, str]:
-    """A checkpoint's manifest, and what keeps the checkpoint from being whole; empty if it is.
+    """Check a checkpoint; returns its manifest and a problem, which is empty if it is whole.
 
-    Without `with_content` the digests of the files are not compared, which reads all of them.
+    `with_content` also compares the digests of the files, which reads all of them.
     """
     try:
-        # Whoever owns the directory of the checkpoints can replace everything in it.
+        # The owner of the directory of the checkpoints can replace everything in it.
         owners = {os.geteuid(), 0, directory.parent.stat().st_uid}
         foreign = why_foreign(directory.lstat(), owners)
         if foreign is not None:
@@ -167,7 +162,8 @@ def problem_of(directory: Path, *, with_content: bool) -> tuple[Manifest | None,
 
 
 def missing_part(found: Mapping[str, int], manifest: Manifest) -> str:
-    """What files, with their sizes, lack of what a manifest lists; empty if nothing."""
+    """Describe the first file of a manifest that is missing in `found` (sizes by name) or has
+    another size; empty if none."""
     for name, size in manifest.files.items():
         if name not in found:
             return f"{name} is missing"
@@ -177,7 +173,7 @@ def missing_part(found: Mapping[str, int], manifest: Manifest) -> str:
 
 
 def _problem_of_files(directory: Path, manifest: Manifest, owners: Collection[int]) -> str:
-    """How the files differ from what the manifest lists, but for their content."""
+    """Describe how the files differ from the manifest in names, sizes or access; empty if not."""
     found = {}
     for name, status in files_in(directory):
         foreign = why_foreign(status, owners)
@@ -191,7 +187,7 @@ def _problem_of_files(directory: Path, manifest: Manifest, owners: Collection[in
 
 
 def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below a directory, by its path from there; links are not followed. May raise
+    """Every entry below a directory, with its relative path; links are not followed. May raise
     OSError."""
 
     def fail(error: OSError) -> None:
@@ -204,21 +200,23 @@ def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def why_foreign(status: os.stat_result, owners: Collection[int]) -> str | None:
-    """How others than these users can change a file or a directory, behind its name; None if they
-    cannot. A group of which its owner is the only member is no other, as in Debian's ssh."""
+    """The clause that says why users other than `owners` can change a file or directory; None if
+    they cannot. As in Debian's ssh, a group whose only member is the owner does not count."""
     if status.st_uid not in owners:
         return f"belongs to user {status.st_uid}"
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "is neither a file nor a directory"
-    by_group = bool(status.st_mode & stat.S_IWGRP) and not _has_alone(status.st_uid, status.st_gid)
+    by_group = bool(status.st_mode & stat.S_IWGRP) and not _is_only_member(
+        status.st_uid, status.st_gid
+    )
     if by_group or status.st_mode & stat.S_IWOTH:
         return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 
 @cache
-def _has_alone(user: int, group: int) -> bool:
-    """Whether a user is the only member of a group."""
+def _is_only_member(user: int, group: int) -> bool:
+    """True if a user is the only member of a group."""
     try:
         name, members = pwd.getpwuid(user).pw_name, {*grp.getgrgid(group).gr_mem}
     except KeyError:
@@ -227,7 +225,8 @@ def _has_alone(user: int, group: int) -> bool:
 
 
 def digest_of(path: Path, stop: Event | None = None) -> str:
-    """The SHA-256 of a file; of its beginning once `stop` is set. May raise OSError."""
+    """The SHA-256 of a file. Stops early, with a useless result, once `stop` is set. May raise
+    OSError."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while (stop is None or not stop.is_set()) and (size := file.readinto(piece)):
@@ -236,7 +235,7 @@ def digest_of(path: Path, stop: Event | None = None) -> str:
 
 
 def _problem_of_content(directory: Path, digests: Mapping[str, str]) -> str:
-    """The first file found to differ from its digest, in words; empty if none does."""
+    """Describe the first file found that differs from its digest; empty if none does."""
     stop = Event()
     num_threads = max(1, min(len(digests), _THREADS_PER_CORE * num_cores()))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="rrfp-digest") as pool:
@@ -259,18 +258,18 @@ _WHOLE = re.compile(r"step-(\d{8,})")
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
 _SAVED = re.compile(rf"{_WHOLE.pattern}|{re.escape(_SAVING)}\d+-[0-9a-f]{{32}}")
-"""The names of checkpoints that are whole, or being written."""
+"""Names of checkpoints that are complete, or being written."""
 LOCK = ".lock"
 
 _LOCK_S = 30.0
-"""How long a run waits for another that saves to the same directory. One whose launcher was killed
-ends within a second."""
-_LOOK_S = 0.1
+"""How long a run waits for another one that saves to the same directory. A run whose launcher was
+killed ends within a second."""
+_POLL_S = 0.1
 _PROBE_BYTES = 1 << 18
-_MOST_OF_HOLDER = 200
-"""How many characters of the lock's file are read."""
+_MAX_HOLDER_CHARS = 200
+"""Characters of the lock file that are read."""
 _MODE = 0o755
-"""The most that the umask may leave of a directory's mode: nobody else may write there."""
+"""The mode of directories, before the umask: no other user may write there."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -293,8 +292,8 @@ class CheckpointDir:
         self.path = path
 
     def prepare(self) -> None:
-        """Make the directory, and see whether files can be written there, by this user alone.
-        Raises UsageError."""
+        """Create the directory and check that this user, and no other, can write there. Raises
+        UsageError."""
         try:
             if (self.path / FILE).exists():
                 parent = self.path.resolve().parent
@@ -313,11 +312,11 @@ class CheckpointDir:
             ) from None
 
     def _check_is_own(self) -> None:
-        """Raise UsageError if others can replace what is in the directory. May raise OSError."""
+        """Raise UsageError if other users can replace its entries. May raise OSError."""
         probe = self.path / f"{_SAVING}probe-{uuid.uuid4().hex}"
         probe.mkdir(_MODE)
         try:
-            # A file system may give this user's files to another one, as NFS does with root's.
+            # A file system may assign this user's files to another user, as NFS does with root's.
             owners = {os.geteuid(), 0, probe.lstat().st_uid}
             link, status = self.path.lstat(), self.path.stat()
             foreign = why_foreign(status, owners)
@@ -333,41 +332,41 @@ class CheckpointDir:
             shutil.rmtree(probe, ignore_errors=True)
 
     def owns(self, name: str) -> bool:
-        """Whether an entry of this name is, or may be, replaced or removed with a checkpoint."""
+        """True if an entry of this name may be replaced or removed with a checkpoint."""
         return bool(_WHOLE.fullmatch(name)) or name.startswith((_SAVING, _REMOVING, LOCK))
 
     def path_of(self, name: str) -> Path:
-        """The checkpoint of this name, whole or being written. Raises ValueError for a name that
-        none has: one that another rank tells could lead out of this directory."""
+        """The path of a checkpoint, complete or being written. Raises ValueError for any other
+        name: a name from another rank could lead out of this directory."""
         if not _SAVED.fullmatch(name):
             raise ValueError(f"'{name[:100]}' is not the name of a checkpoint")
         return self.path / name
 
     def newest(
-        self, tell: Callable[[str], None] = lambda _: None, *, with_content: bool = True
+        self, report: Callable[[str], None] = lambda _: None, *, with_content: bool = True
     ) -> Checkpoint | None:
-        """The newest whole checkpoint, or None. `tell` receives a sentence about each newer one
-        that is not whole, and about one that cannot show damage. What is found may be loaded only
-        `with_content`, which reads all of it."""
-        found = next(self._whole(tell, with_content=with_content), None)
+        """The newest whole checkpoint, or None. `report` receives a sentence about each newer one
+        that is not whole, and a warning if the result has no digests. The result may be loaded only
+        if checked `with_content`, which reads all of it."""
+        found = next(self._whole(report, with_content=with_content), None)
         if found is not None and not found.manifest.digests:
-            tell(no_digests(found.path))
+            report(no_digests_warning(found.path))
         return found
 
     def _whole(
-        self, tell: Callable[[str], None] = lambda _: None, *, with_content: bool
+        self, report: Callable[[str], None] = lambda _: None, *, with_content: bool
     ) -> Iterator[Checkpoint]:
-        """The whole checkpoints, the newest first."""
+        """The whole checkpoints, newest first."""
         for _, path in sorted(self._named(), reverse=True):
-            found = _looked_at(path, with_content=with_content)
+            found = _check(path, with_content=with_content)
             if isinstance(found, Checkpoint):
                 yield found
             else:
-                tell(f"the checkpoint {path} is not whole ({found}) and is passed over")
+                report(f"the checkpoint {path} is not whole ({found}) and is passed over")
 
     def begin(self, step: int) -> Path:
-        """A new directory to write the checkpoint of `step` into. Raises OSError if there is not
-        even room for the files that describe one."""
+        """Create a directory to write the checkpoint of `step` into. Raises OSError if the disk
+        lacks space even for its manifest."""
         path = self.path / f"{_SAVING}{step}-{uuid.uuid4().hex}"
         path.mkdir(_MODE)
         probe = path / f"{_SAVING}probe"
@@ -380,13 +379,14 @@ class CheckpointDir:
         return path
 
     def is_saving(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is being written, or was when its run died."""
+        """True if the checkpoint of `step` is being written, or was when its run died."""
         return any(self.path.glob(f"{_SAVING}{step}-*"))
 
     def finish(self, saving: Path, manifest: Manifest) -> Path:
-        """Give a checkpoint whose files are all written its name. The manifest lists those that
-        ranks have digested and that must be there; it gets the others, too. Raises RrfpError if
-        one is not, and may raise OSError."""
+        """Complete a checkpoint whose files are written: sync them, write the manifest, and rename
+        the directory; returns its new path. `manifest` lists the files of all ranks; other files,
+        and missing digests, are added. Raises RrfpError if a listed file is missing, and may raise
+        OSError."""
         files = {
             name: status.st_size
             for name, status in files_in(saving)
@@ -401,24 +401,23 @@ class CheckpointDir:
             )
         digests = {name: manifest.digests.get(name) or digest_of(saving / name) for name in files}
         for name in files:
-            _keep_own(saving / name)
+            _deny_others_writing(saving / name)
             _sync(saving / name)
         manifest = replace(manifest, files=files, digests=digests)
         with (saving / FILE).open("x", encoding="utf-8") as file:
             file.write(manifest.to_json())
-        _keep_own(saving / FILE)
+        _deny_others_writing(saving / FILE)
         _sync(saving / FILE)
         _sync(saving)
         path = self.path / f"step-{manifest.step:08d}"
-        if path.exists():  # a damaged one that this run was resumed before
+        if path.exists():  # a damaged one, later than the step from which this run resumed
             self._remove(path)
         saving.rename(path)
         _sync(self.path)
         return path
 
     def remove_older(self, keep: int) -> None:
-        """Remove all whole checkpoints except the newest `keep`. A run goes on even if that
-        fails."""
+        """Remove all whole checkpoints except the newest `keep`. Failures are ignored."""
         for checkpoint in [*self._whole(with_content=False)][keep:]:
             with suppress(OSError):
                 self._remove(checkpoint.path)
@@ -429,8 +428,8 @@ class CheckpointDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only run that saves here, and remove what others left unfinished. Raises
-        UsageError if another run does not end in time, or if others can write here."""
+        """Hold the directory's lock, and remove unfinished checkpoints of earlier runs. Raises
+        UsageError if another run does not release it in time, or if other users can write here."""
         try:
             self._check_is_own()
             lock = self._open_lock()
@@ -441,15 +440,15 @@ class CheckpointDir:
             ) from None
         with lock as file:
             deadline_s = time.monotonic() + _LOCK_S
-            while _is_locked_by_us(file.fileno()) is False:
+            while _try_lock(file.fileno()) is False:
                 if time.monotonic() > deadline_s:
                     file.seek(0)
-                    holder = _holder(file.read(_MOST_OF_HOLDER))
+                    holder = _describe_holder(file.read(_MAX_HOLDER_CHARS))
                     raise UsageError(
                         f"{self.path} has been in use by {holder} for {_LOCK_S:.0f} s; wait until "
                         "that ends or choose another directory with --save"
                     )
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             file.truncate(0)
             file.write(f"process {os.getpid()} of {os.uname().nodename}\n")
             file.flush()
@@ -460,14 +459,14 @@ class CheckpointDir:
                 file.truncate(0)
 
     def remove_abandoned(self) -> None:
-        """Remove what runs that ended have left unfinished, unless a run saves here now."""
+        """Remove unfinished checkpoints of earlier runs, unless a run saves here now."""
         with suppress(OSError), self._open_lock() as file:
-            if _is_locked_by_us(file.fileno()):
+            if _try_lock(file.fileno()):
                 self._remove_unfinished()
 
     def _open_lock(self) -> IO[str]:
-        """The file that the run which saves here locks. No other user may open it: who can read a
-        file can lock it. May raise OSError."""
+        """Open the lock file. No other user may open it, because every reader can lock it. May
+        raise OSError."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.open(self.path / LOCK, flags, 0o600)
         status = os.fstat(lock)
@@ -485,7 +484,7 @@ class CheckpointDir:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _named(self) -> list[tuple[int, Path]]:
-        """Everything that has the name of a whole checkpoint, with its step."""
+        """The directories with the name of a complete checkpoint, with their steps."""
         try:
             entries = [*self.path.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -502,16 +501,17 @@ class CheckpointDir:
         ]
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint; a removal that is cut short does not leave half of one behind."""
+        """Remove a checkpoint, renamed first so that an interrupted removal leaves no half of
+        it."""
         doomed = self.path / f"{_REMOVING}{uuid.uuid4().hex}"
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def whole_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory. Raises RrfpError, naming what is damaged and the newest whole
-    one beside it, if it is not whole."""
-    found = _looked_at(path, with_content=True)
+    """The checkpoint in a directory. If it is not whole, raises RrfpError naming the damage and the
+    newest whole checkpoint beside it."""
+    found = _check(path, with_content=True)
     if isinstance(found, Checkpoint):
         return found
     other = CheckpointDir(path.resolve().parent).newest()
@@ -519,16 +519,16 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     raise RrfpError(f"the checkpoint {path} is not whole ({found}); {advice} that is whole")
 
 
-def no_digests(path: Path) -> str:
-    """A warning about a checkpoint of an older version."""
+def no_digests_warning(path: Path) -> str:
+    """The warning about a checkpoint of an older version."""
     return (
         f"the checkpoint {path} has no digests, as an older rrfp saved it: damage to its files "
         "would not be noticed"
     )
 
 
-def _looked_at(path: Path, *, with_content: bool) -> Checkpoint | str:
-    """A checkpoint, or why it is not whole."""
+def _check(path: Path, *, with_content: bool) -> Checkpoint | str:
+    """The checkpoint in a directory, or the reason why it is not whole."""
     manifest, problem = problem_of(path, with_content=with_content)
     if manifest is None or problem:
         return problem
@@ -538,8 +538,9 @@ def _looked_at(path: Path, *, with_content: bool) -> Checkpoint | str:
     return Checkpoint(path, manifest)
 
 
-def _is_locked_by_us(descriptor: int) -> bool | None:
-    """None if this file system has no locks, so that nothing shows another run."""
+def _try_lock(descriptor: int) -> bool | None:
+    """Try to lock a file: True if locked, False if another process holds the lock, None if the file
+    system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -549,25 +550,25 @@ def _is_locked_by_us(descriptor: int) -> bool | None:
     return True
 
 
-def _holder(told: str) -> str:
-    """Who holds a lock by what its file tells, unless that process is gone."""
-    match = re.fullmatch(r"process (\d+) of (.+)\n", told)
+def _describe_holder(content: str) -> str:
+    """Describe the process that holds a lock, from the content of the lock file."""
+    match = re.fullmatch(r"process (\d+) of (.+)\n", content)
     if match is None:
         return "a process that does not say which it is"
     if match[2] == os.uname().nodename and not Path("/proc", match[1]).exists():
         return f"a process other than the last run, {match[1]}, which has ended"
-    return f"another run ({told.strip()})"
+    return f"another run ({content.strip()})"
 
 
-def _keep_own(path: Path) -> None:
-    """Let nobody else write a file, whatever the umask."""
+def _deny_others_writing(path: Path) -> None:
+    """Remove the write permission of group and others, which the umask may have left."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & _OTHERS_WRITE:
         path.chmod(mode & ~_OTHERS_WRITE)
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of files, is on the disk."""
+    """Wait until a file, or the list of files of a directory, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

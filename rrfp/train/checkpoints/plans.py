@@ -1,8 +1,8 @@
-"""Lets ranks exchange the plans of a checkpoint as JSON.
+"""Exchanges the plans of a checkpoint between ranks as JSON.
 
-`dist_checkpointing` plans who writes and reads what by torch's object collectives. These pickle,
-and whoever can write to a connection could make a rank that unpickles run any code, so our ranks
-disable them (`rrfp.train.launch.collectives`). While a checkpoint is planned they carry JSON
+`dist_checkpointing` assigns writes and reads to ranks through torch's object collectives. These
+pickle, so anybody who can write to a connection could make a rank run arbitrary code. Ranks of rrfp
+disable them (`rrfp.train.launch.collectives`). While a checkpoint is planned they exchange JSON
 instead: plain values, and the data classes of plans by their names.
 """
 
@@ -24,7 +24,7 @@ from rrfp.strict_json import integer, items, text
 from rrfp.train.launch.collectives import all_gather_json, broadcast_json
 
 _COORDINATOR = 0
-"""The rank that plans for all."""
+"""The rank that makes the global plan."""
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
@@ -52,34 +52,36 @@ _CHOICES: dict[str, Any] = {
 }
 
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-"""Types of torch's constants, each of which is written as its name."""
+"""Types of torch's constants, which are encoded by name."""
 
 
 @contextmanager
-def plans_exchanged() -> Iterator[None]:
-    """Let torch's object collectives carry the plans of a checkpoint among all ranks."""
+def exchanging_plans() -> Iterator[None]:
+    """Let torch's object collectives exchange plans as JSON in the block, among all ranks."""
     # torch declares none of these names as assignable.
     module: Any = dist
-    own = {name: getattr(dist, name) for name in _COLLECTIVES}
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
     for name, collective in _COLLECTIVES.items():
         setattr(module, name, collective)
     try:
         yield
     finally:
-        for name, collective in own.items():
+        for name, collective in originals.items():
             setattr(module, name, collective)
 
 
 def _all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Replaces `all_gather_object`."""
     _check(group)
-    object_list[:] = all_gather_json(encoded(obj), decoded)
+    object_list[:] = all_gather_json(encode_plan(obj), decode_plan)
 
 
 def _gather(
     obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None, **_: Any
 ) -> None:
+    """Replaces `gather_object`."""
     _check(group, dst)
-    found = all_gather_json(encoded(obj), decoded)
+    found = all_gather_json(encode_plan(obj), decode_plan)
     if object_gather_list is not None:
         object_gather_list[:] = found
 
@@ -91,16 +93,18 @@ def _scatter(
     group: Any = None,
     **_: Any,
 ) -> None:
+    """Replaces `scatter_object_list`."""
     _check(group, src)
     values = scatter_object_input_list or []
-    mine = broadcast_json([encoded(each) for each in values], items)[dist.get_rank()]
-    scatter_object_output_list[0] = decoded(mine)
+    own = broadcast_json([encode_plan(each) for each in values], items)[dist.get_rank()]
+    scatter_object_output_list[0] = decode_plan(own)
 
 
 def _broadcast(object_list: list[Any], src: int = 0, group: Any = None, **_: Any) -> None:
+    """Replaces `broadcast_object_list`."""
     _check(group, src)
-    values = [encoded(each) for each in object_list] if dist.get_rank() == src else []
-    object_list[:] = [decoded(each) for each in broadcast_json(values, items)]
+    values = [encode_plan(each) for each in object_list] if dist.get_rank() == src else []
+    object_list[:] = [decode_plan(each) for each in broadcast_json(values, items)]
 
 
 _COLLECTIVES = {
@@ -112,6 +116,7 @@ _COLLECTIVES = {
 
 
 def _check(group: Any, rank: int | None = _COORDINATOR) -> None:
+    """Raise RrfpError unless the group has all ranks and `rank` is the coordinator."""
     is_whole = group is None or dist.get_world_size(group) == dist.get_world_size()
     if not is_whole or rank not in (None, _COORDINATOR):
         raise RrfpError(
@@ -120,40 +125,42 @@ def _check(group: Any, rank: int | None = _COORDINATOR) -> None:
         )
 
 
-def encoded(value: Any) -> object:
-    """A value of a plan as JSON. Raises RrfpError for what plans do not hold."""
+def encode_plan(value: Any) -> object:
+    """Convert a value of a plan to JSON. Raises RrfpError for a type that plans do not have."""
     is_plain = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
     if value is None or is_plain:
         return value
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
         parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return {name: [[key, encoded(part)] for key, part in parts.items()]}
+        return {name: [[key, encode_plan(part)] for key, part in parts.items()]}
     if _CHOICES.get(name) is type(value):
         return {name: value.name}
     if isinstance(value, _OF_TORCH):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, dict):
-        return {"dict": [[encoded(key), encoded(part)] for key, part in value.items()]}
+        return {"dict": [[encode_plan(key), encode_plan(part)] for key, part in value.items()]}
     if isinstance(value, torch.Size):
         return {"Size": list(value)}
     if isinstance(value, traceback.StackSummary):
         return {"stack": None}  # it is in the log of the rank that failed
     if isinstance(value, tuple | list):
-        return {"tuple" if isinstance(value, tuple) else "list": [encoded(part) for part in value]}
+        return {
+            "tuple" if isinstance(value, tuple) else "list": [encode_plan(part) for part in value]
+        }
     if isinstance(value, CheckpointException):
         failures = value.failures.items()
-        return {"failures": [[rank, _told(error)] for rank, (error, _) in failures]}
+        return {"failures": [[rank, _describe(error)] for rank, (error, _) in failures]}
     if isinstance(value, BaseException):
-        return {"error": _told(value)}
+        return {"error": _describe(value)}
     raise RrfpError(
         f"the plan of a checkpoint holds a {type(value).__module__}.{name}, which ranks do not "
         "exchange; report this as a bug"
     )
 
 
-def decoded(value: object) -> Any:
-    """What was encoded. Raises ValueError for anything else."""
+def decode_plan(value: object) -> Any:
+    """Convert the result of `encode_plan` back. Raises ValueError for anything else."""
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise ValueError("it has a list without its kind")
@@ -163,71 +170,74 @@ def decoded(value: object) -> Any:
     ((kind, content),) = value.items()
     if kind in _CLASSES:
         parts = {
-            str(key): decoded(part) for key, part in (items(each, 2) for each in items(content))
+            str(key): decode_plan(part) for key, part in (items(each, 2) for each in items(content))
         }
-        return _made(_CLASSES[kind], parts)
+        return _construct(_CLASSES[kind], parts)
     if kind in _CHOICES:
-        return _named(_CHOICES[kind].__members__, content)
+        members = _CHOICES[kind].__members__
+        if content not in members:
+            raise ValueError("it has a choice that does not exist")
+        return members[content]
     if kind == "torch":
         found = getattr(torch, content, None) if isinstance(content, str) else None
         if not isinstance(found, _OF_TORCH):
             raise ValueError("it has a constant that torch does not have")
         return found
     if kind == "dict":
-        return {decoded(key): decoded(part) for key, part in (items(e, 2) for e in items(content))}
+        return {
+            decode_plan(key): decode_plan(part)
+            for key, part in (items(e, 2) for e in items(content))
+        }
     if kind == "Size":
-        return torch.Size(_integers(content))
+        return torch.Size(_decode_integers(content))
     if kind == "stack":
         return traceback.StackSummary()
     if kind == "failures":
         pairs = (items(each, 2) for each in items(content))
-        return _of_ranks({integer(rank): text(told) for rank, told in pairs})
+        return _checkpoint_exception({integer(rank): text(reason) for rank, reason in pairs})
     if kind == "error":
         return RuntimeError(text(content))
     if kind not in ("tuple", "list"):
         raise ValueError("it has a value of an unknown kind")
-    made = [decoded(part) for part in items(content)]
-    return tuple(made) if kind == "tuple" else made
+    values = [decode_plan(part) for part in items(content)]
+    return tuple(values) if kind == "tuple" else values
 
 
 def reason_of(error: BaseException) -> str:
-    """Why saving or loading failed; torch gathers the failures of all ranks in an exception of its
-    own."""
+    """Describe why saving or loading failed. torch's CheckpointException has the failures of
+    several ranks; the lowest rank's is described."""
     if not isinstance(error, CheckpointException):
-        return _told(error)
+        return _describe(error)
     rank, (of_rank, _) = min(error.failures.items())
-    # That of another rank came as text.
-    told = str(of_rank) if type(of_rank) is RuntimeError else _told(of_rank)
-    return f"on rank {rank}: {told}"
+    # The error of another rank arrived as text.
+    reason = str(of_rank) if type(of_rank) is RuntimeError else _describe(of_rank)
+    return f"on rank {rank}: {reason}"
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
-def _of_ranks(failures: dict[int, str]) -> CheckpointException:
+def _checkpoint_exception(failures: dict[int, str]) -> CheckpointException:
+    """torch's exception with the failures of ranks, given as text."""
     if not failures:
         raise ValueError("it has a failure of no rank")
-    nowhere = traceback.StackSummary()
+    stack = traceback.StackSummary()
     return CheckpointException(
-        "", {rank: (RuntimeError(told), nowhere) for rank, told in failures.items()}
+        "", {rank: (RuntimeError(reason), stack) for rank, reason in failures.items()}
     )
 
 
-def _made(of: Any, parts: dict[str, Any]) -> Any:
+def _construct(kind: Any, parts: dict[str, Any]) -> Any:
+    """Construct a data class. Raises ValueError for wrong parts."""
     try:
-        return of(**parts)
+        return kind(**parts)
     except (TypeError, ValueError, AttributeError, mapping.CheckpointingException) as error:
-        raise ValueError(f"its {of.__name__} is wrong") from error
+        raise ValueError(f"its {kind.__name__} is wrong") from error
 
 
-def _named(members: Any, name: object) -> Any:
-    if name not in members:
-        raise ValueError("it has a choice that does not exist")
-    return members[name]
-
-
-def _integers(value: object) -> list[int]:
+def _decode_integers(value: object) -> list[int]:
+    """Read a list of integers. Raises ValueError for anything else."""
     found = items(value)
     if not all(type(each) is int for each in found):
         raise ValueError("it has a size that is not of integers")

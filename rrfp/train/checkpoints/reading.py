@@ -1,7 +1,7 @@
-"""Reads a checkpoint without executing anything that its files say; compares the tensors of two.
+"""Reads a checkpoint as data only, without executing its pickles, and compares two checkpoints.
 
 torch and Megatron read `.metadata` by `pickle.load`, and a rank's random states by `torch.load`
-with `weights_only=False`: either runs any command that a pickle names.
+with `weights_only=False`: both would run any command that a pickle names.
 """
 
 import logging
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from rrfp.train.checkpoints.directory import no_digests, whole_checkpoint
+from rrfp.train.checkpoints.directory import no_digests_warning, whole_checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -41,20 +41,20 @@ _CLASSES: tuple[Any, ...] = (
     planner.WriteItemType,
     torch.Size,
 )
-"""What `.metadata` is made of, besides plain values and torch's constants."""
+"""The classes of `.metadata`, besides plain values and torch's constants."""
 
 _ALLOWED = {
     **{(each.__module__, each.__qualname__): each for each in _CLASSES},
-    # Finds a constant of torch by its name.
+    # Looks up a constant of torch by name.
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
 
 _DATA_ONLY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-"""Variables by which every `torch.load` refuses classes and functions, whatever its caller asks."""
+"""Variables that make every `torch.load` refuse classes and functions, whatever its arguments."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but the metadata of a checkpoint."""
+    """Unpickles the metadata of a checkpoint and refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
@@ -67,8 +67,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_metadata(file: IO[bytes]) -> Metadata:
-    """What `pickle.load` returns for the metadata of a checkpoint, and nothing else. Raises
-    UnpicklingError."""
+    """Replaces `pickle.load` for the metadata of a checkpoint. Raises UnpicklingError for anything
+    else."""
     found = _MetadataUnpickler(file).load()
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
@@ -80,16 +80,16 @@ def _load_metadata(file: IO[bytes]) -> Metadata:
 
 
 @contextmanager
-def executing_nothing() -> Iterator[None]:
-    """Let torch and Megatron read a checkpoint's files in the block as data only."""
+def loading_data_only() -> Iterator[None]:
+    """Make torch and Megatron read a checkpoint's files in the block as data only."""
     module: Any = filesystem
-    own_pickle, before = module.pickle, {name: os.environ.get(name) for name in _DATA_ONLY}
+    original, before = module.pickle, {name: os.environ.get(name) for name in _DATA_ONLY}
     module.pickle = SimpleNamespace(load=_load_metadata)
     os.environ.update(_DATA_ONLY)
     try:
         yield
     finally:
-        module.pickle = own_pickle
+        module.pickle = original
         for name, value in before.items():
             del os.environ[name]
             if value is not None:
@@ -97,35 +97,36 @@ def executing_nothing() -> Iterator[None]:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every parameter and every tensor of the optimizer's state, by its name in the whole model
-    (`rrfp.train.checkpoints.tensors`). Two runs have trained the same if these are equal to the
-    last bit. Raises RrfpError for a checkpoint that is not whole, and what torch raises for files
-    that cannot be read."""
+    """Read every parameter and every tensor of the optimizer's state, by its name in the whole
+    model (`rrfp.train.checkpoints.tensors`). Two runs have trained the same if these are bitwise
+    equal. Raises RrfpError for a checkpoint that is not whole, and torch's errors for unreadable
+    files."""
     if not whole_checkpoint(path).manifest.digests:
-        _log.warning(no_digests(path))
+        _log.warning(no_digests_warning(path))
     reader = FileSystemReader(path)
-    # torch warns that there are no ranks.
-    with executing_nothing(), warnings.catch_warnings():
+    # torch warns that there is no process group.
+    with loading_data_only(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         tensors: dict[str, torch.Tensor] = {
-            key: torch.empty(told.size, dtype=told.properties.dtype)
-            for key, told in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(told, TensorStorageMetadata)
+            key: torch.empty(stored.size, dtype=stored.properties.dtype)
+            for key, stored in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
         }
         checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
 def differences(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that are not the same to the last bit."""
+    """The names of the tensors that are missing on one side or not bitwise equal."""
     return sorted(
         name
         for name in first.keys() | second.keys()
-        if name not in first or name not in second or not _same_bits(first[name], second[name])
+        if name not in first or name not in second or not _is_same(first[name], second[name])
     )
 
 
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True if two tensors have the same shape, type and bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, second)))

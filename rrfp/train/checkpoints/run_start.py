@@ -17,56 +17,46 @@ from rrfp.trace.run_json import describe_run, describe_session, read_description
 from rrfp.trace.safe_files import unfinished
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir
 from rrfp.train.data.sources import data_contents
-from rrfp.train.data.tokens import encoded
-from rrfp.train.launch.private_network import told_network
+from rrfp.train.data.tokens import cached_tokens
+from rrfp.train.launch.private_network import describe_network
 from rrfp.train.settings import DECLARED, ModelKind, TrainSettings, num_vision_stages
-
-# The description of a run.
 
 
 def write_description(
     run: RunDir, settings: TrainSettings, ranks: Sequence[RankInfo], first_step: int = 0
 ) -> None:
-    """Describe a run, of which this session begins with `first_step`; `ranks` is empty as long as
-    they are unknown. A tokenizer is stated with its digest and vocabulary."""
-    policy = settings.effective_policy.described()
+    """Write `run.json` for a session that starts at `first_step`. `ranks` is empty while unknown.
+    The entry of a tokenizer has its digest and vocabulary."""
+    # The launcher, which writes the file first, has not created the network yet.
+    network = describe_network()
+    tokenizer = None if settings.data.tokenizer is None else cached_tokens(settings.data).tokenizer
     describe_run(
         run.run_json,
         settings.described(),
-        policy,
+        settings.effective_policy.described(),
         settings.layout.world_size,
         ranks,
-        {**_network(), **_tokenizer(settings), **describe_session(run, first_step)},
+        {
+            **({"network": network} if network else {}),
+            **({} if tokenizer is None else {"tokenizer": tokenizer}),
+            **describe_session(run, first_step),
+        },
     )
 
 
-def _network() -> dict[str, object]:
-    """The launcher, which describes the run first, has not made it yet."""
-    told = told_network()
-    return {"network": told} if told else {}
-
-
-def _tokenizer(settings: TrainSettings) -> dict[str, object]:
-    return (
-        {} if settings.data.tokenizer is None else {"tokenizer": encoded(settings.data).tokenizer}
-    )
-
-
-# Whether a checkpoint can go on under given settings: they must train the same thing.
-#
-# Imports no torch: the launcher looks before it starts any process.
+# Settings and data that a resumed run must share with its checkpoint.
 
 
 _MAY_CHANGE = ("recompute", "microbatches", "data", "tokenizer", "end_of_document")
-"""Settings of the model and the data that do not decide by themselves what is trained. The last
-three name contents, which are compared instead."""
+"""Settings of the model and the data that a resumed run may change. The last three name contents,
+which are compared instead."""
 
 _SAME = tuple(
     flag
     for flag, declared in DECLARED.items()
     if (declared.group in ("model", "data") and flag not in _MAY_CHANGE) or flag in ("lr", "seed")
 )
-"""The settings that decide what is trained, besides those that are computed from several."""
+"""Settings that a resumed run must not change."""
 
 _CONTENTS = {
     "data": "the content of --data",
@@ -89,38 +79,38 @@ def check_unused(save: Path, found: Checkpoint | None) -> None:
 def check_continues(
     settings: TrainSettings, contents: Mapping[str, str], checkpoint: Checkpoint
 ) -> None:
-    """Raise UsageError, naming the setting and both values, if these settings and data train
-    something else than the checkpoint holds, or for fewer steps than it has."""
-    asked, saved = settings.described(), checkpoint.manifest.settings
+    """Raise UsageError, naming the setting and both values, if these settings and data cannot
+    continue the training of the checkpoint, or have fewer steps than it has."""
+    current, saved = settings.described(), checkpoint.manifest.settings
     where = f"the checkpoint {checkpoint.path}"
     for flag in _SAME:
-        if flag in saved and saved[flag] != asked[flag]:
+        if flag in saved and saved[flag] != current[flag]:
             raise UsageError(
-                f"--{DECLARED[flag].spelled} is {_told(asked[flag])} and was "
-                f"{_told(saved[flag])} for {where}, which --resume cannot change; give the same, "
+                f"--{DECLARED[flag].spelled} is {_shown(current[flag])} and was "
+                f"{_shown(saved[flag])} for {where}, which --resume cannot change; give the same, "
                 "or start a new run with another --save"
             )
-    then = checkpoint.manifest.contents
-    if not then:
+    saved_contents = checkpoint.manifest.contents
+    if not saved_contents:
         raise UsageError(
             f"{where} does not say what its data were, so --resume cannot compare them; start a "
             "new run with another --save"
         )
     for flag, name in _CONTENTS.items():
-        if then.get(flag) != contents.get(flag):
+        was, now = saved_contents.get(flag), contents.get(flag)
+        if was != now:
             raise UsageError(
-                f"{name} is {_told(contents.get(flag))} and was {_told(then.get(flag))} for "
-                f"{where}, which --resume cannot change; give the same, or start a new run with "
-                "another --save"
+                f"{name} is {_shown(now)} and was {_shown(was)} for {where}, which --resume "
+                "cannot change; give the same, or start a new run with another --save"
             )
-    problem = _not_settings(saved)
+    problem = _problem_of_settings(saved)
     if problem:
         raise UsageError(f"{where} is damaged ({problem}); start a new run with another --save")
-    for name, of, advice in _COMPUTED:
-        if of(asked) != of(saved):
+    for name, compute, advice in _COMPUTED:
+        if compute(current) != compute(saved):
             raise UsageError(
-                f"{name} is {of(asked)} and was {of(saved)} for {where}, which --resume cannot "
-                f"change; {advice}"
+                f"{name} is {compute(current)} and was {compute(saved)} for {where}, which "
+                f"--resume cannot change; {advice}"
             )
     if settings.num_steps < checkpoint.step:
         raise UsageError(
@@ -129,23 +119,23 @@ def check_continues(
         )
 
 
-def _not_settings(saved: Mapping[str, Any]) -> str:
-    """What a checkpoint's settings lack of what is computed from several; empty if nothing."""
+def _problem_of_settings(saved: Mapping[str, Any]) -> str:
+    """Describe an invalid setting of a checkpoint that `_COMPUTED` needs; empty if none."""
     for flag in ("dp", "microbatches", "pp", "chunks", "layers"):
         if type(saved.get(flag)) is not int:
             return f"its {flag} is {saved.get(flag)!r:.40}"
     return "" if "model" in saved else "it names no model"
 
 
-def _global_batch(told: Mapping[str, Any]) -> int:
-    return int(told["dp"] * told["microbatches"])
+def _global_batch(settings: Mapping[str, Any]) -> int:
+    return int(settings["dp"] * settings["microbatches"])
 
 
-def _vision_layers(told: Mapping[str, Any]) -> int:
-    if told["model"] != ModelKind.VLM:
+def _vision_layers(settings: Mapping[str, Any]) -> int:
+    if settings["model"] != ModelKind.VLM:
         return 0
-    num_stages = told["pp"] * told["chunks"]
-    return int(num_vision_stages(num_stages) * told["layers"] // num_stages)
+    num_stages = settings["pp"] * settings["chunks"]
+    return int(num_vision_stages(num_stages) * settings["layers"] // num_stages)
 
 
 _COMPUTED: tuple[tuple[str, Callable[[Mapping[str, Any]], int], str], ...] = (
@@ -162,76 +152,76 @@ _COMPUTED: tuple[tuple[str, Callable[[Mapping[str, Any]], int], str], ...] = (
 )
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
+    """A value for messages; a digest is shortened."""
     if isinstance(value, str) and len(value) == _SHA256_DIGITS:
         return f"{value[:_SHOWN_DIGITS]}..."
     return "not given" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """Where a run begins or goes on."""
+class RunStart:
+    """The start of a new or resumed run."""
 
     run: RunDir
     first_step: int = 0
     checkpoint: Checkpoint | None = None
-    """What it goes on from."""
+    """The checkpoint from which it resumes."""
 
     @property
     def metrics(self) -> Path:
-        """The metrics of the steps before: the run's, or the checkpoint's if that run is gone."""
+        """The file with the metrics of earlier steps: the run's, or else the checkpoint's."""
         if self.checkpoint is None or self.run.metrics.exists():
             return self.run.metrics
         return self.checkpoint.path / METRICS
 
 
-def beginning_of(settings: TrainSettings, tell: Callable[[str], None]) -> Beginning:
-    """Make the run's directory, or find the one that goes on; none is made if all steps are
-    trained. `tell` receives sentences for people about what is resumed.
+def start_or_resume(settings: TrainSettings, report: Callable[[str], None]) -> RunStart:
+    """Create the run's directory, or find the one to resume; creates none if all steps are trained.
+    `report` receives sentences for the user about the resumption.
 
-    Raises UsageError if checkpoints cannot be written, if there are some and nobody asked to go on
-    from them, or if these settings train something else than they hold.
-    """
-    asked = settings.run
-    if asked.save is None:
-        return Beginning(_new_run(settings))
-    directory = CheckpointDir(asked.save)
-    _check_apart(asked.save, asked.out)
-    is_new = asked.out is not None and not asked.out.exists()
-    if not asked.resume:
-        check_unused(asked.save, directory.newest(tell, with_content=False))
-        if asked.out is not None and not is_new and not asked.force:
-            _new_run(settings)  # is refused before the checkpoints make anything in there
+    Raises UsageError if checkpoints cannot be written, if some exist without `--resume`, or if
+    these settings cannot continue them."""
+    save, out, resumes = settings.run.save, settings.run.out, settings.run.resume
+    if save is None:
+        return RunStart(_new_run(settings))
+    directory = CheckpointDir(save)
+    _check_separate(save, out)
+    is_new = out is not None and not out.exists()
+    if not resumes:
+        check_unused(save, directory.newest(report, with_content=False))
+        if out is not None and not is_new and not settings.run.force:
+            _new_run(settings)  # refuses, before checkpoints create anything in there
     directory.prepare()
     directory.remove_abandoned()
-    # The checkpoints may be in the run's directory, which is then there by now.
-    is_made = is_new and asked.out is not None and asked.out.exists()
-    if not asked.resume:
-        return Beginning(_new_run(settings, is_made=is_made))
-    found = directory.newest(tell)
+    # Checkpoints inside of the run's directory have created it.
+    is_made = is_new and out is not None and out.exists()
+    if not resumes:
+        return RunStart(_new_run(settings, is_made=is_made))
+    found = directory.newest(report)
     if found is None:
-        tell(f"No checkpoint in {asked.save} is whole, so training starts anew")
-        run = None if is_made else _run_at(settings, asked.out)
-        return Beginning(run or _new_run(settings, is_made=is_made))
+        report(f"No checkpoint in {save} is whole, so training starts anew")
+        run = None if is_made else _run_at(settings, out)
+        return RunStart(run or _new_run(settings, is_made=is_made))
     check_continues(settings, data_contents(settings), found)
-    run = _run_of(settings, found, tell)
+    run = _run_of(settings, found, report)
     if found.step >= settings.num_steps:
-        return Beginning(run or RunDir(Path(found.manifest.run)), found.step, found)
+        return RunStart(run or RunDir(Path(found.manifest.run)), found.step, found)
     run = run or _new_run(settings)
-    tell(f"Going on after step {found.step}, from {found.path}")
-    return Beginning(run, found.step, found)
+    report(f"Going on after step {found.step}, from {found.path}")
+    return RunStart(run, found.step, found)
 
 
 def has_trained_all(settings: TrainSettings) -> bool:
-    """Whether `--resume` finds no step left to train, so that host 0 waits for no other host.
-    Raises UsageError if these settings train something else than the checkpoint holds."""
+    """True if `--resume` finds no step left to train, so that host 0 waits for no other host.
+    Raises UsageError if these settings cannot continue the checkpoint."""
     if settings.run.save is None or not settings.run.resume:
         return False
     directory = CheckpointDir(settings.run.save)
     found = directory.newest(with_content=False)
     if found is None or found.step < settings.num_steps:
         return False
-    # Host 0 goes on from an earlier one if this one is damaged.
+    # If this one is damaged, host 0 resumes from an earlier one.
     found = directory.newest()
     if found is None or found.step < settings.num_steps:
         return False
@@ -239,8 +229,8 @@ def has_trained_all(settings: TrainSettings) -> bool:
     return True
 
 
-def _check_apart(save: Path, out: Path | None) -> None:
-    """Raise UsageError if a run would remove its checkpoints among its own files, or the other way
+def _check_separate(save: Path, out: Path | None) -> None:
+    """Raise UsageError if checkpoints lie among files that the run removes, or the other way
     round."""
     if out is None:
         return
@@ -262,33 +252,34 @@ def _check_apart(save: Path, out: Path | None) -> None:
 
 
 def _new_run(settings: TrainSettings, *, is_made: bool = False) -> RunDir:
-    """`is_made` says that the directory is there because this call has made it."""
+    """Create the run's directory and `run.json`. `is_made` states that this call has already
+    created the directory."""
     run = create_run_dir(settings.run.out, settings.run.force or is_made, settings.hint.name)
     write_description(run, settings, ())
     return run
 
 
 def _run_of(
-    settings: TrainSettings, checkpoint: Checkpoint, tell: Callable[[str], None]
+    settings: TrainSettings, checkpoint: Checkpoint, report: Callable[[str], None]
 ) -> RunDir | None:
-    """The directory of the run that goes on: `--out`, or else where the checkpoint's run is. None
-    if there is none yet, or no longer. Raises UsageError if `--out` holds another run."""
+    """The directory of the resumed run: `--out`, or else the directory of the checkpoint's run.
+    None if it does not exist. Raises UsageError if `--out` holds another run."""
     if settings.run.out is not None:
         return _run_at(settings, settings.run.out)
     path = Path(checkpoint.manifest.run)
     if not path.is_dir():
-        tell(f"The directory of the run, {path}, is gone")
+        report(f"The directory of the run, {path}, is gone")
         return None
     path = Path(os.path.relpath(path))
     if not _saves_to(settings, path):
-        # The checkpoints were copied or moved, and that run may go on as well.
-        tell(f"The run in {path} saves to another directory, so a new one is made for this run")
+        # The checkpoints were copied or moved, and that run may be resumed as well.
+        report(f"The run in {path} saves to another directory, so a new one is made for this run")
         return None
     return own_run_dir(path)
 
 
 def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
-    """The directory that `--out` names, if it exists. Raises UsageError if it holds another run."""
+    """The existing directory of `--out`, or None. Raises UsageError if it holds another run."""
     if out is None or not out.exists():
         return None
     if not out.is_dir():
@@ -302,14 +293,14 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
 
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:
-    """Whether a directory is that of a run with these checkpoints. An empty one may become it, and
-    one whose launcher was killed before it had described its run. Its checkpoints may be there."""
+    """True if a directory is that of a run with these checkpoints. One without `run.json` counts if
+    it has nothing but checkpoints, as after a launcher was killed early."""
     assert settings.run.save is not None
     description, save = RunDir(run).run_json, settings.run.save.resolve()
-    told = read_description(description).get("settings", {}).get("save")
-    if told is None:
+    described_save = read_description(description).get("settings", {}).get("save")
+    if described_save is None:
         if save == run.resolve():
             return not any(RunDir(run).owns(each.name) for each in run.iterdir())
         within = {each for each in run.iterdir() if each.resolve() in (save, *save.parents)}
         return {*run.iterdir()} - within <= {*unfinished(description)}
-    return Path(told).resolve() == save
+    return Path(described_save).resolve() == save

@@ -1,10 +1,10 @@
-"""Saves a run's checkpoints, at once or beside the training.
+"""Saves a run's checkpoints, synchronously or in the background.
 
-All ranks plan a checkpoint together and write their own files. It counts when every rank has
-written: rank 0 sees that all their files are where it looks, describes it and gives it its name.
+All ranks plan a checkpoint together, and each writes its own files. When all have written, rank 0
+checks that all files are in its directory, writes the manifest and renames the directory.
 
-A disk that is full now may have room at the next checkpoint, so a checkpoint that cannot be written
-does not end the training. All ranks learn of it and go on together, and those that are there stay.
+A disk that is full now may have space at the next checkpoint, so a checkpoint that cannot be
+written does not end the training. All ranks learn of it and continue, and earlier checkpoints stay.
 """
 
 import errno
@@ -31,35 +31,31 @@ from rrfp.strict_json import integer, items, member, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_json import next_session, versions
 from rrfp.trace.safe_files import open_whole, remove_unfinished
-from rrfp.train.checkpoints import tensors as random_states
 from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
-from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
+from rrfp.train.checkpoints.plans import exchanging_plans, reason_of
 from rrfp.train.checkpoints.run_start import check_continues, check_unused
-from rrfp.train.checkpoints.tensors import TrainedTensors, load
+from rrfp.train.checkpoints.tensors import TrainedTensors, captured_random_states, load
 from rrfp.train.data.sources import data_contents
 from rrfp.train.launch.collectives import all_gather_json, broadcast_json
 from rrfp.train.launch.process_groups import Layout
-from rrfp.train.launch.stopping import agree
+from rrfp.train.launch.stopping import agree_on_stop
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.settings import TrainSettings
 
-# A session: what one call of `rrfp train` adds to a run that saves checkpoints.
-
-
 _AGREE_S = 10.0
-"""How often ranks hear from rank 0 while it reads a checkpoint: collectives give a rank up after
-some minutes."""
+"""Interval at which ranks exchange flags while one reads or writes files: that may take longer than
+the timeout of a collective, which is some minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Where a session begins, and where it writes."""
+    """The part of a run that one call of `rrfp train` executes."""
 
     run: RunDir
     checkpoint: Checkpoint | None = None
-    """What it goes on from; None for a start from the seed."""
+    """The checkpoint from which it resumes; None for a start from the seed."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """What the data are, for the description of the checkpoints."""
+    """The digests of the training data, for the manifests."""
 
     @property
     def first_step(self) -> int:
@@ -68,24 +64,24 @@ class Session:
 
 @contextmanager
 def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator[Session]:
-    """Begin a session of the run in this directory; every rank calls this. Until the block ends no
-    other run saves to the same checkpoints.
+    """Begin a session of the run in this directory, and lock its checkpoints until the block ends.
+    Every rank calls it.
 
-    Rank 0 decides for all which checkpoint to go on from, because only the holder of the
-    directory's lock can be sure that no other is being finished.
+    Rank 0 chooses the checkpoint for all ranks, because only the holder of the directory's lock can
+    be sure that no other one is being completed.
     """
     if settings.run.save is None:
         yield Session(run)
         return
-    # Only rank 0 needs them. But reading may take long, and if rank 0 read alone, the others would
-    # give it up in their collective.
+    # Only rank 0 needs them. But reading may take long, and the others would time out in their
+    # collective if rank 0 read alone.
     contents = data_contents(settings)
     directory = CheckpointDir(settings.run.save)
-    leads = layout.rank == 0
-    with directory.locked() if leads else nullcontext():
-        told: dict[str, object] = {}
-        found = _newest(directory, leads=leads) if settings.run.resume else None
-        if leads:
+    is_rank_0 = layout.rank == 0
+    with directory.locked() if is_rank_0 else nullcontext():
+        chosen: dict[str, object] = {}
+        found = _newest(directory, is_rank_0=is_rank_0) if settings.run.resume else None
+        if is_rank_0:
             if not settings.run.resume:
                 check_unused(directory.path, directory.newest(with_content=False))
             elif found is not None:
@@ -94,13 +90,13 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
                 remove_unfinished(file)
             run = next_session(run.path)
             restore_metrics(run, found)
-            told = {"session": run.session, "name": "" if found is None else found.path.name}
+            chosen = {"session": run.session, "name": "" if found is None else found.path.name}
 
         def decode(value: object) -> tuple[int, Path | None]:
             name = text(member(value, "name"))
             return integer(member(value, "session")), directory.path_of(name) if name else None
 
-        number, path = broadcast_json(told, decode)
+        number, path = broadcast_json(chosen, decode)
         checkpoint = None
         if path is not None:
             try:
@@ -113,21 +109,19 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
         yield Session(RunDir(run.path, number), checkpoint, contents)
 
 
-def _newest(directory: CheckpointDir, *, leads: bool) -> Checkpoint | None:
-    """The newest whole checkpoint, on rank 0, for which the other ranks wait."""
+def _newest(directory: CheckpointDir, *, is_rank_0: bool) -> Checkpoint | None:
+    """The newest whole checkpoint, on rank 0; the other ranks wait and return None."""
     with ThreadPoolExecutor(1, thread_name_prefix="rrfp-checkpoint") as pool:
-        looking = [pool.submit(directory.newest)] if leads else []
+        searches = [pool.submit(directory.newest)] if is_rank_0 else []
         is_busy = True
         while is_busy:
-            _, is_busy = agree(is_busy=bool(wait(looking, _AGREE_S).not_done))
-        return looking[0].result() if leads else None
+            _, is_busy = agree_on_stop(is_busy=bool(wait(searches, _AGREE_S).not_done))
+        return searches[0].result() if is_rank_0 else None
 
 
 def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
-    """Give a run the metrics of the steps that a checkpoint has, and no others.
-
-    May raise OSError.
-    """
+    """Replace a run's metrics by those in a checkpoint; remove them without one. May raise
+    OSError."""
     if checkpoint is None:
         if run.metrics.exists():
             with open_whole(run.metrics):
@@ -140,16 +134,13 @@ def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
 _log = logging.getLogger(__name__)
 
 GO_ON = ", then go on from the last one with --resume"
-"""What to do when a run has ended on a disk's failure, behind what to do about that."""
-
-"""How often ranks that wait for writers hear from each other. Collectives give a rank up after some
-minutes, and files may take longer than that."""
+"""Advice that ends an error about a failed write."""
 _WRITING_S = 3600.0
 """How long a rank may take to write its files."""
 
 
 class Saver:
-    """Saves one rank's part of the checkpoints. Every rank calls its methods, at the same steps."""
+    """Saves checkpoints. Every rank has one and calls its methods at the same steps."""
 
     def __init__(
         self,
@@ -160,11 +151,10 @@ class Saver:
         tensors: TrainedTensors,
         copy_metrics: Callable[[Path], None],
     ) -> None:
-        """`copy_metrics` writes the run's metrics so far into a file, on rank 0."""
+        """`copy_metrics` writes the run's current metrics into a file, on rank 0."""
         self._copy_metrics = copy_metrics
         self.failure = ""
-        """Why the last checkpoint could not be written, the same on every rank; empty if it
-        could."""
+        """Why the last checkpoint could not be written, equal on all ranks; empty if it was."""
         self._directory = directory
         self._session = session
         self._settings = settings
@@ -175,74 +165,74 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes a checkpoint beside the training."""
+        """True while this rank writes a checkpoint in the background."""
         return self._pending is not None and self._pending.writing.is_alive()
 
     @property
     def is_pending(self) -> bool:
-        """Whether a checkpoint was begun that is not finished; the same on every rank."""
+        """True if a checkpoint was begun and not finished; equal on all ranks."""
         return self._pending is not None
 
     def save(self, step: int) -> None:
-        """Begin the checkpoint after `step` steps, and finish it unless the run saves
-        asynchronously. `failure` says whether it could be written."""
+        """Begin the checkpoint after `step` steps, and finish it unless the run saves in the
+        background. Sets `failure`."""
         self.finish()
         self.failure = ""
         saving = self._begin(step)
         if saving is None:
             return
-        with plans_exchanged():
+        with exchanging_plans():
             try:
                 request = self._request(saving)
             except (OSError, RuntimeError, CheckpointException) as error:
                 if isinstance(error, RuntimeError) and _reason_of_disk(error) is None:
                     raise
-                # The other ranks are amid their plans and cannot go on from there.
+                # The other ranks are in the middle of planning and cannot continue.
                 self._directory.discard(saving)
-                raise RrfpError(self._failed(step, error) + GO_ON) from error
-        # Files are written from the CPU's memory.
-        staged = self._is_async or self._layout.device.type != "cpu"
+                raise RrfpError(self._describe_failure(step, error) + GO_ON) from error
+        # Files are written from CPU memory.
+        is_staged = self._is_async or self._layout.device.type != "cpu"
         problem = ""
         if self._layout.rank == 0:
             try:
-                # Now, because steps that are trained meanwhile add to them.
+                # Now, because later steps add to them.
                 self._copy_metrics(saving / METRICS)
             except OSError as error:
-                problem = self._failed(step, error)
-        self._pending = _begun(step, saving, request, problem, staged=staged)
+                problem = self._describe_failure(step, error)
+        self._pending = _start_writing(step, saving, request, problem, is_staged=is_staged)
         if not self._is_async:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and give it its name."""
+        """Wait for the checkpoint that is being written, if any, and complete it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         self._await(pending, pending.writing)
-        sentence, files = self._told(pending)
+        sentence, files = self._gather_written(pending)
         if sentence:
             self._fail(sentence, pending.saving)
             return
-        with plans_exchanged(), deferred_writes() as last_writes:
+        with exchanging_plans(), deferred_writes() as last_writes:
             for finalize in pending.finalize:
                 finalize()
-        naming = None
+        completing = None
         if self._layout.rank == 0:
-            # Putting many files on the disk may take long, too.
-            naming = _Thread(partial(self._name, pending, files, last_writes))
-        self._await(pending, naming)
-        sentence = self._sentence(pending, naming)
-        # No rank goes on, or ends, before the checkpoint counts.
-        told = all_gather_json([sentence, int(_is_lasting(naming))], _decode_problem)
-        sentence, is_lasting = next((each for each in told if each[0]), ("", False))
-        if is_lasting:
+            # Syncing many files may take long, too.
+            completing = _Thread(partial(self._complete, pending, files, last_writes))
+        self._await(pending, completing)
+        sentence = self._problem_of(pending, completing)
+        # No rank continues, or ends, before the checkpoint is complete.
+        problems = all_gather_json([sentence, int(_is_permanent(completing))], _decode_problem)
+        sentence, is_permanent = next((each for each in problems if each[0]), ("", False))
+        if is_permanent:
             self._directory.discard(pending.saving)
             raise RrfpError(sentence)
         if sentence:
             self._fail(sentence, pending.saving)
 
     def _fail(self, sentence: str, saving: Path | None) -> None:
-        """All ranks go on without this checkpoint."""
+        """Discard this checkpoint and warn; all ranks continue without it."""
         if saving is not None:
             self._directory.discard(saving)
         self.failure = sentence
@@ -259,7 +249,7 @@ class Saver:
         while is_busy:
             if own is not None:
                 own.join(_AGREE_S)
-            _, is_busy = agree(is_busy=own is not None and own.is_alive())
+            _, is_busy = agree_on_stop(is_busy=own is not None and own.is_alive())
             if own is not None and own.is_alive() and time.monotonic() > deadline_s:
                 raise RrfpError(
                     f"rank {self._layout.rank} has been writing the checkpoint of step "
@@ -267,26 +257,26 @@ class Saver:
                     "holds up that disk, then go on from the last one with --resume"
                 )
 
-    def _told(self, pending: "_Pending") -> tuple[str, dict[str, "_Written"]]:
-        """What a rank says failed, if any does, and all ranks' files."""
-        sentence = self._sentence(pending, pending.writing)
-        own = [[name, *written] for name, written in pending.files.items()]
-        told = all_gather_json([sentence, own], _decode_told)
-        sentences = [each for each, _ in told if each]
-        return next(iter(sentences), ""), {name: n for _, of_rank in told for name, n in of_rank}
+    def _gather_written(self, pending: "_Pending") -> tuple[str, dict[str, "_WrittenFile"]]:
+        """Gather the first rank's problem, if any, and the files of all ranks."""
+        sentence = self._problem_of(pending, pending.writing)
+        own = [[name, written.size, written.digest] for name, written in pending.files.items()]
+        gathered = all_gather_json([sentence, own], _decode_written)
+        problem = next((each for each, _ in gathered if each), "")
+        return problem, {name: file for _, files in gathered for name, file in files}
 
     @property
     def _is_async(self) -> bool:
         return self._settings.run.save_async
 
     def _begin(self, step: int) -> Path | None:
-        """The directory that all ranks write into, which rank 0 makes; None if it cannot."""
+        """Create a directory on rank 0 for all ranks to write into; None if that fails."""
         name = sentence = ""
         if self._layout.rank == 0:
             try:
                 name = self._directory.begin(step).name
             except OSError as error:
-                sentence = self._failed(step, error)
+                sentence = self._describe_failure(step, error)
 
         def decode(value: object) -> tuple[str, Path | None]:
             name, sentence = map(text, items(value, 2))
@@ -298,25 +288,26 @@ class Saver:
         return saving
 
     def _request(self, saving: Path) -> Any:
-        """Plan the checkpoint with all ranks; returns Megatron's AsyncRequest."""
+        """Plan the checkpoint with all ranks. Returns Megatron's AsyncRequest."""
         from megatron.core import dist_checkpointing
 
         save = dist_checkpointing.save
-        # Since 0.18 the default is a strategy of a package of its own.
+        # Since 0.18 the default strategy needs a separate package.
         has_choice = "async_strategy" in signature(save).parameters
         chosen = {"async_strategy": "mcore"} if has_choice else {}
         state = {
             "tensors": {str(n): each for n, each in enumerate(self._tensors.saved())},
-            "random_states": random_states.captured(self._layout),
+            "random_states": captured_random_states(self._layout),
         }
         return save(state, str(saving), async_sharded_save=True, **chosen)
 
-    def _name(
+    def _complete(
         self,
         pending: "_Pending",
-        files: Mapping[str, "_Written"],
+        files: Mapping[str, "_WrittenFile"],
         last_writes: Sequence[Callable[[], None]],
     ) -> None:
+        """Write the manifest, rename the directory, and remove older checkpoints."""
         for write in last_writes:
             write()
         manifest = Manifest(
@@ -331,16 +322,16 @@ class Saver:
         self._directory.finish(pending.saving, manifest)
         self._directory.remove_older(self._settings.run.keep)
 
-    def _sentence(self, pending: "_Pending", thread: "_Thread | None") -> str:
-        """Why what this rank, or a thread of it, did for a checkpoint failed; empty if it did
-        not."""
+    def _problem_of(self, pending: "_Pending", thread: "_Thread | None") -> str:
+        """Describe what failed on this rank or in its thread; empty if nothing."""
         if thread is None or thread.error is None:
             return pending.problem
-        if _is_lasting(thread):
+        if _is_permanent(thread):
             return str(thread.error)
-        return self._failed(pending.step, thread.error)
+        return self._describe_failure(pending.step, thread.error)
 
-    def _failed(self, step: int, error: BaseException) -> str:
+    def _describe_failure(self, step: int, error: BaseException) -> str:
+        """Describe why a checkpoint could not be written, with advice."""
         reason = _reason_of_disk(error) or reason_of(error)
         advice = "make room there" if _is_full(error) else "see whether it has room and is writable"
         return (
@@ -350,29 +341,29 @@ class Saver:
 
 
 class _Thread(threading.Thread):
-    """Does something with files beside the main thread, also where that waits for it: it can then
-    talk to other ranks meanwhile, and there is one way."""
+    """Works on files in the background. The main thread exchanges flags with other ranks even while
+    it waits."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="rrfp-checkpoint")
         self._work = work
         self.error: BaseException | None = None
-        """Why it failed."""
+        """The exception that ended it."""
         self.start()
 
     def run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # a thread that calls sys.exit() has written nothing either
+        except BaseException as error:  # including SystemExit
             self.error = error
 
 
-class _Written(NamedTuple):
-    """A file as its rank has written it."""
+class _WrittenFile(NamedTuple):
+    """A file that a rank has written."""
 
     size: int
     digest: str
-    """Its SHA-256; empty if it was not computed."""
+    """The SHA-256; empty if it was not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,22 +372,24 @@ class _Pending:
 
     step: int
     saving: Path
-    files: Mapping[str, _Written]
-    """This rank's files by name, when it has written them."""
+    files: Mapping[str, _WrittenFile]
+    """This rank's files by name; filled when they are written."""
     finalize: list[Callable[[], None]]
-    """What all ranks do when all have written."""
+    """Functions that all ranks call when all have written."""
     writing: _Thread
     problem: str
-    """What this rank could not add to its files; empty if it could."""
+    """Why this rank could not copy the metrics; empty if it could."""
 
 
-def _begun(step: int, saving: Path, request: Any, problem: str, *, staged: bool) -> _Pending:
-    """Start writing what Megatron's AsyncRequest asks for; staged, training may change the tensors
-    meanwhile."""
+def _start_writing(
+    step: int, saving: Path, request: Any, problem: str, *, is_staged: bool
+) -> _Pending:
+    """Start writing the files of Megatron's AsyncRequest. If staged, the tensors are copied first,
+    and training may change them meanwhile."""
     arguments = [*request.async_fn_args]
     names = [str(name) for _, name, _ in arguments[1]] if arguments else []
-    files: dict[str, _Written] = {}
-    if staged and request.preload_fn is not None:
+    files: dict[str, _WrittenFile] = {}
+    if is_staged and request.preload_fn is not None:
         arguments[1] = request.preload_fn()
 
     def write() -> None:
@@ -405,58 +398,58 @@ def _begun(step: int, saving: Path, request: Any, problem: str, *, staged: bool)
                 request.async_fn(*arguments, **request.async_fn_kwargs)
         for name in names:
             digest = digests[name]() if name in digests else ""
-            files[name] = _Written((saving / name).stat().st_size, digest)
+            files[name] = _WrittenFile((saving / name).stat().st_size, digest)
 
     return _Pending(step, saving, files, request.finalize_fns, _Thread(write), problem)
 
 
-def _is_lasting(thread: "_Thread | None") -> bool:
-    """Whether no other checkpoint does better than that of this thread: its files are not where
-    they should be."""
+def _is_permanent(thread: "_Thread | None") -> bool:
+    """True if later checkpoints would fail too: files are not in the directory of rank 0."""
     return thread is not None and isinstance(thread.error, RrfpError)
 
 
 def _decode_problem(value: object) -> tuple[str, bool]:
-    sentence, is_lasting = items(value, 2)
-    return text(sentence), bool(integer(is_lasting))
+    """Read a problem, and True if it is permanent."""
+    sentence, is_permanent = items(value, 2)
+    return text(sentence), bool(integer(is_permanent))
 
 
-def _decode_told(value: object) -> tuple[str, list[tuple[str, _Written]]]:
+def _decode_written(value: object) -> tuple[str, list[tuple[str, _WrittenFile]]]:
+    """Read the problem of a rank and its files by name."""
     sentence, files = items(value, 2)
     found = (items(each, 3) for each in items(files))
     return text(sentence), [
-        (text(name), _Written(integer(size), text(digest))) for name, size, digest in found
+        (text(name), _WrittenFile(integer(size), text(digest))) for name, size, digest in found
     ]
 
 
 def _reason_of_disk(error: BaseException) -> str | None:
-    """Why a file could not be written; None for an error of another kind. torch's writer of files
-    raises a RuntimeError, sometimes on top of the system's own error and sometimes without it."""
-    of_system = _of_system(error)
-    if of_system is not None:
-        return of_system.strerror or str(of_system)
+    """Why a file could not be written; None for an error of another kind. torch raises a
+    RuntimeError, sometimes with the system's error as its cause and sometimes without it."""
+    os_error = _find_os_error(error)
+    if os_error is not None:
+        return os_error.strerror or str(os_error)
     frames = traceback.extract_tb(error.__traceback__)
-    is_of_writing = any(frame.filename == torch.serialization.__file__ for frame in frames)
-    return f"torch says: {first_line(str(error))}" if is_of_writing else None
+    is_from_writing = any(frame.filename == torch.serialization.__file__ for frame in frames)
+    return f"torch says: {first_line(str(error))}" if is_from_writing else None
 
 
 def _is_full(error: BaseException) -> bool:
-    of_system = _of_system(error)
-    return of_system is not None and of_system.errno in (errno.ENOSPC, errno.EDQUOT)
+    """True if the disk, or the user's quota, is full."""
+    os_error = _find_os_error(error)
+    return os_error is not None and os_error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _of_system(error: BaseException | None) -> OSError | None:
-    """The system's own error that this one is, or that it came of."""
+def _find_os_error(error: BaseException | None) -> OSError | None:
+    """The first OSError in the chain of causes of an error, itself included."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
-# When a run saves, and when it ends early.
-
-
 class RunCheckpoints:
-    """The checkpoints of a session. Every rank calls its methods, at the same steps."""
+    """Decides when a session saves and when it ends early. Every rank calls its methods at the same
+    steps."""
 
     def __init__(
         self,
@@ -466,8 +459,8 @@ class RunCheckpoints:
         model: ModelChunks,
         copy_metrics: Callable[[Path], None],
     ) -> None:
-        """Loads the checkpoint that the session goes on from, if there is one. `copy_metrics`
-        writes the metrics so far into a file, on rank 0."""
+        """Load the checkpoint from which the session resumes, if any. `copy_metrics` writes the
+        current metrics into a file, on rank 0."""
         assert settings.run.save is not None
         self._settings = settings
         tensors = TrainedTensors(model, settings, layout)
@@ -477,9 +470,9 @@ class RunCheckpoints:
         self._saver = Saver(directory, session, settings, layout, tensors, copy_metrics)
 
     def finish_step(self, step: int) -> bool:
-        """Save after a step if it is time to. Returns whether the run ends here: a rank was asked
-        to end by SIGTERM. One that cannot be written is warned of, and the next is tried."""
-        is_asked, is_busy = agree(is_busy=self._saver.is_writing)
+        """Save after a step if a checkpoint is due. Returns True if the run ends here because a
+        rank received SIGTERM. A failed write is only warned of."""
+        is_asked, is_busy = agree_on_stop(is_busy=self._saver.is_writing)
         if self._saver.is_pending and not is_busy:
             self._saver.finish()
         finished = step + 1
@@ -490,7 +483,7 @@ class RunCheckpoints:
         return is_asked
 
     def close(self) -> None:
-        """Wait for the last checkpoint. Raises RrfpError if it could not be written."""
+        """Finish the last checkpoint. Raises RrfpError if it could not be written."""
         self._saver.finish()
         if self._saver.failure:
             raise RrfpError(self._saver.failure + GO_ON)

@@ -1,10 +1,10 @@
-"""The tensors of a checkpoint: parameters and the optimizer's state, by their names in the whole
-model.
+"""The tensors of a checkpoint: parameters, optimizer state and random states.
 
-The names depend neither on ranks nor on the kind of optimizer, and each tensor is saved whole, in
-as many parts as tensor parallelism has cut it. So every layout can read what another has saved.
+Parameters and optimizer state have the names of the whole model. The names depend neither on ranks
+nor on the kind of optimizer, and each tensor is saved whole, in the parts of tensor parallelism. So
+a checkpoint can be loaded under any layout.
 
-| key | |
+| key | content |
 |---|---|
 | `decoder.layers.3.mlp.linear_fc1.weight` | a parameter |
 | `optimizer.state.exp_avg.<parameter>`, `optimizer.state.exp_avg_sq.<parameter>` | Adam's moments |
@@ -29,28 +29,25 @@ from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
 from rrfp.megatron.step.random_streams import advance_named_states
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.checkpoints.directory import Checkpoint
-from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
-from rrfp.train.checkpoints.reading import executing_nothing
+from rrfp.train.checkpoints.plans import exchanging_plans, reason_of
+from rrfp.train.checkpoints.reading import loading_data_only
 from rrfp.train.launch.process_groups import Layout, seed_random_states
 from rrfp.train.models.gpt import is_second_copy, whole_name
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.settings import DeviceKind, TrainSettings
 
-# The random states of a rank in a checkpoint.
-#
-# They belong to a rank's place in the layout. Under another layout there is nobody to take them
-# over: ranks then start from the seed, as in a new run, and their states advance by as many steps
-# as are finished. That is where these ranks would stand if they had trained from the start. Under
-# Megatron's own schedule only training itself can tell how far that is, and the same seed would
-# repeat the first steps' masks, so these ranks start from another seed, made of the run's and the
-# step.
+# Random states. They belong to a rank's place in the layout. Ranks of another layout start from the
+# seed, as in a new run, and their states advance by the number of finished steps: they are then as
+# if the ranks had trained from the start. Under Megatron's own schedule that advance is unknown
+# without training, and the same seed would repeat the masks of the first steps. These ranks start
+# from another seed, derived from the run's seed and the step.
 
 
-def captured(layout: Layout) -> ShardedObject:
-    """This rank's random states: those of torch, numpy and Python, its GPU's if it has one, and
+def captured_random_states(layout: Layout) -> ShardedObject:
+    """This rank's random states: torch's, NumPy's and Python's, its GPU's if it has one, and
     Megatron's named ones."""
-    told: Any = np.random.get_state()
-    _, keys, place, has_gauss, gauss = told
+    state: Any = np.random.get_state()
+    _, keys, place, has_gauss, gauss = state
     version, numbers, next_gauss = random.getstate()
     return _sharded_states(
         layout,
@@ -64,13 +61,8 @@ def captured(layout: Layout) -> ShardedObject:
     )
 
 
-def to_load(layout: Layout) -> ShardedObject:
-    """What to read from a checkpoint of the same layout."""
-    return _sharded_states(layout, None)
-
-
-def restore(states: dict[str, Any]) -> None:
-    """Set what `captured` took."""
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the random states of this rank."""
     torch.set_rng_state(states["torch"])
     if "gpu" in states:
         torch.cuda.set_rng_state(states["gpu"])
@@ -81,8 +73,8 @@ def restore(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["megatron"])
 
 
-def start_again(settings: TrainSettings, layout: Layout, step: int) -> None:
-    """Set the random states of ranks that begin after `step` steps of another layout."""
+def reseed_random_states(settings: TrainSettings, layout: Layout, step: int) -> None:
+    """Set the random states of a rank that starts after `step` steps of another layout."""
     if settings.policy.dispatch is Dispatch.MEGATRON:
         digest = hashlib.sha256(f"{settings.run.seed} {step}".encode()).digest()
         seed_random_states(settings.changed(seed=int.from_bytes(digest[:4], "big")), layout)
@@ -91,6 +83,7 @@ def start_again(settings: TrainSettings, layout: Layout, step: int) -> None:
 
 
 def _sharded_states(layout: Layout, data: object) -> ShardedObject:
+    """Random states (None: to be loaded) under this rank's place in its layout."""
     return ShardedObject(
         f"random_states.{layout_name(layout)}",
         data,
@@ -100,7 +93,7 @@ def _sharded_states(layout: Layout, data: object) -> ShardedObject:
 
 
 def layout_name(layout: Layout) -> str:
-    """Names the layouts that share random states: those of a GPU are of another kind."""
+    """The name of the layouts that can share random states; GPUs have states of another kind."""
     return f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}{'-gpu' if _has_gpu(layout) else ''}"
 
 
@@ -115,16 +108,16 @@ _STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """A tensor to be loaded, and where its values go."""
+class LoadTarget:
+    """A tensor to load, and the tensor that receives its values."""
 
     sharded: ShardedTensor
     target: torch.Tensor
     part: slice | None = None
-    """Of the flattened tensor that is loaded, what belongs to the target; None if all of it."""
+    """The part of the flattened loaded tensor that belongs to the target; None means all of it."""
 
     def finish(self, loaded: torch.Tensor) -> None:
-        """Copy what was loaded to the target, if it was not read there."""
+        """Copy the loaded values to the target, unless they were read into it."""
         if self.part is not None:
             loaded = loaded.flatten()[self.part]
         if loaded.data_ptr() != self.target.data_ptr():
@@ -141,7 +134,7 @@ class TrainedTensors:
         self._layout = layout
 
     def saved(self) -> list[ShardedTensor]:
-        """What this rank contributes to a checkpoint. Every rank calls it."""
+        """This rank's tensors for a checkpoint. Every rank calls it."""
         parameters = self._parameters()
         found = [*parameters.values()]
         for optimizer in self._optimizers:
@@ -152,22 +145,25 @@ class TrainedTensors:
         return found
 
     @torch.no_grad()
-    def to_load(self, optimizer_step: int) -> list[Loading]:
-        """What this rank reads from a checkpoint after so many updates."""
+    def load_targets(self, optimizer_step: int) -> list[LoadTarget]:
+        """The tensors that this rank reads from a checkpoint after `optimizer_step` updates.
+        Creates the optimizer's state."""
         parameters = self._parameters()
-        found = [Loading(sharded, parameter.detach()) for parameter, sharded in parameters.items()]
+        found = [
+            LoadTarget(sharded, parameter.detach()) for parameter, sharded in parameters.items()
+        ]
         for optimizer in self._optimizers:
             _make_states(optimizer, optimizer_step)
             if isinstance(optimizer, DistributedOptimizer):
                 found += _parts_to_load(optimizer, parameters)
             else:
                 states = _whole_states(optimizer, parameters)
-                found += [Loading(sharded, sharded.data) for sharded in states]
+                found += [LoadTarget(sharded, sharded.data) for sharded in states]
         return found
 
     def _parameters(self) -> "_Parameters":
-        """This rank's parameters, each as a part of the whole model's. They are made each time,
-        because `dist_checkpointing` changes what it is given."""
+        """This rank's parameters as parts of the whole model's. Created for each call, because
+        `dist_checkpointing` changes its arguments."""
         return {
             parameter: _sharded(name, parameter, chunk.module, self._settings, self._layout)
             for chunk in self._model.chunks
@@ -179,7 +175,7 @@ _Parameters = dict[torch.nn.Parameter, ShardedTensor]
 
 
 def _whole_states(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTensor]:
-    """The state of an optimizer that each replica keeps whole."""
+    """The state of an optimizer that is whole on each replica."""
     for parameter, main in _main_parameters(optimizer):
         state = optimizer.optimizer.state[main]
         for name in _MOMENTS:
@@ -189,8 +185,8 @@ def _whole_states(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTe
 
 
 def _gathered(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTensor]:
-    """The state of an optimizer that is divided among the replicas, in the format of Megatron's
-    that can be resharded: each replica gathers all of it."""
+    """The state of a distributed optimizer, gathered whole on each replica, in Megatron's format
+    for resharding."""
     by_key = {f"{number}": sharded for number, sharded in enumerate(parameters.values())}
     found = optimizer.sharded_param_state_fully_reshardable(by_key, False, {})
     for tensors in found.values():
@@ -199,9 +195,9 @@ def _gathered(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTensor
                 yield sharded
 
 
-def _parts_to_load(optimizer: Any, parameters: _Parameters) -> Iterator[Loading]:
-    """The parts of such an optimizer's state that this replica keeps. (Megatron's own loading
-    expects the state of Transformer Engine's Adam.)"""
+def _parts_to_load(optimizer: Any, parameters: _Parameters) -> Iterator[LoadTarget]:
+    """This replica's parts of the state of a distributed optimizer. (Megatron's own loading expects
+    the state of Transformer Engine's Adam.)"""
     for parameter, main in _divided_parameters(optimizer):
         place = optimizer._get_model_param_range_map(parameter)["param"]
         part = slice(place.start, place.end)
@@ -211,18 +207,18 @@ def _parts_to_load(optimizer: Any, parameters: _Parameters) -> Iterator[Loading]
             targets[_MAIN] = main.detach()
         for name, target in targets.items():
             whole = torch.empty(parameter.shape, dtype=target.dtype)
-            yield Loading(_of_state(parameters[parameter], name, whole), target, part)
+            yield LoadTarget(_of_state(parameters[parameter], name, whole), target, part)
 
 
 def _sharded(
     name: str, parameter: Any, chunk: Any, settings: TrainSettings, layout: Layout
 ) -> ShardedTensor:
-    """A parameter as a part of the whole model's."""
+    """A parameter as a part of the whole model's parameter."""
     cuts = []
     is_cut = getattr(parameter, "tensor_model_parallel", False) and layout.tp > 1
     if is_cut:
         cuts.append((parameter.partition_dim, layout.tp_rank, layout.tp))
-    # Experts are replicated only where another replica holds the same ones.
+    # An expert is replicated only among replicas that hold the same experts.
     is_expert = not getattr(parameter, "allreduce", True)
     replica = layout.dp_rank // layout.ep if is_expert else layout.dp_rank
     return ShardedTensor.from_rank_offsets(
@@ -238,13 +234,13 @@ def _sharded(
 
 
 def _of_state(sharded: ShardedTensor, name: str, data: torch.Tensor) -> ShardedTensor:
-    """The part of an optimizer's state that belongs to a parameter."""
+    """A tensor of the optimizer's state for a parameter, sharded as the parameter is."""
     key = f"optimizer.state.{name}.{sharded.key}"
     return replace(sharded, key=key, data=data, dtype=data.dtype)
 
 
 def _chained(optimizer: Any) -> list[Any]:
-    """The optimizers of a rank: with experts there are two."""
+    """The optimizers of a rank; with experts there are two."""
     return [
         each
         for each in getattr(optimizer, "chained_optimizers", [optimizer])
@@ -253,7 +249,7 @@ def _chained(optimizer: Any) -> list[Any]:
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Each parameter of an optimizer that is not divided, with what Adam trains in its place."""
+    """Each parameter of an undivided optimizer, with the parameter that Adam updates for it."""
     if not hasattr(optimizer, "fp32_from_float16_groups"):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
@@ -268,13 +264,13 @@ def _main_parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _divided_parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Each parameter of which this replica updates a part, with what Adam trains in that place."""
+    """Each parameter of which this replica updates a part, with the part that Adam updates."""
     for parameter, (group, place) in optimizer.model_param_group_index_map.items():
         yield parameter, optimizer.optimizer.param_groups[group]["params"][place]
 
 
 def _make_states(optimizer: Any, step: int) -> None:
-    """Give Adam the state that its first update would make, after `step` updates."""
+    """Create Adam's state, which its first update would create, as of `step` updates."""
     for group in optimizer.optimizer.param_groups:
         for main in group["params"]:
             optimizer.optimizer.state[main] = {
@@ -283,27 +279,25 @@ def _make_states(optimizer: Any, step: int) -> None:
             }
 
 
-# Loads a checkpoint into a model that was built for any layout.
-
-
 def load(
     checkpoint: Checkpoint, settings: TrainSettings, layout: Layout, tensors: TrainedTensors
 ) -> None:
-    """Load parameters, the optimizer's state and random states; every rank calls this.
+    """Load parameters, the optimizer's state and random states into a model of any layout. Every
+    rank calls it.
 
-    Raises RrfpError if the checkpoint cannot be read, or does not fit the model, and what torch
-    raises if another rank is lost meanwhile.
+    Raises RrfpError if the checkpoint cannot be read or does not fit the model, and torch's errors
+    if another rank is lost meanwhile.
     """
     from megatron.core import dist_checkpointing
 
     prepare_checkpoints()
-    # The optimizer makes an update in each step.
-    parts = tensors.to_load(checkpoint.step)
-    state: dict[str, Any] = {"tensors": {str(n): part.sharded for n, part in enumerate(parts)}}
-    same_layout = _saved_layout(checkpoint) == layout_name(layout)
-    if same_layout:
-        state["random_states"] = to_load(layout)
-    with plans_exchanged(), executing_nothing():
+    # The optimizer makes one update per step.
+    targets = tensors.load_targets(checkpoint.step)
+    state: dict[str, Any] = {"tensors": {str(n): each.sharded for n, each in enumerate(targets)}}
+    is_same_layout = _saved_layout_name(checkpoint) == layout_name(layout)
+    if is_same_layout:
+        state["random_states"] = _sharded_states(layout, None)
+    with exchanging_plans(), loading_data_only():
         try:
             loaded = dist_checkpointing.load(
                 state, str(checkpoint.path), validate_access_integrity=False
@@ -318,15 +312,16 @@ def load(
                 "--tp that divides 64 as did that of the run that saved it, or move the checkpoint "
                 "away to go on from the one before"
             ) from error
-    for number, part in enumerate(parts):
-        part.finish(loaded["tensors"][str(number)])
-    if same_layout:
-        restore(loaded["random_states"])
+    for number, target in enumerate(targets):
+        target.finish(loaded["tensors"][str(number)])
+    if is_same_layout:
+        restore_random_states(loaded["random_states"])
     else:
-        start_again(settings, layout, checkpoint.step)
+        reseed_random_states(settings, layout, checkpoint.step)
 
 
-def _saved_layout(checkpoint: Checkpoint) -> str:
-    told = checkpoint.manifest.settings
-    on_gpu = told.get("device") == DeviceKind.CUDA
-    return f"pp{told['pp']}-tp{told['tp']}-dp{told['dp']}{'-gpu' if on_gpu else ''}"
+def _saved_layout_name(checkpoint: Checkpoint) -> str:
+    """The `layout_name` of the run that saved a checkpoint."""
+    saved = checkpoint.manifest.settings
+    on_gpu = saved.get("device") == DeviceKind.CUDA
+    return f"pp{saved['pp']}-tp{saved['tp']}-dp{saved['dp']}{'-gpu' if on_gpu else ''}"

@@ -43,16 +43,14 @@ class Data(Protocol):
 
     @property
     def heldout(self) -> Callable[[int], Batch] | None:
-        """Gives a microbatch of held-out data by its number; None if nothing is held out."""
+        """Function from a number to a microbatch of held-out data; None if nothing is held out."""
 
     def batches(self, dp_rank: int) -> Batches:
         """The batches of a replica. Raises UsageError if there is not enough data for one."""
         ...
 
 
-# Batches of text: the tokens of a corpus that a microbatch sees.
-#
-# No sample comes twice in an epoch.
+# Batches of text. No sample appears twice in an epoch.
 
 
 class TextData:
@@ -75,8 +73,8 @@ class TextBatches:
     """The batches of text of one data-parallel replica.
 
     By default documents are packed end to end and cut into windows of `seq_length`. With
-    `variable_lengths` a row is one document, or `seq_length` tokens of it from a random position;
-    the microbatch is as long as its longest row, rounded up to a multiple of `tp`.
+    `variable_lengths` a row is one document, or `seq_length` tokens of it from a random position,
+    and the microbatch has the length of its longest row, rounded up to a multiple of `tp`.
     """
 
     def __init__(self, corpus: Corpus, settings: TrainSettings, dp_rank: int) -> None:
@@ -110,10 +108,11 @@ class TextBatches:
         return _batch(rows, length)
 
     def _sample(self, index: int) -> int:
-        """The sample at a place of the endless sequence of samples."""
+        """The sample at an index of the endless sequence of samples."""
         return sample_at(index, self._num_samples, self._settings.run.seed)
 
     def _window(self, index: int) -> Tokens:
+        """The `seq_length` + 1 tokens of a sample of the packed documents."""
         start = self._sample(index) * self._settings.data.seq_length
         stop = start + self._settings.data.seq_length + 1
         first = int(np.searchsorted(self._ends, start, side="right"))
@@ -128,6 +127,7 @@ class TextBatches:
         return np.concatenate(parts)
 
     def _document(self, index: int) -> Tokens:
+        """At most `seq_length` + 1 tokens of one document, from a random start if it is longer."""
         document = int(self._long_enough[self._sample(index)])
         length = int(self._corpus.lengths[document])
         spare = length - (self._settings.data.seq_length + 1)
@@ -139,6 +139,7 @@ class TextBatches:
 
 
 def _batch(rows: list[Tokens], length: int) -> Batch:
+    """Pad rows of tokens to `length` + 1 and make inputs, labels and mask of them."""
     # Padding is token 0, which every vocabulary has.
     padded = np.zeros((len(rows), length + 1), np.int64)
     counts = np.zeros((len(rows), length), np.float32)
@@ -154,19 +155,18 @@ def _batch(rows: list[Tokens], length: int) -> Batch:
     )
 
 
-# Batches of text and images: documents packed end to end into one row per microbatch.
-#
-# A document is an image with its caption, or a plain text. In the sequence of the language stages
-# an image takes one place per patch, followed by its caption; the loss counts text only.
+# Batches of text and images: documents packed end to end into one row per microbatch. A document is
+# an image with its caption, or a plain text. In the row of the language stages an image has one
+# position per patch, followed by its caption; the loss counts text only.
 
 
 Integers = npt.NDArray[np.int64]
 
 
 class ImageBatch(Batch):
-    """One microbatch: a row of L places and the P patches of its I images; I may be 0. `tokens`,
-    `labels`, `loss_mask` and `position_ids` are (1, L): the place of a patch has token 0, only text
-    counts in the loss, and positions restart from 0 in each document."""
+    """One microbatch: a row of L positions and the P patches of its I images; I may be 0. `tokens`,
+    `labels`, `loss_mask` and `position_ids` are (1, L): a patch has token 0, only text counts in
+    the loss, and positions restart from 0 in each document."""
 
     patches: torch.Tensor
     """(P, 3 * patch_size**2) float32 in -1..1, image by image, row by row."""
@@ -175,9 +175,9 @@ class ImageBatch(Batch):
     patch_places: torch.Tensor
     """(P, 2) int64: row and column of each patch in its image."""
     image_slots: torch.Tensor
-    """(P,) int64: the place of each patch in the row."""
+    """(P,) int64: the position of each patch in the row."""
     document_ids: torch.Tensor
-    """(1, L) int64: the packed document that a place belongs to; -1 is padding."""
+    """(1, L) int64: the packed document of each position; -1 is padding."""
 
 
 class ImageData:
@@ -194,7 +194,7 @@ class ImageData:
         return ImageBatches(self._documents, self._settings, dp_rank)
 
     def heldout(self, index: int) -> ImageBatch:
-        """A microbatch of held-out images. It has no plain texts, which no image helps to
+        """A microbatch of held-out images, without plain texts, which images do not help
         predict."""
         settings = self._settings
         first = index * settings.data.max_images
@@ -202,7 +202,7 @@ class ImageData:
             self._documents.picture(Part.HELDOUT, first + image)
             for image in range(settings.data.max_images)
         ]
-        return pack(documents, settings)
+        return pack_documents(documents, settings)
 
 
 class ImageBatches:
@@ -220,12 +220,13 @@ class ImageBatches:
             step * settings.layout.num_replicas + self._dp_rank
         ) * settings.data.microbatches + microbatch
         rng = np.random.default_rng((settings.run.seed, number))
-        return pack(list(self._drawn(number, rng)), settings)
+        return pack_documents(list(self._draw(number, rng)), settings)
 
-    def _drawn(self, number: int, rng: np.random.Generator) -> Iterator[Document]:
+    def _draw(self, number: int, rng: np.random.Generator) -> Iterator[Document]:
+        """Draw the documents of a microbatch."""
         most, has_texts = self._settings.data.max_images, self._documents.has_texts
         num_images = int(rng.integers(0 if has_texts else 1, most + 1))
-        # Every microbatch has its own numbers, for as many images as it could have.
+        # Every microbatch has its own range of image numbers.
         for image in range(num_images):
             yield self._documents.picture(Part.TRAINING, number * most + image)
         if has_texts and (num_images == 0 or rng.random() < _TEXT_SHARE):
@@ -236,7 +237,7 @@ _TEXT_SHARE = 0.25
 """The share of microbatches with images that also have a plain text."""
 
 
-def pack(documents: list[Document], settings: TrainSettings) -> ImageBatch:
+def pack_documents(documents: list[Document], settings: TrainSettings) -> ImageBatch:
     """Pack one or more documents end to end. A text is cut after `seq_length` tokens."""
     rows: list[Integers] = []  # tokens, labels, counts, positions and document ids of each document
     patches, counts, places, slots = [], [], [], []
@@ -246,7 +247,7 @@ def pack(documents: list[Document], settings: TrainSettings) -> ImageBatch:
         text = text[: settings.data.seq_length + 1]
         num_patches = 0
         if document.pixels is not None:
-            own, own_places = cut(document.pixels, settings.data.patch_size)
+            own, own_places = cut_patches(document.pixels, settings.data.patch_size)
             num_patches = len(own)
             patches.append(np.zeros_like(own) if settings.data.blank_images else own)
             places.append(own_places)
@@ -280,7 +281,7 @@ def pack(documents: list[Document], settings: TrainSettings) -> ImageBatch:
     )
 
 
-def cut(pixels: Pixels, patch_size: int) -> tuple[Pixels, Integers]:
+def cut_patches(pixels: Pixels, patch_size: int) -> tuple[Pixels, Integers]:
     """The patches of an image, row by row, and the row and column of each."""
     num_rows, num_columns = (edge // patch_size for edge in pixels.shape[:2])
     patches = pixels.reshape(num_rows, patch_size, num_columns, patch_size, 3).swapaxes(1, 2)
@@ -289,7 +290,7 @@ def cut(pixels: Pixels, patch_size: int) -> tuple[Pixels, Integers]:
 
 
 def open_data(settings: TrainSettings) -> Data:
-    """Open the data that these settings train on. Raises UsageError if there is none."""
+    """Open the training data. Raises UsageError if there are no usable data."""
     if settings.model.kind == ModelKind.VLM:
         return ImageData(open_documents(settings), settings)
     return TextData(settings)

@@ -1,8 +1,7 @@
-"""A folder with images and their captions, in lines of JSON.
+"""The documents of the multimodal model: images with captions, and plain texts.
 
-Every `.jsonl` file under the folder is read. A line has a string `text` and, unless it is a plain
-text, `image`: the path of a file inside the folder, relative to the folder. One image in 20, and at
-least one, is held out with all its captions.
+They come from a folder of the user or are scenes drawn at run time. Imports no torch: the launcher
+checks the data before it starts any process.
 """
 
 import hashlib
@@ -21,14 +20,14 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from rrfp.errors import UsageError
-from rrfp.train.data.text_files import check_no_pipe, check_within, files_under, json_line
+from rrfp.train.data.text_files import (
+    check_link_inside,
+    check_regular_file,
+    files_under,
+    parse_json_line,
+)
 from rrfp.train.data.tokens import sample_at
 from rrfp.train.settings import TrainSettings
-
-# The documents that the multimodal model learns from: images with captions, and plain texts.
-#
-# Imports no torch: the launcher checks the data before it starts any process.
-
 
 Pixels = npt.NDArray[np.float32]
 """(height, width, 3): red, green and blue, each in -1..1."""
@@ -54,10 +53,10 @@ class Documents(Protocol):
     """A source of documents; equal arguments give equal documents, on every rank."""
 
     has_texts: bool
-    """Whether there are plain texts."""
+    """True if there are plain texts."""
 
     def picture(self, part: Part, index: int) -> Document:
-        """The image of this number, with its caption; numbers start at 0 and have no end."""
+        """The image of this number, with its caption; the sequence is endless."""
         ...
 
     def text(self, index: int) -> Document:
@@ -67,20 +66,20 @@ class Documents(Protocol):
 
 _ONE_HELD_OUT_IN = 20
 _MAX_PIXELS = 1 << 25
-"""The largest image, in pixels; it takes 400 MB to read. A small file can claim to be larger."""
+"""The largest image, in pixels, which takes 400 MB to read. A small file can claim to be larger."""
 _BAND_PIXELS = 1 << 22
-"""How many pixels change their colours at once."""
+"""Pixels whose colors are converted at once."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""The formats that are opened. Pillow reads others too, some by starting other programs."""
+"""The accepted formats. Pillow reads others too, some by starting other programs."""
 _GROUND = (128, 128, 128)
-"""The colour behind transparent parts of an image: grey, the values around 0."""
-_NUM_KEPT = 64
-"""How many decoded and scaled images are cached."""
+"""The color behind transparent parts of an image: gray, with values around 0."""
+_NUM_CACHED = 64
+"""Number of decoded and scaled images in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A caption, its image's file, and the line's place, for errors."""
+    """A caption or plain text, its image's file, and the line's position, for errors."""
 
     text: bytes
     image: Path | None
@@ -88,11 +87,15 @@ class _Line:
 
 
 class PictureFolder:
-    """The images and texts of a folder; an image is read when it is requested."""
+    """A folder with images and captions; an image is read on request.
+
+    Every `.jsonl` file under the folder is read. A line has a string `text` and, unless it is a
+    plain text, `image`: the path of a file inside of the folder, relative to it. One image in 20,
+    and at least one, is held out with all its captions.
+    """
 
     def __init__(self, folder: Path, settings: TrainSettings) -> None:
-        """Raises UsageError for a folder with fewer than two images, an invalid line, and a missing
-        file."""
+        """Raises UsageError for fewer than two images, an invalid line or a missing file."""
         lines = list(_lines(folder))
         images = list(dict.fromkeys(line.image for line in lines if line.image is not None))
         if len(images) < 2:
@@ -112,7 +115,7 @@ class PictureFolder:
         self._seed = settings.run.seed
         self._image_size = settings.data.image_size
         self._patch_size = settings.data.patch_size
-        self._pixels = lru_cache(maxsize=_NUM_KEPT)(self._read)
+        self._pixels = lru_cache(maxsize=_NUM_CACHED)(self._read)
 
     def picture(self, part: Part, index: int) -> Document:
         """The image of this number in the endless sequence of the part's captions. Raises
@@ -129,28 +132,28 @@ class PictureFolder:
         """Raise UsageError for an image whose header already shows that it cannot be used."""
         for captions in self._captions.values():
             for line in captions:
-                with _opened(line):
+                with _open_image(line):
                     pass
 
     def digest(self) -> str:
-        """The SHA-256 of the captions and texts, in their order, and of the images' paths in the
-        folder and sizes in bytes."""
+        """The SHA-256 of the captions and texts, in order, and of the images' relative paths and
+        sizes in bytes."""
         digest = hashlib.sha256()
         for line in self._lines:
-            told: list[object] = [hashlib.sha256(line.text).hexdigest()]
+            parts: list[object] = [hashlib.sha256(line.text).hexdigest()]
             if line.image is not None:
-                told += [str(line.image.relative_to(self._root)), line.image.stat().st_size]
-            digest.update(json.dumps(told).encode())
+                parts += [str(line.image.relative_to(self._root)), line.image.stat().st_size]
+            digest.update(json.dumps(parts).encode())
         return digest.hexdigest()
 
     def _read(self, line: _Line) -> Pixels:
-        """An image, scaled down to the largest size and cropped around its centre to whole
+        """Read an image, scale it down to the largest size, and crop it around its center to whole
         patches."""
-        with _opened(line) as opened:
+        with _open_image(line) as opened:
             try:
-                with _own_words():
+                with _ignoring_warnings():
                     ImageOps.exif_transpose(opened, in_place=True)
-                    image = _in_colours(opened)
+                    image = _to_rgb(opened)
             except Exception as error:  # decoders raise anything for a damaged file
                 raise UsageError(
                     f"{line.place}: the image {line.image} is damaged ({error}); replace or remove "
@@ -164,23 +167,24 @@ class PictureFolder:
         return pixels[rows, columns]
 
 
-def _in_colours(image: Image.Image) -> Image.Image:
-    """The image in red, green and blue of 8 bits each, with nothing transparent; a band of it at a
-    time, so that what lies between takes little memory."""
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to opaque RGB of 8 bits, in bands, so that intermediate images need little
+    memory."""
     whole = Image.new("RGB", image.size)
     height = max(_BAND_PIXELS // image.width, 1)
     for top in range(0, image.height, height):
         band = image.crop((0, top, image.width, min(top + height, image.height)))
-        whole.paste(_band_in_colours(band), (0, top))
+        whole.paste(_band_to_rgb(band), (0, top))
     return whole
 
 
-def _band_in_colours(image: Image.Image) -> Image.Image:
+def _band_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
-        greys, clear = np.asarray(image), image.info.get("transparency")
-        image = Image.fromarray(np.rint(greys / 257).astype(np.uint8))
-        if clear is not None:
-            image.putalpha(Image.fromarray(np.where(greys == clear, 0, 255).astype(np.uint8)))
+        grays, transparent = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray(np.rint(grays / 257).astype(np.uint8))
+        if transparent is not None:
+            alpha = np.where(grays == transparent, 0, 255).astype(np.uint8)
+            image.putalpha(Image.fromarray(alpha))
     if image.has_transparency_data:
         ground = Image.new("RGBA", image.size, _GROUND)
         image = Image.alpha_composite(ground, image.convert("RGBA"))
@@ -188,23 +192,24 @@ def _band_in_colours(image: Image.Image) -> Image.Image:
 
 
 def _whole_patches(edge: int, patch_size: int) -> slice:
-    """The largest centred part of an edge that is a whole number of patches."""
+    """The largest centered part of an edge that is a whole number of patches."""
     spare = edge % patch_size
     return slice(spare // 2, spare // 2 + edge - spare)
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
-    """Pillow warns about large and damaged images, of which we tell by errors of our own."""
+def _ignoring_warnings() -> Iterator[None]:
+    """Ignore Pillow's warnings of large and damaged images, which raise UsageError here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _opened(line: _Line) -> Image.Image:
+def _open_image(line: _Line) -> Image.Image:
+    """Open the image of a line. Raises UsageError if its header shows that it cannot be used."""
     assert line.image is not None
     try:
-        with _own_words():
+        with _ignoring_warnings():
             image = Image.open(line.image, formats=_FORMATS)
     except Exception as error:  # headers can be as damaged as image data
         raise UsageError(
@@ -227,7 +232,7 @@ def _opened(line: _Line) -> Image.Image:
 
 
 def _lines(folder: Path) -> Iterator[_Line]:
-    """The lines of all `.jsonl` files under the folder, ordered by file name."""
+    """Read the lines of all `.jsonl` files under a folder, ordered by file name."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
@@ -241,21 +246,22 @@ def _lines(folder: Path) -> Iterator[_Line]:
         )
     root = folder.resolve()
     for file in files:
-        check_within(file, folder)
-        check_no_pipe(file)
+        check_link_inside(file, folder)
+        check_regular_file(file)
         try:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
-                        yield _parsed(line, f"{file}, line {number}", root)
+                        yield _parse_line(line, f"{file}, line {number}", root)
         except OSError as error:
             raise UsageError(
                 f"cannot read the data {file}: {error.strerror}; check --data"
             ) from None
 
 
-def _parsed(line: bytes, place: str, root: Path) -> _Line:
-    values, text = json_line(line, place)
+def _parse_line(line: bytes, place: str, root: Path) -> _Line:
+    """Read a line of JSON. Raises UsageError for an invalid one or a missing image."""
+    values, text = parse_json_line(line, place)
     if not text.strip():
         raise UsageError(f"{place}: the field 'text' is empty; write a caption or remove the line")
     name = values.get("image")
@@ -278,14 +284,12 @@ def _parsed(line: bytes, place: str, root: Path) -> _Line:
     return _Line(text, image, place)
 
 
-# Scenes drawn at run time: a coloured form on a coloured ground, and a caption describing it.
-#
-# A caption follows from the picture and from nothing else: colours, form and side are equally
-# likely, so that a model that cannot see can only guess. Plain texts use the same words without a
-# picture.
+# Scenes drawn at run time: a colored form on a colored ground, with a caption that describes it.
+# The picture alone determines the caption, and colors, form and side are equally likely. So a model
+# that ignores the picture can only guess. Plain texts have such captions without a picture.
 
 
-COLOURS: Final = {
+COLORS: Final = {
     "red": (1.0, -1.0, -1.0),
     "green": (-1.0, 1.0, -1.0),
     "blue": (-1.0, -1.0, 1.0),
@@ -299,27 +303,27 @@ COLOURS: Final = {
 FORMS: Final = ("square", "disc", "cross")
 
 SIDES: Final = ("left", "right")
-"""Where in the picture the centre of the form is."""
+"""The half of the picture with the center of the form."""
 
 _MAX_SENTENCES = 3
 _RADIUS = (0.25, 0.33)
-"""Radii of a form, as a share of the shorter edge."""
+"""Range of the radius of a form, as a share of the shorter edge."""
 _MIN_EDGE = 16
 """The shortest edge of a picture, in pixels."""
 _NOISE = 0.1
 """Standard deviation of the noise added to every value."""
 
 _PICTURES, _TEXTS = range(2)
-"""Part of a generator's seed, so that pictures and texts draw different random numbers."""
+"""Parts of a generator's seed: pictures and texts draw different random numbers."""
 
 
 class Scenes:
-    """An endless supply of scenes. The two parts draw from different random numbers."""
+    """An endless sequence of scenes. Training and held-out scenes draw different random numbers."""
 
     has_texts = True
 
     def __init__(self, settings: TrainSettings) -> None:
-        """Raises UsageError if images are too small to show anything."""
+        """Raises UsageError if images are too small for scenes."""
         if settings.data.image_size < _MIN_EDGE:
             raise UsageError(
                 f"--image-size is {settings.data.image_size}; scenes take at least {_MIN_EDGE} "
@@ -346,38 +350,38 @@ class Scenes:
 class Scene:
     """The contents of a picture."""
 
-    colour: str
+    color: str
     form: str
     side: str
     ground: str
 
     @property
     def caption(self) -> bytes:
-        """`blue, red disc left.`"""
-        return f"{self.ground}, {self.colour} {self.form} {self.side}.".encode()
+        """The caption, such as `blue, red disc left.`"""
+        return f"{self.ground}, {self.color} {self.form} {self.side}.".encode()
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    """Draw a scene; its form and its ground have different colours."""
-    colour, ground = rng.choice(list(COLOURS), 2, replace=False).tolist()
-    return Scene(colour, FORMS[rng.integers(len(FORMS))], SIDES[rng.integers(len(SIDES))], ground)
+    """Draw a random scene; its form and its ground have different colors."""
+    color, ground = rng.choice(list(COLORS), 2, replace=False).tolist()
+    return Scene(color, FORMS[rng.integers(len(FORMS))], SIDES[rng.integers(len(SIDES))], ground)
 
 
 def draw_text(rng: np.random.Generator) -> bytes:
-    """Draw a plain text: some sentences like captions."""
+    """Draw a random plain text: 1 to 3 captions."""
     num_sentences = rng.integers(1, _MAX_SENTENCES + 1)
     return b" ".join(draw_scene(rng).caption for _ in range(num_sentences))
 
 
 def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int) -> Pixels:
-    """Paint a scene of this size in pixels; the form's size and height, and some noise, are random
-    too."""
-    picture = np.full((height, width, 3), COLOURS[scene.ground])
+    """Draw the picture of a scene, with a random size and height of the form, and noise. `height`
+    and `width` are in pixels."""
+    picture = np.full((height, width, 3), COLORS[scene.ground])
     rows, columns = np.mgrid[0:height, 0:width] + 0.5
     radius = rng.uniform(*_RADIUS) * min(height, width)
     y = (rows - rng.uniform(radius, height - radius)) / radius
     x = (columns - (1 / 3 + SIDES.index(scene.side) / 3) * width) / radius
-    picture[_covers(scene.form, y, x)] = COLOURS[scene.colour]
+    picture[_covers(scene.form, y, x)] = COLORS[scene.color]
     picture += rng.normal(0.0, _NOISE, picture.shape)
     pixels: Pixels = np.clip(picture, -1.0, 1.0).astype(np.float32)
     return pixels
@@ -386,7 +390,7 @@ def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int
 def _covers(
     form: str, y: npt.NDArray[np.float64], x: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.bool_]:
-    """Which points are inside a form of radius 1 around the origin."""
+    """Mask of the points inside a form of radius 1 around the origin."""
     match form:
         case "square":
             inside = np.maximum(abs(y), abs(x)) <= 1.0

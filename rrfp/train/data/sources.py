@@ -1,5 +1,7 @@
-"""Finds and checks the data that the settings name, without torch, so that the launcher reports
-problems before it starts any process."""
+"""Finds, checks and identifies the data of a run.
+
+Imports no torch: the launcher reports problems before it starts any process.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -7,14 +9,14 @@ from pathlib import Path
 
 from rrfp.errors import UsageError
 from rrfp.train.data.images import Documents, PictureFolder, Scenes
-from rrfp.train.data.text_files import texts
+from rrfp.train.data.text_files import read_texts
 from rrfp.train.data.tokens import (
     ByteCorpus,
     Corpus,
     IndexedCorpus,
     Tokens,
+    cached_tokens,
     count_samples,
-    encoded,
     indexed_documents,
     indexed_prefix,
 )
@@ -31,8 +33,8 @@ def open_documents(settings: TrainSettings) -> Documents:
 
 
 def open_corpus(data: DataSettings) -> Corpus:
-    """Open the text of a run: Python's own standard library if no path is given. Text becomes one
-    token per byte, or what the tokenizer makes of it; a Megatron .bin/.idx pair keeps its own.
+    """Open the text of a run; without a path, Python's standard library. Text has one token per
+    byte or the tokens of its tokenizer; a Megatron .bin/.idx pair has its own.
 
     Raises UsageError if there is no text to train on.
     """
@@ -41,41 +43,42 @@ def open_corpus(data: DataSettings) -> Corpus:
         return IndexedCorpus(prefix)
     if data.tokenizer is None:
         return _byte_corpus(data)
-    found = encoded(data)
+    found = cached_tokens(data)
     return IndexedCorpus(found.prefix, found.vocab_size)
 
 
-def document_lengths(data: DataSettings, tell: Callable[[str], None] | None = None) -> Tokens:
-    """The `lengths` of the corpus that `open_corpus` opens, found without torch; `tell` hears of
-    text that has to be encoded first.
+def document_lengths(data: DataSettings, report: Callable[[str], None] | None = None) -> Tokens:
+    """The `lengths` of the corpus of `open_corpus`, without torch. `report` receives sentences
+    about text that is encoded first.
 
-    Raises UsageError where `open_corpus` does, as far as that is possible without torch.
+    Raises UsageError as `open_corpus` does, as far as that is possible without torch.
     """
     prefix = _pair_of(data)
     if prefix is not None:
         return indexed_documents(prefix).lengths
     if data.tokenizer is None:
         return _byte_corpus(data).lengths
-    return indexed_documents(encoded(data, tell).prefix).lengths
+    return indexed_documents(cached_tokens(data, report).prefix).lengths
 
 
-def check_data(settings: TrainSettings, tell: Callable[[str], None] | None = None) -> None:
-    """Raise UsageError if the data cannot be trained on, as far as headers show. Text for a
-    tokenizer is encoded; `tell` hears of that."""
+def check_data(settings: TrainSettings, report: Callable[[str], None] | None = None) -> None:
+    """Raise UsageError if the data are unusable, as far as headers show. Encodes text for a
+    tokenizer; `report` receives sentences about that."""
     if settings.model.kind == ModelKind.VLM:
         documents = open_documents(settings)
         if isinstance(documents, PictureFolder):
             documents.check()
         return
     count_samples(
-        document_lengths(settings.data, tell),
+        document_lengths(settings.data, report),
         settings.data.seq_length,
         variable_lengths=settings.data.variable_lengths,
     )
 
 
 def _pair_of(data: DataSettings) -> Path | None:
-    """The prefix of the pair that the data are, if they are one."""
+    """The prefix of the .bin/.idx pair, or None for text. Raises UsageError for a pair with a
+    tokenizer."""
     prefix = None if data.path is None else indexed_prefix(data.path)
     if prefix is not None and data.tokenizer is not None:
         raise UsageError(
@@ -85,29 +88,23 @@ def _pair_of(data: DataSettings) -> Path | None:
 
 
 def _byte_corpus(data: DataSettings) -> ByteCorpus:
-    documents = (text.stream.read() for text in texts(data.path, data.text_key))
+    documents = (text.stream.read() for text in read_texts(data.path, data.text_key))
     found = tuple(document for document in documents if document)
     if not found:
         raise UsageError(f"the data {data.path} holds no text; give --data something to train on")
     return ByteCorpus(found)
 
 
-# What the data of a run are, by content: two runs with the same contents train on the same items,
-# wherever the files lie.
-#
-# Imports no torch: the launcher compares contents before it starts any process.
-
-
 _DRAWN = "scenes drawn at run time"
 
 
 def data_contents(settings: TrainSettings) -> dict[str, str]:
-    """What identifies the data, by the flag of the setting that names it.
+    """Identify the data by content, wherever the files lie, by the flags of their settings.
 
     `data` is a SHA-256 over an index of the documents, not over every byte: for text the number of
     tokens of each, for images their captions, paths and sizes in bytes. `tokenizer` is the SHA-256
-    of its file, `end_of_document` the token. Scenes that are drawn follow from the settings and are
-    only named. Raises UsageError for data that cannot be used.
+    of its file, `end_of_document` the token. Drawn scenes follow from the settings and are only
+    named. Raises UsageError for unusable data.
     """
     if settings.model.kind is ModelKind.VLM:
         documents = open_documents(settings)
@@ -115,7 +112,7 @@ def data_contents(settings: TrainSettings) -> dict[str, str]:
     lengths = document_lengths(settings.data)
     found = {"data": hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest()}
     if settings.data.tokenizer is not None:
-        tokenizer = encoded(settings.data).tokenizer
+        tokenizer = cached_tokens(settings.data).tokenizer
         found["tokenizer"] = str(tokenizer["sha256"])
         found["end_of_document"] = str(tokenizer["end_of_document"])
     return found

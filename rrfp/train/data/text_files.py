@@ -1,6 +1,6 @@
-"""The texts of files: plain text, JSONL, Parquet, folders of them, and Python's standard library.
+"""Reads texts: plain text, JSONL, Parquet, folders of them, and Python's standard library.
 
-A text comes as a stream, so that a long file need not be in memory at once.
+A text is a stream, so that a long file does not have to fit in memory.
 """
 
 import io
@@ -17,7 +17,7 @@ from rrfp.errors import UsageError, first_line
 from rrfp.system import is_of_too_many
 
 _MAX_LIBRARY_BYTES = 8_000_000
-"""How much of the standard library is read: little enough for a run to start at once."""
+"""The most that is read of the standard library, so that a run starts at once."""
 
 _LIBRARY_SKIPS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests", "turtledemo"}
@@ -32,29 +32,29 @@ _IMAGE_SUFFIXES = frozenset(
 )
 
 _ROWS = 1000
-"""How many rows of Parquet are in memory at once, besides those that polars reads ahead."""
+"""Rows of Parquet in memory at once, besides those that polars reads ahead."""
 
 
 class Text(NamedTuple):
-    """A document as text."""
+    """The text of a document."""
 
     place: str
-    """Where it stands, for errors."""
+    """The file with the line or row, for errors."""
     stream: BinaryIO
-    """Its bytes, to be read before the next document is asked for."""
+    """The bytes of the text; valid until the next document is read."""
 
 
 def text_files(path: Path | None) -> list[Path]:
-    """The files whose texts are the data, in the same order on every machine; None stands for
-    Python's own standard library. Raises UsageError for what is no text."""
+    """The text files of --data, in the same order on every machine; None means Python's standard
+    library. Raises UsageError for files that are no text."""
     if path is None:
         return list(_library_files())
     if not path.is_dir():
-        check_no_pipe(path)
+        check_regular_file(path)
         return [path]
     files = []
     for file in files_under(path):
-        check_within(file, path)
+        check_link_inside(file, path)
         if file.is_dir():
             continue
         if file.suffix in (".bin", ".idx"):
@@ -66,14 +66,15 @@ def text_files(path: Path | None) -> list[Path]:
                 f"the folder {path} holds the image {file.name} and the model takes text; add "
                 "--model vlm"
             )
-        check_no_pipe(file)
+        check_regular_file(file)
         files.append(file)
     return files
 
 
-def texts(path: Path | None, text_key: str) -> Iterator[Text]:
-    """The documents of `text_files`, some of which may be empty; `text_key` is the field of JSONL
-    and the column of Parquet. Raises UsageError for what cannot be read, naming the place."""
+def read_texts(path: Path | None, text_key: str) -> Iterator[Text]:
+    """Read the documents of `text_files`; some may be empty. `text_key` is the field of JSONL and
+    the column of Parquet. Raises UsageError, naming the place, for a document that cannot be
+    read."""
     for file in text_files(path):
         try:
             if path is None:
@@ -91,15 +92,14 @@ def texts(path: Path | None, text_key: str) -> Iterator[Text]:
             ) from None
 
 
-def check_no_pipe(path: Path) -> None:
-    """Raise UsageError for a pipe or a device, which might never end and can be read only once."""
+def check_regular_file(path: Path) -> None:
+    """Raise UsageError for a pipe or a device, which may never end and can be read only once."""
     if path.exists() and not path.is_file():
         raise UsageError(f"the data {path} is not a regular file; save its text to one first")
 
 
-def check_within(path: Path, folder: Path) -> None:
-    """Raise UsageError for a link that leads out of the folder that a user names: it would make
-    data of what nobody meant to be."""
+def check_link_inside(path: Path, folder: Path) -> None:
+    """Raise UsageError for a link to a file outside of the user's folder, which may be no data."""
     if not path.is_symlink():
         return
     target = Path(os.path.realpath(path))
@@ -111,8 +111,8 @@ def check_within(path: Path, folder: Path) -> None:
 
 
 def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """All files and links that are not hidden, in the same order on every machine. Links to folders
-    are not followed. Raises UsageError for a folder that cannot be read."""
+    """All files and links below a folder that are not hidden, in the same order on every machine.
+    Links to folders are not followed. Raises UsageError for a folder that cannot be read."""
     for where, folders, files in os.walk(folder, onerror=_refuse):
         links = {name for name in folders if Path(where, name).is_symlink()}
         folders[:] = sorted(
@@ -124,17 +124,18 @@ def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[P
 
 
 def _refuse(error: OSError) -> NoReturn:
+    """Raise UsageError for a folder that cannot be read."""
     if is_of_too_many(error):
         raise error
     raise UsageError(f"cannot read the data {error.filename}: {error.strerror}; check --data")
 
 
-def json_line(
+def parse_json_line(
     line: bytes, place: str, text_key: str = "text", *, names_key: bool = False
 ) -> tuple[dict[str, Any], bytes]:
     """The fields of a line of JSON, and the bytes of its text. Raises UsageError, naming the place
-    and the fields that are there, if the line does not have it; with `names_key` a user may have
-    named another field with --text-key."""
+    and the existing fields, if the text is missing; with `names_key` the advice mentions
+    --text-key."""
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
@@ -158,11 +159,13 @@ def _json_texts(path: Path, text_key: str) -> Iterator[Text]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield Text(place, io.BytesIO(json_line(line, place, text_key, names_key=True)[1]))
+                yield Text(
+                    place, io.BytesIO(parse_json_line(line, place, text_key, names_key=True)[1])
+                )
 
 
 def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
-    # Imported late: only such data need it.
+    # Imported late: only Parquet needs it.
     import polars as pl
 
     try:
@@ -179,7 +182,7 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
                 "another with --text-key"
             )
         num_rows, num_bytes = table.select(pl.len()).collect().item(), path.stat().st_size
-        # A small file can claim billions of rows that are alike.
+        # A small file can claim billions of equal rows.
         if num_rows > num_bytes:
             raise UsageError(
                 f"{path} claims {num_rows} rows in {num_bytes} bytes, so nearly all would be the "
@@ -199,6 +202,7 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 
 def _library_files() -> Iterator[Path]:
+    """Python files of the standard library, up to `_MAX_LIBRARY_BYTES`."""
     num_bytes = 0
     for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
@@ -210,5 +214,6 @@ def _library_files() -> Iterator[Path]:
 
 
 def _definitions(file: Path) -> Iterator[Text]:
+    """The definitions of a Python file."""
     for text in _DEFINITION.split(file.read_bytes()):
         yield Text(str(file), io.BytesIO(text))

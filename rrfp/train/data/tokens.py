@@ -1,6 +1,7 @@
-"""Megatron's .bin/.idx pairs: documents of tokens in a file, and the index of their sequences.
+"""Documents of tokens: bytes, Megatron's .bin/.idx pairs, and text encoded by a tokenizer.
 
-Imports Megatron only when a pair is opened: the launcher reads lengths alone.
+Imports no torch, and Megatron only when a pair is opened: the launcher checks the data before it
+starts any process.
 """
 
 import hashlib
@@ -28,37 +29,32 @@ from rrfp.inputs import read_text, sha256_of
 from rrfp.requirements import install_hint
 from rrfp.strict_json import parsed
 from rrfp.trace.safe_files import create_new, write_whole
-from rrfp.train.data.text_files import text_files, texts
+from rrfp.train.data.text_files import read_texts, text_files
 from rrfp.train.settings import DataSettings
 
-# The order of samples: each comes once per epoch, without a permutation in memory.
+# The order of samples: each appears once per epoch, without a permutation in memory.
 
 
 _GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
 
 
 def sample_at(index: int, num_samples: int, seed: int) -> int:
-    """The sample at a place of the endless sequence. An epoch visits all samples in long strides,
-    from a start of its own."""
+    """The sample at an index of the endless sequence of samples. Each epoch visits all samples in
+    long strides, from its own start."""
     epoch, place = divmod(index, num_samples)
-    start, stride = _strides_of_epoch(seed, epoch, num_samples)
+    start, stride = _start_and_stride(seed, epoch, num_samples)
     return (start + place * stride) % num_samples
 
 
 @lru_cache(maxsize=8)
-def _strides_of_epoch(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
-    """Where an epoch starts, and its stride. The stride is coprime to the number of samples, so
-    every sample comes once, and near the golden section, so successive samples are far apart in the
-    data."""
+def _start_and_stride(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
+    """The first sample and the stride of an epoch. The stride is coprime to the number of samples,
+    so every sample appears once, and near the golden section, so successive samples are far
+    apart."""
     stride = round(num_samples * _GOLDEN_SECTION)
     while math.gcd(stride, num_samples) != 1:
         stride += 1
     return int(np.random.default_rng((seed, epoch)).integers(num_samples)), stride
-
-
-# Documents of tokens with random access.
-#
-# Imports no torch, because the launcher checks the data before it starts any process.
 
 
 DOCUMENT_END = 256
@@ -76,12 +72,12 @@ class Corpus(Protocol):
     """The number of tokens of each document, at least 1."""
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
-        """A document's tokens from `start` up to `stop`."""
+        """The tokens of a document from `start` up to, excluding, `stop`."""
         ...
 
 
 class ByteCorpus:
-    """Documents of bytes in memory, with a document end after each."""
+    """Documents in memory with one token per byte, and `DOCUMENT_END` after each."""
 
     vocab_size = DOCUMENT_END + 1
 
@@ -96,8 +92,8 @@ class ByteCorpus:
 
 
 def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -> int:
-    """How many samples the documents give: windows of `seq_length` + 1 tokens or, with variable
-    lengths, documents of at least two. Raises UsageError if there are none."""
+    """The number of samples: windows of `seq_length` + 1 tokens or, with variable lengths,
+    documents of at least two tokens. Raises UsageError if it is 0."""
     num_tokens = int(lengths.sum())
     if variable_lengths:
         num_samples = int((lengths > 1).sum())
@@ -115,26 +111,26 @@ def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -
 
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEAD = struct.Struct("<9sQBQQ")
-"""Magic, version, type of the tokens, number of sequences, number of documents."""
+"""Magic, version, token type, number of sequences, number of document bounds."""
 
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
-"""The size of a token, by Megatron's number of its type; 6 and 7 are floating point."""
+"""Bytes per token, by Megatron's number of the token type; 6 and 7 are floating point."""
 
-MOST_TOKENS = 1 << 24
-"""More than any vocabulary has. A model has a vector for each, so one token that is too large would
-ask for all memory."""
+MAX_VOCAB_SIZE = 1 << 24
+"""More than any vocabulary has. A model has a vector per token, so a single huge token would
+require all memory."""
 
 _SCAN_TOKENS = 1 << 24
 
 _WRITTEN_TYPES: tuple[tuple[int, type[np.integer[Any]]], ...] = ((8, np.uint16), (4, np.int32))
-"""The types of the pairs that we write, by Megatron's numbers, the smallest first."""
+"""The token types of pairs that rrfp writes, with Megatron's numbers, smallest first."""
 
 
 class IndexedCorpus:
     """A Megatron .bin/.idx pair, memory-mapped by Megatron-Core's own reader.
 
-    A document is one or several sequences, as the index says. Opening a pair reads every token
-    once, to find the vocabulary, unless its size is known.
+    A document has one or several sequences. Unless the size of the vocabulary is given, opening a
+    pair reads every token once to find it.
     """
 
     def __init__(self, prefix: Path, vocab_size: int | None = None) -> None:
@@ -142,31 +138,32 @@ class IndexedCorpus:
 
         self._first_sequences, self.lengths = indexed_documents(prefix)
         with warnings.catch_warnings():
-            # Outside of a run Megatron warns that it does not know the rank, which it only logs.
+            # Outside of a run Megatron warns that the rank, which it only logs, is unknown.
             warnings.simplefilter("ignore")
             self._dataset = indexed_dataset(prefix)
-        self.vocab_size = self._counted_vocabulary(prefix) if vocab_size is None else vocab_size
+        self.vocab_size = self._find_vocab_size(prefix) if vocab_size is None else vocab_size
 
-    def _counted_vocabulary(self, prefix: Path) -> int:
+    def _find_vocab_size(self, prefix: Path) -> int:
+        """One more than the highest token of the pair. Raises UsageError for invalid tokens."""
         data = with_suffix(prefix, ".bin")
         lowest, highest = _token_range(data, self._dataset.index.dtype)
-        if lowest < 0 or highest >= MOST_TOKENS:
+        if lowest < 0 or highest >= MAX_VOCAB_SIZE:
             raise UsageError(
                 f"{data} holds the token {highest if lowest >= 0 else lowest}; tokens are numbered "
-                f"from 0 to at most {MOST_TOKENS - 1}"
+                f"from 0 to at most {MAX_VOCAB_SIZE - 1}"
             )
         return highest + 1
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
-        # Sequences are end to end, so a read from the first one continues into the next.
+        # Sequences are stored end to end, so a read may continue into the next one.
         first = int(self._first_sequences[document])
         tokens: Tokens = self._dataset.get(first, start, stop - start).astype(np.int64)
         return tokens
 
 
 def indexed_prefix(path: Path) -> Path | None:
-    """The common prefix of a pair's two files, if the path names a pair: either of its files, or
-    the prefix itself, as in Megatron's own options."""
+    """The prefix of a pair, if the path is one of its files or, as in Megatron's options, the
+    prefix itself; else None."""
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
     if not path.exists() and with_suffix(path, ".bin").exists():
@@ -178,13 +175,13 @@ class IndexedDocuments(NamedTuple):
     """The non-empty documents of a pair."""
 
     first_sequences: Tokens
-    """The first sequence of each document; its others follow."""
+    """The index of the first sequence of each document."""
     lengths: Tokens
-    """The number of tokens of each document, over all its sequences."""
+    """The number of tokens of each document."""
 
 
 def indexed_documents(prefix: Path) -> IndexedDocuments:
-    """The documents of a pair. Raises UsageError if the pair is incomplete."""
+    """Read the index of a pair. Raises UsageError if the pair is incomplete or damaged."""
     data, index = (with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
     for file in (data, index):
         if not file.is_file():
@@ -206,11 +203,8 @@ def indexed_documents(prefix: Path) -> IndexedDocuments:
 
 
 def _read_index(path: Path) -> tuple[IndexedDocuments, int]:
-    """The non-empty documents, and the bytes per token.
-
-    Reads the index here because Megatron's own reader fails on a truncated one in ways that cannot
-    all be caught.
-    """
+    """The non-empty documents, and the bytes per token. (Megatron's own reader fails on a truncated
+    index in ways that cannot all be caught.)"""
     with path.open("rb") as index:
         head = index.read(_INDEX_HEAD.size)
         if not head.startswith(_INDEX_MAGIC):
@@ -225,25 +219,25 @@ def _read_index(path: Path) -> tuple[IndexedDocuments, int]:
                     f"{path} has tokens of type {token_type}, which are not integers; build the "
                     ".bin/.idx pair again"
                 )
-            # Each sequence has a length and a position; each document has its first sequence, and
-            # the last one also its end.
+            # A sequence has a length and a position. The bounds are the first sequence of each
+            # document, and the end of the last.
             if num_bytes >= _INDEX_HEAD.size + num_sequences * (4 + 8) + num_documents * 8:
                 lengths = np.fromfile(index, np.int32, num_sequences)
                 starts = np.fromfile(index, np.int64, num_sequences)
                 bounds = np.fromfile(index, np.int64, num_documents)
                 token_bytes = _TOKEN_BYTES[token_type]
-                return _group(path, lengths, starts, bounds, token_bytes), token_bytes
+                return _group_sequences(path, lengths, starts, bounds, token_bytes), token_bytes
     raise UsageError(f"{path} is cut off after {num_bytes} bytes; build the .bin/.idx pair again")
 
 
-def _group(
+def _group_sequences(
     path: Path,
     lengths: npt.NDArray[np.int32],
     starts_bytes: Tokens,
     bounds: Tokens,
     token_bytes: int,
 ) -> IndexedDocuments:
-    """Join the sequences between two bounds into a document."""
+    """Group sequences into documents. Raises UsageError for an inconsistent index."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if (lengths < 0).any() or not np.array_equal(starts_bytes, offsets[:-1] * token_bytes):
@@ -262,7 +256,7 @@ def _group(
 
 
 def token_type(vocab_size: int) -> type[np.integer[Any]]:
-    """The smallest type in which tokens below `vocab_size` are written."""
+    """The smallest token type for a vocabulary of `vocab_size`."""
     return next(each for _, each in _WRITTEN_TYPES if vocab_size - 1 <= np.iinfo(each).max)
 
 
@@ -272,8 +266,8 @@ def write_index(
     lengths: npt.NDArray[np.int32],
     bounds: Tokens,
 ) -> None:
-    """Write the .idx to a .bin of `dtype`: the number of tokens of each sequence, and the first
-    sequence of each document, with the end of the last."""
+    """Write the .idx of a .bin with tokens of `dtype`. `lengths` are the numbers of tokens of the
+    sequences; `bounds` the first sequence of each document, and the end of the last."""
     (number,) = (number for number, each in _WRITTEN_TYPES if each is dtype)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     with create_new(with_suffix(prefix, ".idx")) as index:
@@ -283,12 +277,12 @@ def write_index(
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """Append a suffix; `Path.with_suffix` would replace what follows a dot in the prefix."""
+    """Append a suffix; `Path.with_suffix` would replace the part after a dot in the prefix."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def _token_range(data: Path, dtype: npt.DTypeLike) -> tuple[int, int]:
-    """The lowest token and the highest."""
+    """The lowest and the highest token of a .bin."""
     tokens = np.memmap(data, dtype, mode="r")
     lowest = highest = 0
     for start in range(0, len(tokens), _SCAN_TOKENS):
@@ -297,58 +291,58 @@ def _token_range(data: Path, dtype: npt.DTypeLike) -> tuple[int, int]:
     return lowest, highest
 
 
-# Tokenizers of the library `tokenizers`, from their files alone: nothing is downloaded.
-#
-# Imports the library, which is an extra, only when a tokenizer is opened.
+# Tokenizers of the library `tokenizers`, from local files only. The library is an optional extra
+# and is imported when a tokenizer is opened.
 
 
 _FILE = "tokenizer.json"
 
 _CONFIGURATIONS = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files beside it that may say which token ends a text."""
+"""Files beside the tokenizer's that may name the token that ends a text."""
 
-_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class Tokenizer:
-    """Turns text into tokens, always into the same ones."""
+    """Encodes text deterministically."""
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
-        """`path` is what --tokenizer names, `end_of_document` what --end-of-document does.
+        """`path` and `end_of_document` are the values of --tokenizer and --end-of-document.
 
-        Raises UsageError for what is no tokenizer, and for one that says nothing about the end of a
-        document; RrfpError if the library is missing.
+        Raises UsageError if the file is no tokenizer or the token that ends a document is unknown,
+        and RrfpError if the library is missing.
         """
         self.file = tokenizer_file(path)
-        self._tokenizer = _opened(self.file)
+        self._tokenizer = _open_tokenizer(self.file)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UsageError(f"the tokenizer {self.file} has no tokens; name another one")
         self.vocab_size = max(vocabulary.values()) + 1
         """One more than the highest token."""
-        if self.vocab_size > MOST_TOKENS:
+        if self.vocab_size > MAX_VOCAB_SIZE:
             raise UsageError(
                 f"the tokenizer {self.file} has the token {self.vocab_size - 1}; "
-                f"{MOST_TOKENS - 1} is the largest that is taken"
+                f"{MAX_VOCAB_SIZE - 1} is the largest that is taken"
             )
-        self.end_of_document = _end_of(self.file, vocabulary, end_of_document)
-        first, last = self._frame(vocabulary)
+        self.end_of_document = _end_token(self.file, vocabulary, end_of_document)
+        first, last = self._special_tokens(vocabulary)
         end = vocabulary[self.end_of_document]
         self.first = first
-        """What the tokenizer puts in front of a text, such as a beginning of sequence."""
+        """The tokens before a text, such as a beginning of sequence."""
         self.last = last if last[-1:] == [end] else [*last, end]
-        """What it puts behind a text, and the end of the document."""
+        """The tokens after a text, the last of which ends the document."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without `first` and `last`. Raises what the library raises for
-        a text that it cannot encode."""
+        """The tokens of each text, without `first` and `last`. May raise any exception of the
+        library."""
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
 
-    def _frame(self, vocabulary: dict[str, int]) -> tuple[list[int], list[int]]:
+    def _special_tokens(self, vocabulary: dict[str, int]) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before and after a text."""
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
-        # Any text shows it that has a token of its own.
+        # Found by encoding a text that has at least one ordinary token.
         for probe in chain("a", vocabulary):
             encoding = self._tokenizer.encode(probe)
             is_text = [mask == 0 for mask in encoding.special_tokens_mask]
@@ -359,8 +353,8 @@ class Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer that --tokenizer names: the file itself, or that of a folder.
-    Raises UsageError if there is none."""
+    """The file of a tokenizer: the path itself, or the tokenizer.json in that folder. Raises
+    UsageError if it does not exist."""
     if not path.exists():
         raise UsageError(
             f"there is no file or folder {path}, and no tokenizer is downloaded by its name; give "
@@ -378,52 +372,53 @@ def tokenizer_file(path: Path) -> Path:
     return file
 
 
-def named_end(file: Path) -> str | None:
-    """The end of a text as the files beside the tokenizer's say it. Raises UsageError for a file
-    that cannot be read."""
+def configured_end_token(file: Path) -> str | None:
+    """The token that ends a text by the configuration files beside a tokenizer's file, or None.
+    Raises UsageError for a file that cannot be read."""
     for name in _CONFIGURATIONS:
         beside = file.with_name(name)
         if beside.is_file():
-            told = _table(beside)
-            token = told.get("eos_token")
-            # Some write a token with its properties.
+            token = _read_json_fields(beside).get("eos_token")
+            # Some files have an object with the token's properties.
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 return token
     return None
 
 
-def _end_of(file: Path, vocabulary: dict[str, int], asked: str | None) -> str:
-    named = named_end(file) if asked is None else asked
-    if named is None:
-        named = next((each for each in _USUAL_ENDS if each in vocabulary), None)
-    if named is None:
+def _end_token(file: Path, vocabulary: dict[str, int], asked: str | None) -> str:
+    """The token that ends a document: as asked for, as configured, or one with a usual name."""
+    token = configured_end_token(file) if asked is None else asked
+    if token is None:
+        token = next((each for each in _USUAL_END_TOKENS if each in vocabulary), None)
+    if token is None:
         raise UsageError(
             f"the tokenizer {file} does not say which token ends a document; name it with "
             "--end-of-document"
         )
-    if named not in vocabulary:
+    if token not in vocabulary:
         raise UsageError(
-            f"the tokenizer {file} has no token '{named}' to end a document with; name one with "
+            f"the tokenizer {file} has no token '{token}' to end a document with; name one with "
             "--end-of-document"
         )
-    return named
+    return token
 
 
-def _table(file: Path) -> dict[str, Any]:
+def _read_json_fields(file: Path) -> dict[str, Any]:
     text = read_text(str(file), "tokenizer")
     try:
-        told = json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the tokenizer {file} is not JSON ({error}); name another one") from None
-    if not isinstance(told, dict):
+    if not isinstance(found, dict):
         raise UsageError(f"the tokenizer {file} is no JSON object; name another one")
-    return told
+    return found
 
 
-def _opened(file: Path) -> Any:
-    told = _table(file)
-    model = told.get("model")
+def _open_tokenizer(file: Path) -> Any:
+    """Load a tokenizer without truncation and padding. Raises UsageError for one that is random."""
+    definition = _read_json_fields(file)
+    model = definition.get("model")
     dropout = model.get("dropout") if isinstance(model, dict) else None
     if dropout:
         raise UsageError(
@@ -438,63 +433,60 @@ def _opened(file: Path) -> Any:
             f"{install_hint('tokenizers')}"
         ) from None
     try:
-        opened = tokenizers.Tokenizer.from_str(json.dumps(told))
+        opened = tokenizers.Tokenizer.from_str(json.dumps(definition))
     except Exception as error:  # the library raises nothing more specific
         raise UsageError(
             f"{file} is no tokenizer of the library tokenizers ({first_line(str(error))}); name a "
             f"{_FILE}"
         ) from None
-    # Both are meant for batches of a model, and would lose text or add to it.
+    # Both are for batches of a model, and would cut or extend texts.
     opened.no_truncation()
     opened.no_padding()
     return opened
 
 
-# Text as tokens, encoded once: the tokens of files under a tokenizer lie in the user's cache, as a
-# Megatron .bin/.idx pair, and every rank of every run maps them from there.
-#
-# Imports no torch: the launcher encodes before it starts any process.
+# The cache of encoded text. The launcher encodes text once, into a Megatron .bin/.idx pair in the
+# user's cache directory, and all ranks of all runs map it from there.
 
 
-_LAYOUT = 1
-"""Part of the key; a new number makes every token anew."""
+_VERSION = 1
+"""Part of the key; a new number invalidates the cache."""
 
 _PIECE_BYTES = 1 << 18
-"""A text is encoded in pieces of about this size, cut at ends of lines, so that the memory for it
-does not grow with its length."""
+"""Texts are encoded in pieces of about this size, cut at ends of lines, to limit memory."""
 _BATCH_BYTES = 1 << 22
-"""How much text is encoded at once, by the threads of the library."""
+"""The amount of text that the library's threads encode at once."""
 
 
-class Encoded(NamedTuple):
-    """Tokens in the cache."""
+class CachedTokens(NamedTuple):
+    """An entry of the cache."""
 
     prefix: Path
-    """Of the pair's two files."""
+    """The prefix of the pair's files."""
     vocab_size: int
     tokenizer: dict[str, Any]
-    """What `run.json` says of it: its path, its digest, the vocabulary, the end of a document."""
+    """The entry of `run.json`: path, digest, vocabulary and the token that ends a document."""
 
 
-def encoded(data: DataSettings, tell: Callable[[str], None] | None = None) -> Encoded:
-    """The tokens of these data, from the cache if they are there. `tell` hears of it when a text
-    has to be encoded, before and after.
+def cached_tokens(data: DataSettings, report: Callable[[str], None] | None = None) -> CachedTokens:
+    """The tokens of text data, encoded now unless they are in the cache. `report` receives
+    sentences before and after encoding.
 
-    Raises UsageError for data or a tokenizer that cannot be used, and RrfpError if the library is
+    Raises UsageError for unusable data or an unusable tokenizer, and RrfpError if the library is
     missing or the cache cannot be written.
     """
     assert data.tokenizer is not None
     file = tokenizer_file(data.tokenizer)
     sha256 = _digest(file)
-    prefix = _folder() / _key(data, file, sha256)
-    found = _found(prefix, data.tokenizer)
+    prefix = _cache_directory() / _key(data, file, sha256)
+    found = _find(prefix, data.tokenizer)
     if found is not None:
         return found
     tokenizer = Tokenizer(data.tokenizer, data.end_of_document)
-    if tell is not None:
-        tell(f"Encoding {_name(data.path)} with {file}, once: later runs find the tokens")
+    if report is not None:
+        report(f"Encoding {_name(data.path)} with {file}, once: later runs find the tokens")
     start_s = time.monotonic()
-    told = {
+    description = {
         "sha256": sha256,
         "vocabulary": tokenizer.vocab_size,
         "end_of_document": tokenizer.end_of_document,
@@ -504,8 +496,10 @@ def encoded(data: DataSettings, tell: Callable[[str], None] | None = None) -> En
         with tempfile.TemporaryDirectory(dir=prefix.parent, prefix="unfinished-") as name:
             draft = Path(name, "tokens")
             num_tokens = _write(draft, data, tokenizer)
-            write_whole(with_suffix(draft, ".json"), f"{json.dumps(told, indent=2)}\n".encode())
-            # The last one says that all are there.
+            write_whole(
+                with_suffix(draft, ".json"), f"{json.dumps(description, indent=2)}\n".encode()
+            )
+            # The .json comes last: it marks the entry as complete.
             for suffix in (".bin", ".idx", ".json"):
                 with_suffix(draft, suffix).replace(with_suffix(prefix, suffix))
     except OSError as error:
@@ -513,30 +507,34 @@ def encoded(data: DataSettings, tell: Callable[[str], None] | None = None) -> En
             f"cannot keep the tokens of {_name(data.path)} in {prefix.parent}: {error.strerror}; "
             "make room, or set XDG_CACHE_HOME to another folder"
         ) from None
-    if tell is not None:
+    if report is not None:
         seconds = time.monotonic() - start_s
-        tell(f"Encoded {num_tokens} tokens in {seconds:.1f} s, into {with_suffix(prefix, '.bin')}")
-    return Encoded(prefix, tokenizer.vocab_size, {"path": str(data.tokenizer), **told})
+        report(
+            f"Encoded {num_tokens} tokens in {seconds:.1f} s, into {with_suffix(prefix, '.bin')}"
+        )
+    return CachedTokens(prefix, tokenizer.vocab_size, {"path": str(data.tokenizer), **description})
 
 
-def _found(prefix: Path, tokenizer: Path) -> Encoded | None:
-    """The tokens of this key, unless they are missing or damaged."""
+def _find(prefix: Path, tokenizer: Path) -> CachedTokens | None:
+    """The entry of the cache with this prefix; None if it is missing or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, UsageError):
-        told = parsed(with_suffix(prefix, ".json").read_bytes())
+        found = parsed(with_suffix(prefix, ".json").read_bytes())
         indexed_documents(prefix)
-        return Encoded(prefix, int(told["vocabulary"]), {"path": str(tokenizer), **told})
+        return CachedTokens(prefix, int(found["vocabulary"]), {"path": str(tokenizer), **found})
     return None
 
 
 def _key(data: DataSettings, file: Path, sha256: str) -> str:
-    """What the tokens depend on, as a name: a file that was written to has another time."""
+    """The name of a cache entry: a digest of everything on which the tokens depend, with the sizes
+    and modification times of the files."""
     states = [(str(each.resolve()), _state(each)) for each in text_files(data.path)]
-    end = data.end_of_document or named_end(file)
-    meant = (_LAYOUT, _library(), sha256, end, data.text_key, data.path is None, states)
-    return hashlib.sha256(json.dumps(meant).encode()).hexdigest()[:32]
+    end = data.end_of_document or configured_end_token(file)
+    parts = (_VERSION, _library(), sha256, end, data.text_key, data.path is None, states)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _state(file: Path) -> tuple[int, int]:
+    """The size and the modification time of a file."""
     try:
         state = file.stat()
     except OSError as error:
@@ -554,14 +552,14 @@ def _digest(file: Path) -> str:
 
 
 def _library() -> str | None:
-    """The version of the library: another one may encode otherwise."""
+    """The version of the library; another version may encode differently."""
     try:
         return version("tokenizers")
     except PackageNotFoundError:
         return None
 
 
-def _folder() -> Path:
+def _cache_directory() -> Path:
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         cache = asked if asked.is_absolute() else Path.home() / ".cache"
@@ -582,20 +580,20 @@ class _Piece(NamedTuple):
     text: str
     place: str
     begins: bool
-    """Whether it is the first of its document."""
+    """True for the first piece of its document."""
     ends: bool
-    """Whether it is the last."""
+    """True for the last piece."""
 
 
 def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
-    """Write the pair, with a sequence for each piece, and count its tokens."""
+    """Encode all documents into a pair with a sequence per piece; returns the number of tokens."""
     dtype = token_type(tokenizer.vocab_size)
     lengths, bounds = array("i"), array("q", [0])
-    num_of_text = 0
+    num_text_tokens = 0
     with create_new(with_suffix(prefix, ".bin")) as file:
         for batch in _batches(_pieces(data)):
             for piece, tokens in zip(batch, _encode(tokenizer, batch), strict=True):
-                num_of_text += len(tokens)
+                num_text_tokens += len(tokens)
                 first = tokenizer.first if piece.begins else []
                 last = tokenizer.last if piece.ends else []
                 whole = np.array([*first, *tokens, *last], dtype)
@@ -603,7 +601,7 @@ def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
                 lengths.append(len(whole))
                 if piece.ends:
                     bounds.append(len(lengths))
-    if num_of_text == 0:
+    if num_text_tokens == 0:
         raise UsageError(
             f"the data {_name(data.path)} hold no text that {tokenizer.file} makes tokens of; give "
             "--data something to train on"
@@ -613,10 +611,11 @@ def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
 
 
 def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> list[list[int]]:
+    """Encode pieces; on an error, encode them one by one to name the one that fails."""
     try:
         return tokenizer.encode([piece.text for piece in batch])
     except Exception:
-        # One text was at fault; the library does not say which.
+        # The library does not report which text failed.
         return [_encode_alone(tokenizer, piece) for piece in batch]
 
 
@@ -632,18 +631,19 @@ def _encode_alone(tokenizer: Tokenizer, piece: _Piece) -> list[int]:
 
 
 def _pieces(data: DataSettings) -> Iterator[_Piece]:
-    """The pieces of all documents that are not empty, in order."""
-    for place, stream in texts(data.path, data.text_key):
+    """The pieces of all documents with text, in order."""
+    for place, stream in read_texts(data.path, data.text_key):
         start, begins = 0, True
         lines = stream.readlines(_PIECE_BYTES)
         while lines:
             text = b"".join(lines)
             lines = stream.readlines(_PIECE_BYTES)
-            yield _Piece(_decoded(text, place, start), place, begins, ends=not lines)
+            yield _Piece(_decode(text, place, start), place, begins, ends=not lines)
             start, begins = start + len(text), False
 
 
-def _decoded(text: bytes, place: str, start: int) -> str:
+def _decode(text: bytes, place: str, start: int) -> str:
+    """Decode UTF-8. Raises UsageError with the place and byte of an error."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -654,6 +654,7 @@ def _decoded(text: bytes, place: str, start: int) -> str:
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Group pieces into batches of about `_BATCH_BYTES` characters."""
     batch: list[_Piece] = []
     num_characters = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""Data that ranks exchange through collectives: JSON and named tensors, never pickled objects.
+"""Exchanges JSON and named tensors between ranks through collectives, never pickled objects.
 
-torch's `all_gather_object` and the like pickle their data, so whoever can write to a connection
-could make a rank run any code. Our ranks disable them (`no_objects`).
+torch's object collectives pickle their data, so anybody who can write to a connection could make a
+rank run arbitrary code. Ranks of rrfp disable them (`no_object_collectives`).
 """
 
 import json
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 def broadcast_json(value: object, decode: Callable[[object], T]) -> T:
-    """Rank 0's value, sent as JSON and decoded by `decode`, on every rank; the values of other
-    ranks are ignored. Raises RrfpError if it cannot be read (`decode` raises ValueError)."""
-    leads = dist.get_rank() == 0
-    data = json.dumps(value).encode() if leads else b""
+    """Broadcast rank 0's value as JSON; returns `decode` of it on every rank and ignores the values
+    of other ranks. Raises RrfpError if it cannot be decoded (`decode` raises ValueError)."""
+    is_source = dist.get_rank() == 0
+    data = json.dumps(value).encode() if is_source else b""
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0)
-    buffer = _as_tensor(data) if leads else torch.empty(int(size), dtype=torch.uint8)
+    buffer = _as_tensor(data) if is_source else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(buffer, 0)
     return _read(buffer, 0, decode)
 
 
 def all_gather_json(value: object, decode: Callable[[object], T]) -> list[T]:
-    """The values of all ranks, by rank, sent and decoded in the same way."""
+    """Gather the values of all ranks, by rank, as JSON. Raises what `broadcast_json` does."""
     own = _as_tensor(json.dumps(value).encode())
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own.numel()]))
@@ -45,8 +45,8 @@ def all_gather_json(value: object, decode: Callable[[object], T]) -> list[T]:
 
 
 def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The tensors of all ranks, by rank and name, on rank 0; empty on the others. Every rank calls
-    it, with fp32 tensors on the CPU."""
+    """Gather the fp32 CPU tensors of all ranks on rank 0, by rank and name; returns [] on the
+    others. Every rank calls it."""
     shapes = all_gather_json(
         [[name, list(tensor.shape)] for name, tensor in own.items()], _decode_shapes
     )
@@ -72,12 +72,12 @@ def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 
 @contextmanager
-def no_objects() -> Iterator[None]:
-    """Keep torch's collectives from unpickling anything. `all_gather_object`, which Megatron's
-    optimizer uses while it is built, carries plain values as JSON instead."""
+def no_object_collectives() -> Iterator[None]:
+    """Make torch's collectives raise RrfpError instead of unpickling. `all_gather_object`, which
+    Megatron's optimizer uses while it is built, exchanges plain values as JSON instead."""
     # torch declares neither name as assignable.
     module: Any = dist.distributed_c10d
-    torchs_own = dist.all_gather_object, module._unpickler
+    originals = dist.all_gather_object, module._unpickler
 
     def all_gather_plain(object_list: list[Any], obj: Any, group: Any = None) -> None:
         if group is not None and dist.get_world_size(group) != dist.get_world_size():
@@ -88,7 +88,7 @@ def no_objects() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.all_gather_object, module._unpickler = torchs_own
+        dist.all_gather_object, module._unpickler = originals
 
 
 def _refuse(*_: object) -> NoReturn:
@@ -99,7 +99,7 @@ def _refuse(*_: object) -> NoReturn:
 
 
 def _plain(value: object) -> object:
-    """Plain values as JSON that distinguishes tuples from lists."""
+    """Convert plain values to JSON that distinguishes tuples from lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
@@ -108,11 +108,12 @@ def _plain(value: object) -> object:
 
 
 def _from_plain(value: object) -> object:
+    """Convert JSON of `_plain` back."""
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()
-    made = [_from_plain(part) for part in items(parts)]
-    return tuple(made) if kind == "tuple" else made
+    values = [_from_plain(part) for part in items(parts)]
+    return tuple(values) if kind == "tuple" else values
 
 
 def _decode_shapes(value: object) -> dict[str, tuple[int, ...]]:
@@ -130,6 +131,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _read(buffer: torch.Tensor, rank: int, decode: Callable[[object], T]) -> T:
+    """Decode a buffer that a rank has sent. Raises RrfpError."""
     try:
         return decode(parsed(buffer.numpy().tobytes()))
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""Makes a network namespace with nothing in it but loopback, and holds it until stdin ends.
+"""A script that creates a network namespace with only loopback, and keeps it until stdin ends.
 
-Run as a script, by its path, so it imports nothing of rrfp: it starts in a few milliseconds, and
-only a process with a single thread may make a namespace of users. Writes a line when the network is
-up; otherwise it exits with the call that the kernel refused on stderr. Given the paths of
-namespaces, it only tries to enter these, as a rank will: a system may permit unshare and not setns.
+It is run by its path and imports nothing of rrfp, so it starts in a few milliseconds; only a
+process with a single thread may create a user namespace. It writes a line when the network is up;
+otherwise it exits with the call that the kernel refused on stderr. With the paths of namespaces as
+arguments it only tries to enter these, as a rank will: a system may permit unshare but not setns.
 """
 
 import ctypes
@@ -38,10 +38,10 @@ def main() -> None:
 
 
 def enter(paths: Sequence[str]) -> None:
-    """Enter the namespaces at these paths; a process that enters one of users gives up the
-    capabilities that it grants. Raises OSError, which names the call, if it cannot."""
+    """Enter the namespaces at these paths, and drop the capabilities that a user namespace grants.
+    Raises OSError, which names the call."""
     with ExitStack() as opened:
-        # All at first: from within a namespace of users the launcher's files are out of reach.
+        # All opened first: inside a user namespace the launcher's files cannot be opened.
         for namespace in [opened.enter_context(Path(path).open("rb")) for path in paths]:
             _call("setns", namespace.fileno(), 0)
     if len(paths) > 1:
@@ -50,9 +50,10 @@ def enter(paths: Sequence[str]) -> None:
 
 
 def _enter_new_network() -> None:
+    """Move this process to a new network namespace; users other than root need a user namespace."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
-        # Root would lose its access to other users' files in a namespace of users.
+        # In a user namespace root would lose its access to other users' files.
         _call("unshare", _CLONE_NEWNET)
         return
     _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNET)
@@ -62,7 +63,7 @@ def _enter_new_network() -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the C library. Raises OSError, which names it, if it fails."""
+    """Call a function of the C library. Raises OSError with its name if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         code = ctypes.get_errno()
         reason = os.strerror(code)
@@ -72,9 +73,10 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _raise_loopback() -> None:
+    """Bring the loopback interface up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        told = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_REQUEST, b"lo", 0))
-        name, flags = struct.unpack(_REQUEST, told)
+        answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_REQUEST, b"lo", 0))
+        name, flags = struct.unpack(_REQUEST, answer)
         try:
             fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack(_REQUEST, name, flags | _IFF_UP))
         except OSError as error:

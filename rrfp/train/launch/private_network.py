@@ -1,8 +1,8 @@
-"""A network of a run's own: on one host, ranks meet at a loopback that no other process can reach.
+"""A private network for a run on one host: its loopback is out of reach of all other processes.
 
-gloo's ports, and those of whatever else a rank opens, ask nobody who he is. So the launcher has a
-network namespace made, and each rank enters it before it imports anything that listens. Links are
-Unix sockets, and files are files: they are reached as before.
+gloo's ports, and any others that a rank opens, authenticate nobody. So the launcher creates a
+network namespace, and each rank enters it before it imports anything that listens. Unix sockets,
+which carry rrfp's links, and files are reachable as before.
 """
 
 import logging
@@ -18,29 +18,29 @@ from pathlib import Path
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.net.source_filter import filter_refusal
-from rrfp.train.launch import network_namespace as network_maker
+from rrfp.train.launch import network_namespace
 from rrfp.train.settings import DeviceKind, Network, RunSettings
 
-_MAKE_S = 10.0
+_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class NotPermittedError(Exception):
-    """This host lets its users make no network, in the kernel's words."""
+    """The kernel does not permit this user a network namespace; has the kernel's reason."""
 
 
 @contextmanager
-def network_of(run: RunSettings) -> Iterator[dict[str, str]]:
-    """The variables that tell a host's ranks which network to enter, which is there as long as the
-    block; where it is the host's, they say why. Raises UsageError if the user insists on a private
-    one and this host or this run has none."""
-    if reason := _needs_hosts(run):
+def run_network(run: RunSettings) -> Iterator[dict[str, str]]:
+    """Create the run's network for as long as the block runs. Yields the variables that name it to
+    this host's ranks, or the reason why they use the host's. Raises UsageError if the user demands
+    a private network and this host does not permit one."""
+    if reason := _reason_for_host_network(run):
         yield {variables.NETWORK: f"{Network.HOST}: {reason}"}
         return
     with ExitStack() as held:
         try:
-            namespaces = held.enter_context(made_network())
+            namespaces = held.enter_context(created_network())
         except NotPermittedError as error:
             if run.network is Network.PRIVATE:
                 raise UsageError(
@@ -52,8 +52,8 @@ def network_of(run: RunSettings) -> Iterator[dict[str, str]]:
         yield {variables.NETWORK: ":".join((Network.PRIVATE, *namespaces))}
 
 
-def _needs_hosts(run: RunSettings) -> str:
-    """Why a run takes the network of its host; empty if it need not."""
+def _reason_for_host_network(run: RunSettings) -> str:
+    """The reason why a run uses the network of its host; empty if it can have a private one."""
     if run.network is Network.HOST:
         return "--network host"
     if run.nnodes > 1:
@@ -64,10 +64,10 @@ def _needs_hosts(run: RunSettings) -> str:
 
 
 @contextmanager
-def made_network() -> Iterator[tuple[str, ...]]:
-    """A network with loopback alone, as the paths of the namespaces to enter: of users, unless this
-    process' own does, and of the network. Raises NotPermittedError."""
-    command = [sys.executable, "-I", "-S", network_maker.__file__]
+def created_network() -> Iterator[tuple[str, ...]]:
+    """Create a network with only loopback. Yields the paths of the namespaces to enter: the user
+    namespace, unless it is this process' own, and the network's. Raises NotPermittedError."""
+    command = [sys.executable, "-I", "-S", network_namespace.__file__]
     with ExitStack() as held:
         try:
             maker = subprocess.Popen(
@@ -81,42 +81,38 @@ def made_network() -> Iterator[tuple[str, ...]]:
             raise NotPermittedError(error.strerror) from None
         try:
             assert maker.stdout is not None
-            if not select.select([maker.stdout], [], [], _MAKE_S)[0]:
-                raise NotPermittedError(f"not made within {_MAKE_S:g} s")
+            if not select.select([maker.stdout], [], [], _TIMEOUT_S)[0]:
+                raise NotPermittedError(f"not made within {_TIMEOUT_S:g} s")
             if maker.stdout.readline() != b"ready\n":
-                _, said = maker.communicate(timeout=_MAKE_S)
-                raise _refused(said)
+                _, errors = maker.communicate(timeout=_TIMEOUT_S)
+                raise NotPermittedError(first_line(errors.decode(errors="replace")))
             paths = []
             for kind in ("user", "net"):
                 path = Path(f"/proc/{maker.pid}/ns/{kind}")
                 if path.readlink() != Path(f"/proc/self/ns/{kind}").readlink():
                     file = held.enter_context(path.open("rb"))
                     paths.append(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-            trial = subprocess.run([*command, *paths], capture_output=True, timeout=_MAKE_S)
+            trial = subprocess.run([*command, *paths], capture_output=True, timeout=_TIMEOUT_S)
             if trial.returncode:
-                raise _refused(trial.stderr)
+                raise NotPermittedError(first_line(trial.stderr.decode(errors="replace")))
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NotPermittedError(first_line(str(error))) from None
         finally:
-            # What has been opened keeps the namespaces.
+            # The open files keep the namespaces alive.
             maker.kill()
             with suppress(subprocess.TimeoutExpired):
-                maker.communicate(timeout=_MAKE_S)
+                maker.communicate(timeout=_TIMEOUT_S)
         yield tuple(paths)
 
 
-def _refused(said: bytes) -> NotPermittedError:
-    return NotPermittedError(first_line(said.decode(errors="replace")))
-
-
 def enter_network() -> None:
-    """Enter the network that the launcher names. Must be called before this process has a second
-    thread. Raises RrfpError if it cannot."""
+    """Enter the network that the launcher names. Call this before the process starts a second
+    thread. Raises RrfpError if the kernel refuses."""
     kind, _, rest = os.environ.get(variables.NETWORK, "").partition(":")
     if kind != Network.PRIVATE:
         return
     try:
-        network_maker.enter(rest.split(":"))
+        network_namespace.enter(rest.split(":"))
     except OSError as error:
         raise RrfpError(
             f"this rank cannot enter the network that its launcher has made ({error}); run with "
@@ -126,7 +122,7 @@ def enter_network() -> None:
 
 @cache
 def warn_of_open_ports(network: str, ports: str) -> None:
-    """Warn, once in a process, if these ports of a run can be neither in a private network nor
+    """Warn, once per process, if these ports of a run are neither in a private network nor
     filtered. `network` is the value of the variable that names the network."""
     kind, _, why = network.partition(":")
     refusal = "" if kind == Network.PRIVATE else filter_refusal()
@@ -138,7 +134,8 @@ def warn_of_open_ports(network: str, ports: str) -> None:
         )
 
 
-def told_network() -> str:
-    """In which network this rank is, for `run.json`: `private`, or `host` and why."""
-    told = os.environ.get(variables.NETWORK, "")
-    return Network.PRIVATE if told.startswith(f"{Network.PRIVATE}:") else told
+def describe_network() -> str:
+    """This rank's network, for `run.json`: `private`, or `host` with the reason; empty in the
+    launcher."""
+    network = os.environ.get(variables.NETWORK, "")
+    return Network.PRIVATE if network.startswith(f"{Network.PRIVATE}:") else network

@@ -1,6 +1,6 @@
-"""The processes of one host's ranks: started together, watched, and ended together.
+"""Runs the processes of one host's ranks: starts, watches and ends them together.
 
-Each has its own terminal session, so that Ctrl-C reaches only the launcher, which passes it on.
+Each has its own terminal session, so that Ctrl-C reaches only the launcher, which forwards it.
 Nothing here listens or connects.
 """
 
@@ -28,35 +28,33 @@ from rrfp.train.launch.rank_status import (
     STACK_SIGNAL,
     FailureReport,
     StatusPage,
-    nameless_file,
+    anonymous_file,
     page_file,
 )
 from rrfp.train.launch.stopping import StopRequestedError, ignore_sigterm
-from rrfp.train.launch.watchdog import LOOK_S, Standstill, Vigil, signal_main_thread
+from rrfp.train.launch.watchdog import CHECK_S, Hang, Watchdog, signal_main_thread
 
-# Whether this process' cgroups have reached a limit, by the kernel's own counters.
-#
-# Processes that it starts are in the same cgroups. Where the counters cannot be read, nothing is
-# said.
+# Limits of this process' cgroups, which its children share, by the kernel's counters. If these
+# cannot be read, no limit is reported.
 
 
 _REFUSED = re.compile(r"Resource temporarily unavailable|can't start new thread")
 _UNLIMITED_BYTES = 1 << 62
-"""Version 1 writes the largest number of pages where there is no limit."""
+"""Version 1 of cgroups writes the largest number of pages if there is no limit."""
 _MIB = 1 << 20
 
 
 class CgroupLimits:
-    """What the cgroups of this process have counted since this object was made."""
+    """Kills and refusals in the cgroups of this process since this object was created."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """`root` has `/proc` and the mounted cgroups in it."""
+        """`root` contains `/proc` and the mounted cgroups."""
         self._memory = [*_cgroups(root, "memory")]
         self._pids = [*_cgroups(root, "pids")]
         self._kills, self._refusals = self._num_kills(), self._num_refusals()
 
     def killer(self) -> str | None:
-        """What has killed a process of them for its memory; None if nothing has."""
+        """Describe the OOM killer and its limit if it has killed a process of the cgroup."""
         if self._num_kills() <= self._kills:
             return None
         limits = (
@@ -64,15 +62,14 @@ class CgroupLimits:
             for path in self._memory
             for name in ("memory.max", "memory.limit_in_bytes")
         )
-        limit = next(
-            (each for each in limits if each is not None and each < _UNLIMITED_BYTES), None
-        )
+        finite = (limit for limit in limits if limit is not None and limit < _UNLIMITED_BYTES)
+        limit = next(finite, None)
         where = "" if limit is None else f" at its cgroup's memory limit of {limit / _MIB:,.0f} MiB"
         return f"the kernel's OOM killer{where}"
 
     def note(self, reason: str | None) -> str:
-        """A clause with the limit behind a failure; empty if there is none. `reason` is what the
-        failed process said; None if it said nothing."""
+        """A clause with the limit that explains a failure, or an empty text. `reason` is the error
+        of the failed process, if it reported one."""
         if killer := self.killer():
             return f"; {killer} has killed a process of this run, or one beside it"
         is_other = reason is not None and not _REFUSED.search(reason)
@@ -84,6 +81,7 @@ class CgroupLimits:
         return f"; the cgroup has reached its limit{of} processes and threads (pids.max)"
 
     def _num_kills(self) -> int:
+        """Processes of the cgroup that the OOM killer has killed so far."""
         return sum(
             _counted(path / name, "oom_kill")
             for path in self._memory[:1]
@@ -91,12 +89,13 @@ class CgroupLimits:
         )
 
     def _num_refusals(self) -> int:
-        # Counted where the limit is, or where the process is, by the kernel's version.
+        """Refused processes and threads (pids.max) so far."""
+        # By the kernel's version this is counted at the cgroup of the limit or of the process.
         return sum(_counted(path / "pids.events", "max") for path in self._pids)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The directories of this process' cgroup and of those above it that can be seen here."""
+    """The directory of this process' cgroup for a controller, then those of its visible parents."""
     with suppress(OSError, ValueError):
         own: dict[str, str] = {}
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -120,30 +119,29 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _counted(path: Path, name: str) -> int:
-    """The number behind a name in a file of them; 0 if it is not there."""
+    """The value of a name in a file of `name value` lines; 0 if missing."""
     with suppress(OSError, ValueError, KeyError):
         return int(dict(line.split(" ", 1) for line in path.read_text().splitlines())[name])
     return 0
 
 
 def _number(path: Path) -> int | None:
+    """The number in a file, or None."""
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return None
 
 
-# A launcher's own temporary directory, which does not outlast it by much.
-#
-# Whoever is killed removes nothing. So a launcher locks its directory for as long as it lives, and
-# each one that starts removes those of this user that nobody has locked.
+# The launcher's temporary directory. A launcher that is killed cannot remove it. So each launcher
+# locks its directory, and removes unlocked ones of its user when it starts.
 
 
 _PREFIX = "rrfp-run-"
 
 
 @contextmanager
-def own_directory() -> Iterator[Path]:
-    """A new directory that only this user may enter; it is removed when the block ends."""
+def launcher_directory() -> Iterator[Path]:
+    """Create a directory that only this user may enter; remove it when the block ends."""
     remove_abandoned()
     path, lock = _locked_directory()
     try:
@@ -154,9 +152,10 @@ def own_directory() -> Iterator[Path]:
 
 
 def _locked_directory() -> tuple[Path, int]:
+    """Create a directory and lock it; returns its path and the descriptor of the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary_directory()))
-        # Another launcher may take it for abandoned before it is locked.
+        # Another launcher may remove it as abandoned before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -166,9 +165,9 @@ def _locked_directory() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Remove what launchers of this user have left that were killed."""
+    """Remove the directories of this user's launchers that were killed."""
     for path in temporary_directory().glob(f"{_PREFIX}*"):
-        # Somebody else's, somebody's who lives, or gone by now.
+        # Another user's, locked, or gone meanwhile.
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -179,13 +178,13 @@ def remove_abandoned() -> None:
                 os.close(lock)
 
 
-# One rank's process, as its launcher holds it: started, looked at, and ended for certain.
+# The process of one rank.
 
 
-_ANSWER_S = 1.5
+_STACKS_BY_SIGNAL_S = 1.5
 """How long a rank may take to write the stacks of its threads after a signal."""
-_BEATS_S = 2.5 * BEAT_S
-"""The same, if it is asked to do so with its next beat."""
+_STACKS_BY_BEAT_S = 2.5 * BEAT_S
+"""How long it may take if it writes them with its next heartbeat."""
 _POLL_S = 0.05
 
 
@@ -195,36 +194,35 @@ class Failure:
 
     pid: int
     exit_code: int
-    """If negative, the signal that killed it. 0 is a failure, too, without the rank's own note that
-    it has done all its work."""
+    """If negative, the signal that killed it. 0 is a failure too if the rank has not recorded that
+    it has finished."""
     ended_s: float
-    """When it reported the failure, or was found to have ended, on this host's monotonic clock."""
+    """Time of its report, or else of its end, on this host's monotonic clock."""
     report: FailureReport | None
     """The contents of its error file."""
     was_ended: bool = False
-    """Whether a signal of the launcher's ended it."""
-    standstill: Standstill | None = None
-    """How it was found, if it stood still."""
+    """True if a signal of the launcher ended it."""
+    hang: Hang | None = None
+    """The hang for which it was killed."""
     stacks: str = ""
-    """What its threads did then, in faulthandler's words."""
+    """The stacks of its threads during the hang, as faulthandler writes them."""
     stage: str = ""
-    """What it did when it ended: `in step 7`."""
+    """The stage in which it ended, such as `in step 7`."""
 
 
-class Child:
-    """A rank's process, in a session of its own."""
+class RankProcess:
+    """The process of a rank, in its own session."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], error_file: Path
     ) -> None:
-        """Start it with these variables besides this process' own. Raises OSError if it cannot be
-        started."""
+        """Start it with these variables added to this process' environment. May raise OSError."""
         self._error_file = error_file
-        self._stacks = nameless_file()
+        self._stacks = anonymous_file()
         with page_file() as page:
             self.page = StatusPage(page.fileno())
             shared = (page.fileno(), self._stacks.fileno())
-            ours = {
+            launcher_variables = {
                 ERROR_FILE: str(error_file),
                 variables.LAUNCHER: str(os.getpid()),
                 variables.LIVENESS: ",".join(map(str, shared)),
@@ -232,7 +230,7 @@ class Child:
             try:
                 self._process = subprocess.Popen(
                     command,
-                    env={**os.environ, **environment, **ours},
+                    env={**os.environ, **environment, **launcher_variables},
                     start_new_session=True,
                     pass_fds=shared,
                 )
@@ -241,8 +239,8 @@ class Child:
                 raise
         self._exit_code: int | None = None
         self._ended_by: set[int] = set()
-        self._standstill: Standstill | None = None
-        self._told = ""
+        self._hang: Hang | None = None
+        self._hang_stacks = ""
 
     @property
     def pid(self) -> int:
@@ -250,8 +248,8 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended. What it had started ends with it, even if that was stopped: a
-        group of processes keeps its number until its leader is asked for its exit code."""
+        """True if it has ended; then its children are killed too, also stopped ones. A process
+        group keeps its number until the exit code of its leader is read."""
         if self._exit_code is None:
             ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
             if os.waitid(os.P_PID, self.pid, ended) is not None:
@@ -259,49 +257,49 @@ class Child:
                 self._exit_code = self._process.wait()
         return self._exit_code is not None
 
-    def tell(self, number: signal.Signals) -> None:
-        """Pass on a signal that does not end it."""
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal that does not end it."""
         if not self.has_ended:
             self._signal(number)
 
     def end(self, number: signal.Signals) -> None:
-        """Send it, and what it has started, a signal that ends it."""
+        """Send it and its children a signal that ends them."""
         if not self.has_ended:
             self._ended_by.add(number)
             self._signal(number)
-            # What is stopped takes no other signal than SIGKILL before it goes on.
+            # A stopped process handles no signal but SIGKILL until it continues.
             self._signal(signal.SIGCONT)
 
-    def end_still(self, standstill: Standstill) -> None:
-        """Kill it, as it stands still, once it has told the stacks of its threads. If a signal has
-        stopped it, it goes on for this moment."""
-        self._standstill = standstill
-        # Before its first beat it would die of this signal.
+    def kill_hung(self, hang: Hang) -> None:
+        """Let it write the stacks of its threads, then kill it. If a signal has stopped it, it
+        continues for this moment."""
+        self._hang = hang
+        # Before its first heartbeat this signal would kill it.
         if self.page.beats and not self.has_ended:
             size = self._stacks_size()
             signal_main_thread(self.pid, STACK_SIGNAL)
             os.kill(self.pid, signal.SIGCONT)
-            self._told = self._await_stacks(size, _ANSWER_S)
+            self._hang_stacks = self._await_stacks(size, _STACKS_BY_SIGNAL_S)
         self.end(signal.SIGKILL)
 
     def stacks(self) -> str:
-        """What its threads do now. No signal asks for that, which could interrupt what it does."""
+        """The stacks of its threads now, requested without a signal, which could interrupt it."""
         size = self._stacks_size()
-        self.page.ask_for_stacks(wanted=True)
-        told = self._await_stacks(size, _BEATS_S)
-        self.page.ask_for_stacks(wanted=False)
-        return told
+        self.page.request_stacks(wanted=True)
+        stacks = self._await_stacks(size, _STACKS_BY_BEAT_S)
+        self.page.request_stacks(wanted=False)
+        return stacks
 
     def close(self) -> None:
-        """Let go of its files."""
+        """Close its files."""
         self._stacks.close()
 
     def failure(self) -> Failure | None:
-        """How it failed; None if it has not."""
+        """The failure of the rank; None if it runs or has succeeded."""
         has_failed = self.has_ended and (self._exit_code != 0 or not self.page.is_done)
-        if self._standstill is None and not has_failed:
+        if self._hang is None and not has_failed:
             return None
-        # Not even SIGKILL ends what waits inside the kernel.
+        # Even SIGKILL does not end a process that waits inside the kernel.
         exit_code = self._exit_code if self.has_ended else -signal.SIGKILL
         assert exit_code is not None
         try:
@@ -309,7 +307,7 @@ class Child:
         except (OSError, ValueError):
             report = None
         ended_s = time.monotonic() if report is None else report.at_s
-        # One that was sent a signal may also have ended by itself because of it.
+        # A process that was sent a signal may also exit by itself because of it.
         was_ended = -exit_code in self._ended_by or (
             exit_code >= 0 and report is None and bool(self._ended_by)
         )
@@ -319,8 +317,8 @@ class Child:
             ended_s,
             report,
             was_ended,
-            self._standstill,
-            self._told,
+            self._hang,
+            self._hang_stacks,
             self.page.stage,
         )
 
@@ -328,13 +326,13 @@ class Child:
         return os.fstat(self._stacks.fileno()).st_size
 
     def _await_stacks(self, size: int, within_s: float) -> str:
-        """What it writes behind so many bytes, once that is no longer growing."""
+        """The text that it appends to a file of `size` bytes, once that stops growing."""
         deadline_s = time.monotonic() + within_s
         before, now = -1, size
         while (now == size or now != before) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
             before, now = now, self._stacks_size()
-        # The rank writes where this process would otherwise have read to.
+        # pread, because the rank shares the position in the file.
         return os.pread(self._stacks.fileno(), now - size, size).decode(errors="replace")
 
     def _signal(self, number: signal.Signals) -> None:
@@ -342,10 +340,12 @@ class Child:
             os.killpg(self.pid, number)
 
 
-def started(command: Sequence[str], environment: Mapping[str, str], error_file: Path) -> Child:
-    """A rank's process. Raises RrfpError if it cannot be started."""
+def start_rank(
+    command: Sequence[str], environment: Mapping[str, str], error_file: Path
+) -> RankProcess:
+    """Start the process of a rank. Raises RrfpError if it cannot be started."""
     try:
-        return Child(command, environment, error_file)
+        return RankProcess(command, environment, error_file)
     except OSError as error:
         raise RrfpError(
             f"a rank's process cannot be started ({error}); see whether this host allows one more"
@@ -353,14 +353,13 @@ def started(command: Sequence[str], environment: Mapping[str, str], error_file: 
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_LOOK_S = 0.05
 _SHUTDOWN_S = 5.0
 """How long a rank may take to end after a signal before it is killed."""
 _KILL_S = 5.0
 """How long a killed rank may take to end."""
 _REQUEST_S = 600.0
-"""How long ranks may take to finish their step and save after a request to end: as long as a rank
-waits for a message before it takes that for a stall."""
+"""How long ranks may take to finish their step and save after a request to stop: the time after
+which a rank that waits for a message reports a stall."""
 
 
 class SignalledError(Exception):
@@ -371,7 +370,7 @@ class SignalledError(Exception):
         self.number = number
 
 
-def run_to_end(
+def supervise_ranks(
     command: Sequence[str],
     environments: Mapping[int, Mapping[str, str]],
     directory: Path,
@@ -380,141 +379,160 @@ def run_to_end(
     lost: Callable[[], RrfpError | None] = lambda: None,
     silence_s: float = math.inf,
     is_whole: bool = True,
-    warn: Callable[[int, int, Standstill, str], None] = lambda *_: None,
+    warn: Callable[[int, int, Hang, str], None] = lambda *_: None,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; returns the failures. A rank has failed unless it ends with 0 and has
-    noted that it has done all its work (`rrfp.train.launch.rank_status.finish`). As soon as
-    one rank fails, the others are ended, and so it is if one stands still for `silence_s`
-    (`rrfp.train.launch.watchdog`); `warn` gets the rank, its process, how it stands still, and its
-    stacks, if it may do so for longer. `is_whole` says that the run has no other ranks than these.
-    All are ended, too, once `lost` gives an error, because another host is; it is raised.
+    until all have ended; returns the failures by rank.
 
-    Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
-    (`rrfp.train.launch.stopping`): the first one that comes here is passed on, and they end by
-    themselves; from then on the signal has no effect here. Raises StopRequestedError if it comes,
-    here or to a rank, before any rank of a whole run has begun a step, SignalledError if another
-    signal asks this process to end, and RrfpError if a process cannot be started, or the ranks do
-    not end as requested; no rank is left then. Must run on the main thread.
+    A rank has failed unless it exits with 0 and has recorded that it has finished
+    (`rrfp.train.launch.rank_status.finish`). When one rank fails or hangs for `silence_s` seconds
+    (`rrfp.train.launch.watchdog`), the others are ended. `warn` receives rank, process number, hang
+    and stacks of a rank whose hang may last longer. `is_whole` states that the run has no other
+    ranks. `lost` returns an error once another host is lost; it is raised when all have ended.
+
+    Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request to stop
+    (`rrfp.train.launch.stopping`): the first one that arrives here is forwarded, and they end by
+    themselves; from then on this process ignores the signal. Raises StopRequestedError if it
+    arrives, here or at a rank, before any rank of a whole run has begun a step, SignalledError if
+    another signal asks this process to end, and RrfpError if a process cannot be started, or the
+    ranks do not stop when asked; no rank is left then. Must run on the main thread.
     """
-    children: dict[int, Child] = {}
-    vigil = Vigil(silence_s, sees_all=is_whole)
-    with _noted_signals(end_on_request=end_on_request) as noted:
+    ranks: dict[int, RankProcess] = {}
+    watchdog = Watchdog(silence_s, sees_all=is_whole)
+    with _recorded_signals(end_on_request=end_on_request) as received:
         try:
-            # Held back until the rank has its handler.
-            with _held_back(signal.SIGTERM) if end_on_request else nullcontext():
+            # Blocked until the rank has its handler.
+            with _blocked(signal.SIGTERM) if end_on_request else nullcontext():
                 for rank, environment in environments.items():
-                    child = started(command, environment, directory / f"error-{rank}.json")
-                    children[rank] = child
+                    process = start_rank(command, environment, directory / f"error-{rank}.json")
+                    ranks[rank] = process
                     marks = (f"{variables.LAUNCHER}={os.getpid()}", f"RANK={rank}")
-                    vigil.add(rank, child.pid, child.page, [*map(str.encode, marks)])
+                    watchdog.add(rank, process.pid, process.page, [*map(str.encode, marks)])
             return _watch(
-                *(children, noted, lost, vigil, warn),
+                ranks,
+                received,
+                lost,
+                watchdog,
+                warn,
                 end_on_request=end_on_request,
                 is_whole=is_whole,
             )
         finally:
-            for child in children.values():
-                child.end(signal.SIGKILL)
-                child.close()
+            for process in ranks.values():
+                process.end(signal.SIGKILL)
+                process.close()
 
 
 def _watch(
-    children: Mapping[int, Child],
-    noted: list[signal.Signals],
+    ranks: Mapping[int, RankProcess],
+    received: list[signal.Signals],
     lost: Callable[[], RrfpError | None],
-    vigil: Vigil,
-    warn: Callable[[int, int, Standstill, str], None],
+    watchdog: Watchdog,
+    warn: Callable[[int, int, Hang, str], None],
     *,
     end_on_request: bool,
     is_whole: bool,
 ) -> dict[int, Failure]:
-    requested_s, look_s = math.inf, time.monotonic()
-    while not (failures := _failures(children)):
-        if end_on_request and is_whole and _is_asked_before_a_step(children, noted):
+    """Poll the ranks until all have ended or one has failed, then end the others. `received` grows
+    by each signal that this process receives. Raises and returns what `supervise_ranks` does."""
+    requested_s, check_s = math.inf, time.monotonic()
+    while not (failures := _failures(ranks)):
+        if end_on_request and is_whole and _is_asked_before_first_step(ranks, received):
             # Some may not have their handlers yet.
-            _end(children, signal.SIGKILL)
+            _end(ranks, signal.SIGKILL)
             raise StopRequestedError
-        # Repeated: whoever stops jobs may ask more than once.
-        if end_on_request and {*noted} == {signal.SIGTERM}:
+        # A set: a scheduler may send SIGTERM more than once.
+        if end_on_request and {*received} == {signal.SIGTERM}:
             if requested_s == math.inf:
-                for child in children.values():
-                    child.tell(signal.SIGTERM)
+                for process in ranks.values():
+                    process.send(signal.SIGTERM)
                 requested_s = time.monotonic()
             elif time.monotonic() - requested_s > _REQUEST_S:
-                late = [rank for rank, child in children.items() if not child.has_ended]
-                _end(children, signal.SIGKILL)
+                late = [rank for rank, process in ranks.items() if not process.has_ended]
+                _end(ranks, signal.SIGKILL)
                 raise RrfpError(
                     f"rank {', '.join(map(str, late))} did not save and end within "
                     f"{_REQUEST_S:.0f} s of SIGTERM and was killed; go on from the last checkpoint "
                     "with --resume"
                 )
-        elif noted:
-            number = next(each for each in noted if each != signal.SIGTERM or not end_on_request)
-            _end(children, _ending_signal(end_on_request=True) if end_on_request else number)
+        elif received:
+            number = next(each for each in received if each != signal.SIGTERM or not end_on_request)
+            _end(ranks, _ending_signal(end_on_request=True) if end_on_request else number)
             raise SignalledError(number)
         if error := lost():
-            _end(children, _ending_signal(end_on_request=end_on_request))
+            _end(ranks, _ending_signal(end_on_request=end_on_request))
             raise error
-        if all(child.has_ended for child in children.values()):
-            return _failures(children)
-        if (now_s := time.monotonic()) >= look_s:
-            look_s = now_s + LOOK_S
-            for rank, child in children.items():
-                if child.has_ended:
-                    vigil.remove(rank)
-            _end_still(children, vigil.look(now_s))
-            for rank, still in vigil.to_warn():
-                stacks = "" if still.is_silent else children[rank].stacks()
-                warn(rank, children[rank].pid, still, stacks)
-        time.sleep(_LOOK_S)
-    time.sleep(_LOOK_S)  # others that fail now tell why themselves
-    if not any(failure.standstill for failure in failures.values()):
-        # Others may give up one that a signal has stopped before this process does.
-        _end_still(children, vigil.stopped())
-    _end(children, _ending_signal(end_on_request=end_on_request))
-    return _failures(children) | failures  # as they were first found
+        if all(process.has_ended for process in ranks.values()):
+            return _failures(ranks)
+        if (now_s := time.monotonic()) >= check_s:
+            check_s = now_s + CHECK_S
+            _check_for_hangs(ranks, watchdog, now_s, warn)
+        time.sleep(_POLL_S)
+    time.sleep(_POLL_S)  # time for ranks that fail now to report why
+    if not any(failure.hang for failure in failures.values()):
+        # Other ranks may give up a stopped one before the watchdog does.
+        _kill_hung(ranks, watchdog.stopped())
+    _end(ranks, _ending_signal(end_on_request=end_on_request))
+    return _failures(ranks) | failures  # those found first stay as they were
 
 
-def _is_asked_before_a_step(children: Mapping[int, Child], noted: list[signal.Signals]) -> bool:
-    """Whether a request came while there is nothing to save."""
-    pages = [child.page for child in children.values()]
-    is_asked = {*noted} == {signal.SIGTERM} or any(page.is_asked_to_end for page in pages)
+def _check_for_hangs(
+    ranks: Mapping[int, RankProcess],
+    watchdog: Watchdog,
+    now_s: float,
+    warn: Callable[[int, int, Hang, str], None],
+) -> None:
+    """Let the watchdog check the ranks that run, kill one at its limit, and warn of others."""
+    for rank, process in ranks.items():
+        if process.has_ended:
+            watchdog.remove(rank)
+    _kill_hung(ranks, watchdog.check(now_s))
+    for rank, hang in watchdog.new_warnings():
+        stacks = "" if hang.is_silent else ranks[rank].stacks()
+        warn(rank, ranks[rank].pid, hang, stacks)
+
+
+def _is_asked_before_first_step(
+    ranks: Mapping[int, RankProcess], received: list[signal.Signals]
+) -> bool:
+    """True if a request to stop arrived while there is nothing to save."""
+    pages = [process.page for process in ranks.values()]
+    is_asked = {*received} == {signal.SIGTERM} or any(page.is_asked_to_end for page in pages)
     return is_asked and all(page.is_starting for page in pages)
 
 
-def _end_still(children: Mapping[int, Child], found: tuple[int, Standstill] | None) -> None:
+def _kill_hung(ranks: Mapping[int, RankProcess], found: tuple[int, Hang] | None) -> None:
     if found is not None:
-        rank, standstill = found
-        children[rank].end_still(standstill)
+        rank, hang = found
+        ranks[rank].kill_hung(hang)
 
 
-def _failures(children: Mapping[int, Child]) -> dict[int, Failure]:
-    failures = {rank: child.failure() for rank, child in children.items()}
+def _failures(ranks: Mapping[int, RankProcess]) -> dict[int, Failure]:
+    failures = {rank: process.failure() for rank, process in ranks.items()}
     return {rank: failure for rank, failure in failures.items() if failure is not None}
 
 
 def _ending_signal(*, end_on_request: bool) -> signal.Signals:
-    """What ends the other ranks at once when one has failed: the signal that they do not handle."""
+    """The signal that ends the other ranks at once: one that they do not handle."""
     return signal.SIGINT if end_on_request else signal.SIGTERM
 
 
-def _end(children: Mapping[int, Child], number: signal.Signals) -> None:
+def _end(ranks: Mapping[int, RankProcess], number: signal.Signals) -> None:
     """Send every process a signal, and kill those that do not end in time."""
-    for each, most_s in ((number, _SHUTDOWN_S), (signal.SIGKILL, _KILL_S)):
-        for child in children.values():
-            child.end(each)
+    for each, timeout_s in ((number, _SHUTDOWN_S), (signal.SIGKILL, _KILL_S)):
+        for process in ranks.values():
+            process.end(each)
         # A process that waits for a device inside the kernel survives SIGKILL; do not wait for it.
-        deadline_s = time.monotonic() + most_s
+        deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            if all(child.has_ended for child in children.values()):
+            if all(process.has_ended for process in ranks.values()):
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 @contextmanager
-def _held_back(number: signal.Signals) -> Iterator[None]:
-    """Hold a signal back from this thread, and from processes that it starts."""
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Block a signal for this thread, and for processes that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -523,17 +541,17 @@ def _held_back(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def _noted_signals(*, end_on_request: bool) -> Iterator[list[signal.Signals]]:
-    """Collect the signals that would end this process in a list, instead of ending. A request to
-    end comes too late after that, so it is ignored: how the run ended must not change."""
-    noted: list[signal.Signals] = []
+def _recorded_signals(*, end_on_request: bool) -> Iterator[list[signal.Signals]]:
+    """Collect the signals that would end this process in a list, instead of ending. After the block
+    a request to stop comes too late and is ignored: it must not change how the run ended."""
+    received: list[signal.Signals] = []
     handlers = {
-        each: signal.signal(each, lambda number, _: noted.append(signal.Signals(number)))
+        each: signal.signal(each, lambda number, _: received.append(signal.Signals(number)))
         for each in _SIGNALS
         if signal.getsignal(each) is not signal.SIG_IGN  # as under nohup
     }
     try:
-        yield noted
+        yield received
     finally:
         if end_on_request:
             ignore_sigterm()

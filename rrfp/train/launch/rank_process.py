@@ -1,7 +1,7 @@
 """The process of one rank: `python -m rrfp.train.launch.rank_process MODULE RUN_DIR SETTINGS`.
 
 `rrfp.train.launch.launcher` starts it. Its output goes to its own log, so heavy modules, which
-print when imported, are imported only after output is redirected.
+print when imported, are imported after output is redirected.
 """
 
 import gc
@@ -25,17 +25,16 @@ from rrfp.train.launch.rank_status import (
     end_with_launcher,
     enter,
     finish,
-    show_life,
-    warn_launcher,
+    send_warnings_to_launcher,
+    start_heartbeat,
 )
 from rrfp.train.launch.stopping import ignore_sigterm, take_sigterm_as_request
 
 
 def main() -> None:
-    """Do the work of one rank: call `work(run, settings, layout)` of the module that the command
-    line names."""
-    # The objects that torch and Megatron-Core make when imported live until the end. Looking
-    # through them again and again takes a third of a short run.
+    """Call `work(run, settings, layout)` of the module that the command line names."""
+    # The objects that torch and Megatron-Core create on import live until the end. Garbage
+    # collection of them would take a third of a short run.
     gc.disable()
     end_with_launcher()
     from rrfp.train.settings import DeviceKind, TrainSettings
@@ -43,33 +42,33 @@ def main() -> None:
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
     rank = int(os.environ["RANK"])
-    _write_output_to(run.rank_log(rank))
+    _redirect_output(run.rank_log(rank))
     logging.basicConfig(format="%(message)s")
-    warn_launcher(rank)
+    send_warnings_to_launcher(rank)
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        enter_network()  # while there is one thread
+        enter_network()  # requires a single thread
     except RrfpError as error:
         _fail(error)
-    end_with_launcher()  # a process that enters a namespace of users has to ask again
-    show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
+    end_with_launcher()  # entering a user namespace has reset it
+    start_heartbeat(waits_on_device=settings.run.device is not DeviceKind.CPU)
     if settings.run.save is not None:
         take_sigterm_as_request()
     try:
-        from rrfp.train.launch.collectives import no_objects
-        from rrfp.train.launch.process_groups import parallel_groups, take_device
+        from rrfp.train.launch.collectives import no_object_collectives
+        from rrfp.train.launch.process_groups import parallel_groups, prepare_device
 
-        device = take_device(settings.run)
+        device = prepare_device(settings.run)
         work = importlib.import_module(module).work
         gc.freeze()
         gc.enable()
 
-        with parallel_groups(settings, device=device) as layout, no_objects():
+        with parallel_groups(settings, device=device) as layout, no_object_collectives():
             try:
                 work(run, settings, layout)
             except (Exception, SystemExit) as error:
-                # Do not leave the groups: that could wait for ranks that wait for this one.
+                # Without leaving the groups, which could wait for ranks that wait for this one.
                 _fail(error)
             enter("as it left its groups")
         enter("as it ended")
@@ -78,15 +77,16 @@ def main() -> None:
         finish()
     except (Exception, SystemExit) as error:
         _fail(error)
-    gc.freeze()  # or the interpreter looks through everything twice more as it ends
+    gc.freeze()  # else the interpreter collects garbage twice as it ends
 
 
 def _fail(error: Exception | SystemExit) -> NoReturn:
     """Report the failure and end this process without waiting for any other."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
     if isinstance(error, SystemExit):
-        # The launcher says which exit code it was, as of any process that ends too early.
-        _end(_code_of(error))
+        # The launcher reports the exit code. The interpreter exits with 1 after printing a text.
+        code = error.code
+        _end(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
     from rrfp.runtime.protocols import PeerLostError, PeerSilentError, StallError
 
     text, detail = first_line(str(error)), ""
@@ -104,7 +104,7 @@ def _fail(error: Exception | SystemExit) -> NoReturn:
         culprit = FaultOrigin(FoundBy.BOARD)
     elif not is_lost and not is_silence:
         culprit = FaultOrigin(FoundBy.RANK, int(os.environ["RANK"]))
-    # Where the launcher looks for it, the disk may be full; the log says it, too.
+    # The disk of the error file may be full; the log has the error too.
     with suppress(OSError):
         FailureReport(
             sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit=culprit
@@ -117,16 +117,9 @@ def _end(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _code_of(end: SystemExit) -> int:
-    """The exit code that the interpreter makes of it; a text it prints, and ends with 1."""
-    if end.code is None:
-        return 0
-    return end.code & 0xFF if isinstance(end.code, int) else 1
-
-
-def _write_output_to(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     make_directory(path.parent)
-    # A run that is resumed has the output of all its sessions.
+    # Appended: the log of a resumed run has the output of all its sessions.
     log = open_own(path)
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)

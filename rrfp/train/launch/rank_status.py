@@ -1,4 +1,4 @@
-"""What a rank reports to its launcher: its heartbeat, its failure and its warnings."""
+"""Reports of a rank to its launcher: its heartbeat, its failure and its warnings."""
 
 import faulthandler
 import json
@@ -29,11 +29,9 @@ from rrfp.runtime import launchers as variables
 from rrfp.trace.outcome import FaultOrigin
 from rrfp.trace.safe_files import open_whole
 
-# A rank's status page: a few hundred bytes that it shares with its launcher.
-#
-# The rank writes and the launcher reads, without a lock and without a question: so nothing can wait
-# for anything, and the page says where a rank stood after that was killed. It has no name in any
-# directory.
+# The status page of a rank: 1 KiB of memory that it shares with its launcher. The rank writes and
+# the launcher reads, without locks or messages, so neither ever waits, and the page outlives a rank
+# that was killed. It has no name in any directory.
 
 
 _BYTES = 1024
@@ -42,24 +40,24 @@ _TEXT_BYTES = {_STAGE: _PLACE - _STAGE, _PLACE: _BYTES - _PLACE}
 
 
 class Waits(IntEnum):
-    """What a rank's main thread waits for, as far as its stack tells."""
+    """The target of a rank's main thread's wait, as inferred from its stack."""
 
     NOTHING = 0
     OTHERS = 1
     """Another rank."""
     PERHAPS = 2
-    """It may be another rank, a thread or process of its own, a device or somebody's server."""
+    """Unknown: another rank, a thread or process of its own, a device or a server."""
 
 
 class StatusPage:
-    """One rank's page, on either side."""
+    """The status page of one rank, opened by the rank or by its launcher."""
 
     def __init__(self, descriptor: int) -> None:
         self._bytes = mmap.mmap(descriptor, _BYTES)
 
     @property
     def beats(self) -> int:
-        """How often the rank has looked at itself; 0 before it begins to."""
+        """Number of heartbeats; 0 before the first."""
         (count,) = struct.unpack_from("<Q", self._bytes, _BEATS)
         return int(count)
 
@@ -69,35 +67,35 @@ class StatusPage:
 
     @property
     def place(self) -> str:
-        """Where its main thread stood at the last beat."""
+        """The source line of the main thread at the last heartbeat."""
         return self._text(_PLACE)
 
     @property
     def stage(self) -> str:
-        """What it does: `in step 7`. Unlike the rest, written as soon as it begins."""
+        """The current stage, such as `in step 7`; up to date between heartbeats too."""
         return self._text(_STAGE) or "in start-up"
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has not begun its first step."""
+        """True until it enters its first stage."""
         return not self._text(_STAGE)
 
     @property
     def is_asked_to_end(self) -> bool:
-        """Whether a request to end came to the rank itself."""
+        """True if the rank itself received SIGTERM as a request to end."""
         return bool(self._bytes[_ASKED])
 
     @property
     def is_done(self) -> bool:
-        """Whether the rank has done all its work and left its groups."""
+        """True once the rank has finished its work and left its process groups."""
         return bool(self._bytes[_DONE])
 
     @property
     def wants_stacks(self) -> bool:
-        """Whether the launcher asks for the stacks of the rank's threads."""
+        """True while the launcher requests the stacks of the rank's threads."""
         return bool(self._bytes[_STACKS])
 
-    def ask_for_stacks(self, *, wanted: bool) -> None:
+    def request_stacks(self, *, wanted: bool) -> None:
         self._bytes[_STACKS] = wanted
 
     def finish(self) -> None:
@@ -124,22 +122,22 @@ class StatusPage:
 
 
 def page_file() -> IO[bytes]:
-    """An empty page, to be inherited by its rank."""
-    file = nameless_file()
+    """Create the file of an empty status page, for a rank to inherit."""
+    file = anonymous_file()
     file.truncate(_BYTES)
     return file
 
 
-def nameless_file() -> IO[bytes]:
-    """A file that no other process can open: on no disk, which could be full, where the system
-    can."""
+def anonymous_file() -> IO[bytes]:
+    """Create a file that no other process can open: in memory if the system supports it, because a
+    disk may be full."""
     # The system may lack the call, or refuse it.
     with suppress(AttributeError, OSError):
         return os.fdopen(os.memfd_create("rrfp"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
 
 
-# Where a main thread stands, and whom it waits for, by the frames of its stack.
+# A main thread's position and the target of its wait, inferred from the frames of its stack.
 
 
 _OWN = str(Path(rrfp.__file__).parent)
@@ -147,14 +145,14 @@ _ROOT = f"{Path(_OWN).parent}/"
 _STANDARD = tuple({*map(sysconfig.get_path, ("stdlib", "platstdlib"))})
 _INSTALLED = tuple({*map(sysconfig.get_path, ("purelib", "platlib"))})
 
-_FOR_OTHERS = re.compile(
+_WAITS_FOR_RANKS = re.compile(
     rf"/torch/distributed/(?!checkpoint/)|^{re.escape(_OWN)}/runtime/(?!recorder\.)"
 )
-"""The files in which a rank waits for others: torch's collectives, and what here awaits messages,
-decisions of the group and addresses. Those that write to a disk are not among them."""
+"""Files whose waits are for other ranks: torch's collectives, and rrfp's own code that awaits
+messages, decisions and addresses. Files that write to a disk are excluded."""
 
-_KNOWN = re.compile(r"/(torch|megatron)/")
-"""Libraries whose waits for others are among those above, or call something `wait`."""
+_CLASSIFIED = re.compile(r"/(torch|megatron)/")
+"""Libraries whose waits for other ranks match the pattern above, or call something `wait`."""
 
 _IN_DUMP = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
@@ -167,11 +165,11 @@ class Frame(NamedTuple):
     line: int
     function: str
     calls_wait: bool = False
-    """Whether the function calls something `wait`, as what a collective of torch's returns."""
+    """True if the function calls something named `wait`, as on the work of a torch collective."""
 
 
-def frames_of(frame: FrameType | None) -> Iterator[Frame]:
-    """The frames of a thread that runs, from the innermost on."""
+def stack_frames(frame: FrameType | None) -> Iterator[Frame]:
+    """The frames of a running thread, innermost first."""
     while frame is not None:
         code = frame.f_code
         yield Frame(code.co_filename, frame.f_lineno, code.co_name, "wait" in code.co_names)
@@ -179,42 +177,42 @@ def frames_of(frame: FrameType | None) -> Iterator[Frame]:
 
 
 def frames_in_dump(dump: str) -> list[Frame]:
-    """The frames of the main thread in what faulthandler wrote: it comes last."""
+    """The frames of the main thread, which is the last one in a dump of faulthandler."""
     *_, main_thread = _THREAD.split(dump)
     return [
         Frame(file, int(line), function) for file, line, function in _IN_DUMP.findall(main_thread)
     ]
 
 
-def standing_at(frames: Iterable[Frame]) -> str:
-    """The innermost frame that belongs to no library; of all libraries' the innermost one."""
-    innermost: Frame | None = None
+def format_position(frames: Iterable[Frame]) -> str:
+    """Format `file:line in function` of the innermost frame outside of libraries, or else of the
+    innermost frame; empty without frames."""
+    found: Frame | None = None
     for frame in frames:
-        innermost = innermost or frame
-        if not _is_librarys(frame.file):
-            innermost = frame
+        found = found or frame
+        if not _is_library(frame.file):
+            found = frame
             break
-    if innermost is None:
-        return ""
-    return f"{innermost.file.removeprefix(_ROOT)}:{innermost.line} in {innermost.function}"
+    return f"{found.file.removeprefix(_ROOT)}:{found.line} in {found.function}" if found else ""
 
 
-def waits_of(frames: Iterable[Frame]) -> Waits:
-    """Whom a main thread that stands at these frames waits for, if it stands still."""
+def infer_waits(frames: Iterable[Frame]) -> Waits:
+    """Infer the target of a main thread's wait from its frames, innermost first."""
     waits = Waits.NOTHING
     for frame in frames:
-        if _FOR_OTHERS.search(frame.file):
+        if _WAITS_FOR_RANKS.search(frame.file):
             return Waits.OTHERS
-        # A lock, a queue, a socket; a library's own threads, as those of one that reads files; or
-        # what a collective of torch's has returned.
-        if frame.calls_wait or (_is_librarys(frame.file) and not _KNOWN.search(frame.file)):
+        # A lock, a queue or a socket; a library's own threads, such as a file reader's; or the work
+        # that a torch collective has returned.
+        if frame.calls_wait or (_is_library(frame.file) and not _CLASSIFIED.search(frame.file)):
             waits = Waits.PERHAPS
-        if not _is_librarys(frame.file):
+        if not _is_library(frame.file):
             break
     return waits
 
 
-def _is_librarys(file: str) -> bool:
+def _is_library(file: str) -> bool:
+    """True for files of installed libraries and the standard library, except rrfp."""
     return not file.startswith(_OWN) and (_is_standard(file) or file.startswith(_INSTALLED))
 
 
@@ -226,9 +224,8 @@ def _is_standard(file: str) -> bool:
 
 BEAT_S = 1.0
 STACK_SIGNAL = signal.SIGUSR2
-"""On which a rank writes the stacks of its threads to the file that its launcher gave it, even
-while no thread of it can run Python. It interrupts a sleep, so only a rank that is then killed gets
-it."""
+"""The signal on which a rank writes the stacks of its threads to its launcher's file, even while
+none of them can run Python. It interrupts a sleep, so it is sent only before a kill."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -236,23 +233,23 @@ _page: StatusPage | None = None
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher ends, even while it is stopped. Called as
-    early as can be."""
-    with suppress(OSError):  # the thread that beats looks for it, too
+    """Make the kernel kill this process when its launcher ends, even while it is stopped. Call this
+    as early as possible."""
+    with suppress(OSError):  # the heartbeat thread checks for the launcher, too
         libc.call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # It may have ended before.
+    # The launcher may have ended before the call.
     if os.getppid() != _launcher():
         os._exit(RrfpError.exit_code)
 
 
-def show_life(*, waits_on_device: bool) -> None:
-    """Beat from now on, in a thread that ends with the process, so also while that closes. With
-    `waits_on_device` this process waits for a device without a sign of it in its stack."""
+def start_heartbeat(*, waits_on_device: bool) -> None:
+    """Write heartbeats from a daemon thread until the process ends. `waits_on_device` states that
+    this process may wait for a device, which its stack does not show."""
     global _page
-    told = os.environ.pop(variables.LIVENESS, None)
+    descriptors = os.environ.pop(variables.LIVENESS, None)
     stacks = -1
-    if told is not None:
-        page, stacks = map(int, told.split(","))
+    if descriptors is not None:
+        page, stacks = map(int, descriptors.split(","))
         _page = StatusPage(page)
         os.close(page)
         os.set_inheritable(stacks, False)
@@ -262,20 +259,20 @@ def show_life(*, waits_on_device: bool) -> None:
 
 
 def enter(stage: str) -> None:
-    """Note what this rank does from now on: `in step 7`."""
+    """Record this rank's current stage, such as `in step 7`."""
     if _page is not None:
         _page.enter(stage)
 
 
 def finish() -> None:
-    """Note that this rank has done all its work and left its groups: whatever its exit code, a rank
-    that ends without this note has failed."""
+    """Record that this rank has finished its work and left its groups. A rank that ends without
+    this has failed, whatever its exit code."""
     if _page is not None:
         _page.finish()
 
 
 def show_request() -> None:
-    """Note that this rank was asked to end."""
+    """Record that this rank was asked to end."""
     if _page is not None:
         _page.ask_to_end()
 
@@ -283,56 +280,59 @@ def show_request() -> None:
 def _beat(
     page: StatusPage | None, stacks: int, main_thread: int, launcher: int, waits_on_device: bool
 ) -> NoReturn:
+    """Write heartbeats, and stacks on request; end this process when its launcher is gone."""
     while os.getppid() == launcher:
         if page is not None:
-            frames = [*frames_of(sys._current_frames().get(main_thread))]
-            waits = waits_of(frames)
+            frames = [*stack_frames(sys._current_frames().get(main_thread))]
+            waits = infer_waits(frames)
             if waits_on_device and waits is Waits.NOTHING:
                 waits = Waits.PERHAPS
-            page.beat(waits, standing_at(frames))
+            page.beat(waits, format_position(frames))
             if page.wants_stacks:
-                page.ask_for_stacks(wanted=False)
+                page.request_stacks(wanted=False)
                 faulthandler.dump_traceback(stacks)
         time.sleep(BEAT_S)
-    # Where the kernel does not do it.
+    # The kernel may not have killed this process.
     os._exit(RrfpError.exit_code)
 
 
 def _launcher() -> int:
+    """The process number of the launcher."""
     return int(os.environ[variables.LAUNCHER])
 
 
-# A failure.
+# A failure report: in the error file that the launcher names. The variable and the format are those
+# of torch's elastic launcher, so that torchrun can read the report too.
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The variable with the file's path."""
+"""The environment variable with the path of the error file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Why a rank ended, in its own words."""
+    """A rank's own report of its failure."""
 
     sentence: str
     exit_code: int
     is_consequence: bool
-    """Whether another rank failed first, and this one only lost its peer."""
+    """True if another rank failed first, and this one only lost its peer."""
     is_silence: bool
-    """Whether another rank did not answer for too long; it may still be alive."""
+    """True if another rank did not answer for too long; it may still be alive."""
     detail: str = ""
-    """Further lines below the sentence: the grid of a stall."""
+    """Lines to print below the sentence, such as the grid of a stall."""
     at_s: float = field(default=0.0, compare=False)
-    """When it was written, on the host's monotonic clock: the time of day may jump."""
+    """Time of the report, on the host's monotonic clock: the time of day may jump."""
     culprit: FaultOrigin | None = None
-    """Whose fault it was, and who found that."""
+    """The origin of the fault."""
 
     @property
     def is_own(self) -> bool:
-        """Whether the cause is this rank's own."""
+        """True if this rank caused its failure."""
         return not (self.is_consequence or self.is_silence)
 
     def write(self) -> None:
-        """Write the report to where the launcher of this process looks for it."""
+        """Write the report to the error file, if a launcher has named one. May raise OSError."""
         path = os.environ.get(ERROR_FILE)
         if path is None:
             return
@@ -341,13 +341,13 @@ class FailureReport:
             "extraInfo": {"timestamp": int(time.time())},
             "report": asdict(replace(self, at_s=time.monotonic())),
         }
-        # Atomically, because the launcher ends this process if another one has failed too.
+        # Atomically: the launcher may end this process meanwhile, if another one has failed too.
         with open_whole(Path(path)) as file:
             file.write(json.dumps({"message": message}).encode())
 
     @classmethod
     def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
-        """The report in a rank's error file; None if it is not one of ours."""
+        """The report in the JSON of an error file; None if another program wrote it."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
             report = cls(**message["report"])
@@ -358,26 +358,27 @@ class FailureReport:
         return None
 
 
-# What ranks warn of reaches the person who started them, and not their logs alone.
-#
-# A rank's warnings go to its launcher through a pipe with a name, in the launcher's own directory.
-# A pipe takes no room, so it works where a full disk is what they warn of.
+# Warnings of ranks reach the user, not only the ranks' logs: they go to the launcher through a
+# named pipe in its own directory. A pipe needs no disk space, so a warning of a full disk arrives
+# too.
 
 
-_LOOK_S = 0.2
-_MOST_BYTES = select.PIPE_BUF
-"""Of a warning: it arrives in one piece."""
+_POLL_S = 0.2
+_MAX_WARNING_BYTES = select.PIPE_BUF
+"""A larger write would not be atomic."""
 
 
 @contextmanager
-def hearing(directory: Path, tell: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """While the block runs, `tell` what ranks with these environment variables warn of."""
+def forwarding_warnings(directory: Path, report: Callable[[str], None]) -> Iterator[dict[str, str]]:
+    """While the block runs, pass the warnings of ranks to `report`. Yields the environment
+    variables that the ranks need."""
     path = directory / "warnings"
     os.mkfifo(path, 0o600)
-    # For writing, too, so that it has no end before the block's.
+    # Opened for writing too, so that the pipe does not end before the block does.
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     is_over = threading.Event()
-    thread = threading.Thread(target=_hear, args=(pipe, tell, is_over), name="rrfp-warnings")
+    arguments = (pipe, report, is_over)
+    thread = threading.Thread(target=_forward_warnings, args=arguments, name="rrfp-warnings")
     thread.start()
     try:
         yield {variables.WARNINGS: str(path)}
@@ -387,41 +388,43 @@ def hearing(directory: Path, tell: Callable[[str], None]) -> Iterator[dict[str, 
         os.close(pipe)
 
 
-def _hear(pipe: int, tell: Callable[[str], None], is_over: threading.Event) -> None:
+def _forward_warnings(pipe: int, report: Callable[[str], None], is_over: threading.Event) -> None:
+    """Pass lines from the pipe to `report` until `is_over` is set and the pipe is empty."""
     rest = b""
     while True:
         was_over = is_over.is_set()
-        ready, _, _ = select.select([pipe], [], [], 0 if was_over else _LOOK_S)
+        ready, _, _ = select.select([pipe], [], [], 0 if was_over else _POLL_S)
         if ready:
             *lines, rest = (rest + os.read(pipe, 1 << 16)).split(b"\n")
             for line in lines:
-                tell(line.decode(errors="replace"))
+                report(line.decode(errors="replace"))
         elif was_over:
             return
 
 
-def warn_launcher(rank: int) -> None:
-    """Send the launcher what this rank's own modules warn of, from now on; without a launcher that
-    listens this does nothing."""
+def send_warnings_to_launcher(rank: int) -> None:
+    """Send rrfp's warnings on this rank to the launcher from now on, if one listens."""
     path = os.environ.get(variables.WARNINGS)
     if path is None:
         return
     with suppress(OSError):
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        logging.getLogger("rrfp").addHandler(_ToLauncher(pipe, rank))
+        logging.getLogger("rrfp").addHandler(_LauncherHandler(pipe, rank))
 
 
-class _ToLauncher(logging.Handler):
+class _LauncherHandler(logging.Handler):
+    """Writes warnings to the pipe of the launcher."""
+
     def __init__(self, pipe: int, rank: int) -> None:
         super().__init__(logging.WARNING)
         self._pipe = pipe
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        # How a rank fails is reported otherwise.
+        # Failures go into the error file.
         if record.levelno > logging.WARNING:
             return
-        told = f"rank {self._rank}: {record.getMessage()}".replace("\n", " ")
-        # A launcher that hears nothing is gone, and holds up no training.
+        line = f"rank {self._rank}: {record.getMessage()}".replace("\n", " ")
+        # A launcher that does not read is gone; training goes on without it.
         with suppress(OSError):
-            os.write(self._pipe, told.encode()[: _MOST_BYTES - 1] + b"\n")
+            os.write(self._pipe, line.encode()[: _MAX_WARNING_BYTES - 1] + b"\n")

@@ -1,5 +1,5 @@
-"""SIGTERM as a request: ranks end together after the step under way. Before the first step they end
-at once, and so does a launcher that has no ranks yet."""
+"""SIGTERM as a request to stop: ranks end together after the current step. Before the first step
+they end at once, and so does a launcher that has no ranks yet."""
 
 import signal
 from collections.abc import Iterator
@@ -12,14 +12,13 @@ _asked = False
 
 
 class StopRequestedError(BaseException):
-    """SIGTERM came before any rank had begun a step; like Ctrl-C, nobody handles it on the way."""
+    """SIGTERM arrived before any rank had begun a step. A BaseException, like KeyboardInterrupt."""
 
 
 @contextmanager
 def stopping_on_sigterm() -> Iterator[None]:
-    """Raise StopRequestedError when SIGTERM first comes in this block. While ranks run, their
-    launcher passes the signal on instead (`rrfp.train.launch.processes`). Must run on the main
-    thread."""
+    """Raise StopRequestedError at the first SIGTERM in this block. While ranks run, their launcher
+    forwards the signal instead (`rrfp.train.launch.processes`). Must run on the main thread."""
     before = signal.getsignal(signal.SIGTERM)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _stop)
@@ -31,9 +30,9 @@ def stopping_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def failing_for_good() -> Iterator[None]:
-    """If the block fails, a SIGTERM that comes later is no request to end any more: it would make
-    a success of the failure."""
+def ignoring_sigterm_on_failure() -> Iterator[None]:
+    """If the block fails, ignore later SIGTERMs: as a request to stop, one would turn the failure
+    into a success."""
     try:
         yield
     except Exception:
@@ -43,8 +42,8 @@ def failing_for_good() -> Iterator[None]:
 
 
 def ignore_sigterm() -> None:
-    """Let SIGTERM have no effect until this process ends: what it asks for has happened. Python
-    itself drops handlers as it ends, so a late signal would kill the process."""
+    """Ignore SIGTERM until this process ends. Python drops handlers as it ends, so a late signal
+    would otherwise kill the process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -54,25 +53,25 @@ def _stop(*_: object) -> NoReturn:
 
 
 def take_sigterm_as_request() -> None:
-    """Note SIGTERM from now on instead of ending, and show that to the launcher, which starts ranks
-    with the signal held back: one that came earlier counts, too."""
-    signal.signal(signal.SIGTERM, _note)
+    """Record SIGTERM from now on instead of ending, also on the status page. The launcher starts
+    ranks with the signal blocked, so one that arrived earlier counts too."""
+    signal.signal(signal.SIGTERM, _record)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _note(*_: object) -> None:
+def _record(*_: object) -> None:
     global _asked
     _asked = True
     show_request()
 
 
-def agree(*, is_busy: bool) -> tuple[bool, bool]:
-    """Whether any rank was asked to end, and whether any is busy; every rank calls this after the
-    same step."""
-    # Signals are taken before torch is imported.
+def agree_on_stop(*, is_busy: bool) -> tuple[bool, bool]:
+    """All-reduce two flags: was any rank asked to end, and is any rank busy? Every rank calls this
+    after the same step."""
+    # A rank handles signals before it imports torch.
     import torch
     import torch.distributed as dist
 
-    told = torch.tensor([int(_asked), int(is_busy)])
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told[0]), bool(told[1])
+    flags = torch.tensor([int(_asked), int(is_busy)])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags[0]), bool(flags[1])

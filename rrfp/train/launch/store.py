@@ -1,4 +1,4 @@
-"""A run's store: where the launcher puts it, and how a rank finds it.
+"""A run's store: its address, connections to it, and calls that end after a timeout.
 
 On one host it is a file in a directory that only the user may enter, so nothing needs to listen.
 Between hosts it is a port of host 0, at one address (`rrfp.train.launch.hosts.joining`).
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def file_store(directory: Path) -> dict[str, str]:
-    """The variables that tell the ranks of a single host that their store is in this directory and
-    that they listen at loopback."""
+    """The environment variables of the ranks of a single host: their store is in this directory,
+    and they listen at loopback."""
     return {
         variables.STORE: f"file:{directory / 'store'}",
         variables.ADDRESS: variables.LOOPBACK,
@@ -31,8 +31,8 @@ def file_store(directory: Path) -> dict[str, str]:
 def port_store(
     host: str, port: int, own_address: str, sources: Collection[str] | None
 ) -> dict[str, str]:
-    """The variables that tell a host's ranks that their store is at a port of host 0, at which
-    address of their own host they listen, and whom they let in there (None: anybody)."""
+    """The environment variables of a host's ranks: the port of host 0 with their store, the address
+    of their own host at which they listen, and the addresses that they admit there (None: any)."""
     return {
         variables.STORE: f"tcp:{host}:{port}",
         variables.ADDRESS: own_address,
@@ -43,15 +43,11 @@ def port_store(
 
 
 def open_store(timeout_s: float) -> "Store | None":
-    """The store that our launcher has named; None if torch is to find its own by the variables that
-    torchrun sets."""
+    """The store that rrfp's launcher has named; None if torch finds its own by torchrun's
+    variables. Raises RrfpError if nobody answers there."""
     where = os.environ.get(variables.STORE)
-    return None if where is None else store_at(where, timeout_s)
-
-
-def store_at(where: str, timeout_s: float) -> "Store":
-    """The store at such a place: `file:PATH` or `tcp:HOST:PORT`. Raises RrfpError if nobody answers
-    there."""
+    if where is None:
+        return None
     from torch.distributed import FileStore, TCPStore
 
     kind, _, place = where.partition(":")
@@ -76,31 +72,33 @@ def store_at(where: str, timeout_s: float) -> "Store":
     return store
 
 
-# Calls of a store that end after a timeout.
+# torch waits in C++ for an answer that may never come, from a store at the other end of a dead link
+# or from a name server. So a daemon thread asks and Python waits: Ctrl-C, SIGTERM and a timeout end
+# every wait.
 
 
 T = TypeVar("T")
 
-_NAME = "rrfp-ask"
+_THREAD_NAME = "rrfp-ask"
 
 
 class NoAnswerError(RrfpError):
-    """Nobody answered in time."""
+    """No answer within the timeout."""
 
 
-def answer_of(ask: Callable[[], T], within_s: float, whom: str) -> T:
-    """What `ask` returns or raises. Raises NoAnswerError if it has not ended by then; its thread
-    goes on, and what comes of it is dropped."""
+def call_with_timeout(ask: Callable[[], T], within_s: float, whom: str) -> T:
+    """Return or raise what `ask` does, called in a thread. Raises NoAnswerError, naming `whom`, if
+    it does not end in time; the thread then goes on and its result is dropped."""
     answers: list[T] = []
     errors: list[Exception] = []
 
-    def note() -> None:
+    def collect() -> None:
         try:
             answers.append(ask())
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=note, name=_NAME, daemon=True)
+    thread = threading.Thread(target=collect, name=_THREAD_NAME, daemon=True)
     thread.start()
     thread.join(within_s)
     if errors:
@@ -110,15 +108,15 @@ def answer_of(ask: Callable[[], T], within_s: float, whom: str) -> T:
     return answers[0]
 
 
-def is_asking() -> bool:
-    """Whether a thread still waits for an answer. Python must not end then: it would end that
-    thread within C++, which aborts the process."""
-    return any(thread.name == _NAME for thread in threading.enumerate())
+def is_call_pending() -> bool:
+    """True while a thread waits for an answer. Python must not end then: it would end that thread
+    inside C++, which aborts the process."""
+    return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
-class AnsweringStore:
+class StoreClient:
     """The store of several hosts, as their launchers use it. Every call raises RrfpError if the
-    store has gone, or does not answer within `within_s`."""
+    store has gone, or does not answer within `within_s` seconds."""
 
     def __init__(self, store: "Store", where: str, within_s: float) -> None:
         self._store: Store | None = store
@@ -126,16 +124,16 @@ class AnsweringStore:
         self._within_s = within_s
 
     def set(self, key: str, value: str | bytes) -> None:
-        # torch declares str, but also takes bytes and returns them unchanged.
-        self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
+        # torch declares str, but also accepts bytes and returns them unchanged.
+        self._call(lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def find(self, key: str) -> bytes | None:
-        """The value of a key; None if it has none."""
-        return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
+        """The value of a key, or None."""
+        return self._call(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
     def read(self, key: str, decode: Callable[[object], T], whose: str) -> T | None:
-        """What `decode` makes of the JSON under a key; None if there is none. Raises RrfpError if
-        that is not what `whose` rrfp writes there (`decode` raises ValueError)."""
+        """The decoded JSON value of a key, or None. Raises RrfpError, naming `whose` value it
+        should be, if it cannot be decoded (`decode` raises ValueError)."""
         data = self.find(key)
         if data is None:
             return None
@@ -148,34 +146,31 @@ class AnsweringStore:
             ) from None
 
     def take(self, key: str) -> bytes | None:
-        """The same, and the key is gone."""
+        """Return the value of a key and delete the key; None without a value."""
         value = self.find(key)
         if value is not None:
-            self._ask(lambda store: store.delete_key(key))
+            self._call(lambda store: store.delete_key(key))
         return value
 
     def claim(self, key: str, value: str) -> bytes:
-        """Give the key this value unless it has one; returns the one that it has."""
-        return self._ask(lambda store: bytes(store.compare_set(key, "", value)))
+        """Set a key unless it has a value; return the value that it has then."""
+        return self._call(lambda store: bytes(store.compare_set(key, "", value)))
 
     def count(self, key: str, more: int) -> int:
-        """Add to a number that begins at 0, and return it."""
-        return self._ask(lambda store: store.add(key, more))
+        """Add to a counter that starts at 0, and return its value."""
+        return self._call(lambda store: store.add(key, more))
 
     def close(self) -> None:
-        """Let go of the store: whoever serves it serves no more."""
+        """Drop the connection; the process that serves the store stops serving it."""
         self._store = None
 
-    def _ask(self, ask: Callable[["Store"], T]) -> T:
-        store = self._store
+    def _call(self, call: Callable[["Store"], T]) -> T:
+        store, name = self._store, f"the run's store at {self._where}"
         if store is None:
-            raise RrfpError(f"the run's store at {self._where} is closed")
+            raise RrfpError(f"{name} is closed")
         try:
-            return answer_of(
-                lambda: ask(store), self._within_s, f"the run's store at {self._where}"
-            )
+            return call_with_timeout(lambda: call(store), self._within_s, name)
         except RuntimeError as error:
             raise RrfpError(
-                f"the run's store at {self._where} has gone ({first_line(str(error))}); see how "
-                "rrfp train ended on host 0"
+                f"{name} has gone ({first_line(str(error))}); see how rrfp train ended on host 0"
             ) from None

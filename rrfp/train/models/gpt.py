@@ -27,9 +27,6 @@ from rrfp.train.settings import (
     TrainSettings,
 )
 
-# Megatron's TransformerConfig for a run's settings.
-
-
 _AUX_LOSS_COEFFICIENT = 1e-2
 """The weight of the experts' load-balancing loss."""
 
@@ -69,7 +66,7 @@ def transformer_config(settings: TrainSettings) -> Any:
         # Megatron divides experts among tensor-parallel ranks only if they have no biases.
         add_bias_linear=not has_experts,
         variable_seq_lengths=settings.data.variable_lengths or settings.model.kind == ModelKind.VLM,
-        # Megatron demands this token dispatcher for variable lengths, in dense models too.
+        # Megatron requires this token dispatcher for variable lengths, in dense models too.
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
         # Fused kernels need CUDA, or torch.compile, which needs a C++ compiler at run time.
@@ -78,40 +75,40 @@ def transformer_config(settings: TrainSettings) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        # Sums in a fixed order, where a GPU has a quicker one.
+        # Fixes the order of sums on a GPU.
         deterministic_mode=settings.run.device == DeviceKind.CUDA,
-        # What a graph would capture: Megatron warns of its own default. The name is of 0.18.
+        # Empty, because Megatron warns of its own default. 0.18 has renamed it.
         **{"cuda_graph_modules" if hasattr(enums, "CudaGraphModule") else "cuda_graph_scope": []},
     )
 
 
 _LOCAL_LAYER = re.compile(r"(?<=coder\.layers\.)\d+")
-"""A layer of a decoder, or of an image encoder."""
+"""The index of a layer of a decoder or an image encoder."""
 _LOCAL_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 
 _OUTPUT_WEIGHT = "output_layer.weight"
 _EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 
 _SCALED_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
-"""Weights that write to the residual stream: Megatron scales them down by the number of layers."""
+"""Weights that write to the residual stream; Megatron scales them down by the number of layers."""
 
 
 def finish_chunk(
     chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, num_before: int
 ) -> Any:
-    """Give a chunk with these `layers`, of which the stages before have `num_before`, their layer
-    numbers and parameters, in the run's type and on the rank's device."""
+    """Number the `layers` of a chunk, after `num_before` layers of earlier stages, and initialize
+    its parameters, in the run's type and on the rank's device. Returns the chunk."""
     _number_layers(layers, num_before)
-    _initialise(chunk, settings, layout)
-    # Megatron makes its own layers on the GPU, and torch's norms on the CPU.
+    _initialize(chunk, settings, layout)
+    # Megatron creates its own layers on the GPU, and torch's norms on the CPU.
     chunk = chunk.to(layout.device)
-    # As Megatron's Float16Module does, except that it would also cast the outputs of the last
-    # *rank*, which in a V does not hold the last stage. The loss is in fp32 without it.
+    # Unlike Megatron's Float16Module, which also casts the outputs of the last *rank*: in a V that
+    # is not the last stage. The loss is in fp32 without it.
     return chunk.bfloat16() if chunk.config.bf16 else chunk
 
 
 def _number_layers(layers: Any, num_before: int) -> None:
-    """Continue the layer numbers of the stages before: Megatron cannot count them in a V."""
+    """Continue the layer numbers of earlier stages; Megatron cannot number them in a V."""
     if not len(layers):
         return
     shift = num_before + 1 - layers[0].layer_number
@@ -120,7 +117,8 @@ def _number_layers(layers: Any, num_before: int) -> None:
             module.layer_number += shift
 
 
-def _initialise(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
+def _initialize(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
+    """Draw the initial values of all weight matrices, cut to this rank's slice."""
     config = chunk.config
     std = config.init_method_std
     scaled_std = std / math.sqrt(2.0 * config.num_layers)
@@ -159,30 +157,31 @@ def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -
 
 
 def is_second_copy(name: str, settings: TrainSettings) -> bool:
-    """Whether a chunk's parameter is the output's copy of the embedding's weight."""
+    """True if a chunk's parameter is the output layer's copy of the embedding's weight."""
     return settings.model.tie_embeddings and name == _OUTPUT_WEIGHT
 
 
 def _seed_of(seed: int, name: str) -> int:
+    """The seed of a parameter, from the run's seed and its name."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 _VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this for every tensor-parallel size. Padded tokens have
-logits, so padding that depended on the layout would change the loss."""
+"""The vocabulary is padded to a multiple of this under every layout. Padded tokens have logits, so
+padding that depended on the layout would change the loss."""
 
 
 def build_chunk(
     settings: TrainSettings, layout: Layout, config: Any, chunk: int, num_tokens: int
 ) -> Any:
-    """One chunk of a rank, for a vocabulary of `num_tokens`."""
+    """Build one chunk of a rank, for a vocabulary of `num_tokens`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     stage = layout.stages[chunk]
     layer_spec = get_gpt_layer_local_spec(settings.model.num_experts)
     if settings.model.kind == ModelKind.MLP:
-        _leave_attention_out(layer_spec)
+        _remove_attention(layer_spec)
     gpt = gpt_stage(
         settings,
         config,
@@ -197,7 +196,7 @@ def build_chunk(
     return finish_chunk(gpt, gpt.decoder.layers, settings, layout, num_before)
 
 
-def _leave_attention_out(layer_spec: Any) -> None:
+def _remove_attention(layer_spec: Any) -> None:
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
     layer_spec.submodules.input_layernorm = IdentityOp
@@ -216,7 +215,8 @@ def gpt_stage(
     is_last: bool,
     vp_stage: int | None,
 ) -> Any:
-    """A GPTModel of `num_layers`, with the embedding if `is_first`, and the head if `is_last`."""
+    """Build a GPTModel of `num_layers`, with the embedding if `is_first` and the head if
+    `is_last`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import (
         LayerNormImpl,
@@ -251,7 +251,7 @@ def forward_step(
 def mean_loss(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over the labels that count, for the backward and for reporting."""
+    """The mean loss over the labels with mask 1, for the backward and for reporting."""
     loss = (losses * loss_mask).sum() / loss_mask.sum()
     # A copy: Megatron divides the loss in place by the number of microbatches.
     return loss, {"loss": loss.detach().clone()}

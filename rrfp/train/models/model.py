@@ -1,4 +1,4 @@
-"""What one rank trains: its model chunks, their data parallelism and their optimizer."""
+"""Builds the model of one rank: its chunks, their data parallelism and their optimizer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ _ADAM_BETA2 = 0.95
 
 
 class Vocabulary(Protocol):
-    """What a model must know about its data."""
+    """The vocabulary of the data, as a model needs it."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are smaller than this."""
+        """One more than the highest token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChunks:
-    """What one rank trains."""
+    """The model chunks of one rank and their optimizer."""
 
     chunks: list[Any]
     """The model chunks, each in Megatron's DistributedDataParallel."""
@@ -32,13 +32,13 @@ class ModelChunks:
     """The TransformerConfig that Megatron's schedules read."""
     optimizer: Any
     device: torch.device
-    """Where the chunks are, and their data have to be."""
+    """The device of the chunks and of their data."""
     forward_step: Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]
     """Runs a chunk on the iterator's next batch (Megatron's `forward_step_func`)."""
 
 
 def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> ModelChunks:
-    """Build this rank's chunks for the vocabulary of `data`, with their optimizer."""
+    """Build this rank's chunks, for the vocabulary of `data`, and their optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,

@@ -1,12 +1,12 @@
 """A stage of the multimodal model: vision stages, then language stages, in one chain.
 
-A vision stage passes on one vector per patch, for all images of its microbatch end to end; patches
+A vision stage outputs one vector per patch, for all images of its microbatch end to end; patches
 attend within their own image. The first language stage inserts them into the text. From there on
-the output has one vector per place of the sequence; a place attends to earlier ones of its own
-document. A microbatch without images passes on a tensor without rows.
+the output has one vector per position of the sequence; a position attends to earlier ones of its
+own document. For a microbatch without images a vision stage outputs a tensor without rows.
 
 The layers are Megatron-Core's, and language stages are its `GPTModel`. Rotary embeddings depend
-only on the distance between places, so packing documents does not affect them.
+only on the distance between positions, so packing documents does not affect them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,17 +30,16 @@ from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
 from rrfp.train.models.gpt import finish_chunk, gpt_stage, mean_loss
 from rrfp.train.settings import TrainSettings, num_vision_stages
 
-_NUM_COLOURS = 3
+_NUM_COLORS = 3
 
-_WAVE_LENGTHS = tuple(4.0 * 2**octave for octave in range(8))
-"""Wave lengths, in patches, of the sines and cosines that encode a patch's row and column at any
-resolution."""
+_WAVELENGTHS = tuple(4.0 * 2**octave for octave in range(8))
+"""Wavelengths, in patches, of the sines and cosines that encode a patch's row and column."""
 
 
 def build_chunk(
     settings: TrainSettings, layout: Layout, config: Any, chunk: int, num_tokens: int
 ) -> Any:
-    """One chunk of a rank, for a vocabulary of `num_tokens`."""
+    """Build one chunk of a rank, for a vocabulary of `num_tokens`."""
     stage = layout.stages[chunk]
     num_vision = num_vision_stages(layout.num_stages)
     num_layers = settings.model.layers // layout.num_stages
@@ -80,7 +79,7 @@ def forward_step(
 
 
 class _Stage(MegatronModule):  # type: ignore[misc]
-    """What Megatron's schedules and gradient finalisation require of a stage."""
+    """A module with the attributes that Megatron's schedules and gradient finalization need."""
 
     def __init__(
         self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None
@@ -94,7 +93,7 @@ class _Stage(MegatronModule):  # type: ignore[misc]
         self._input: Any = None
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
-        """Take the output of the stage before: [patches or length, 1, hidden]."""
+        """Set the output of the previous stage, [patches or length, 1, hidden], as the input."""
         (self._input,) = input_tensor
 
 
@@ -114,10 +113,10 @@ class VisionStage(_Stage):
     ) -> None:
         super().__init__(config, pre_process=is_first, post_process=False, vp_stage=vp_stage)
         if is_first:
-            num_values = _NUM_COLOURS * patch_size**2
-            self.embedding = _linear(config, num_values + 4 * len(_WAVE_LENGTHS))
-            # On the device from the start: a copy from the host waits for a GPU's other work.
-            self.register_buffer("_wave_lengths", torch.tensor(_WAVE_LENGTHS), persistent=False)
+            num_values = _NUM_COLORS * patch_size**2
+            self.embedding = _linear(config, num_values + 4 * len(_WAVELENGTHS))
+            # A buffer, because a copy from the host would wait for a GPU's other work.
+            self.register_buffer("_wavelengths", torch.tensor(_WAVELENGTHS), persistent=False)
         # With `pre_process`, every stage takes its input as an argument.
         self.encoder = TransformerBlock(
             config, layers, pre_process=True, post_process=is_last, vp_stage=vp_stage
@@ -129,7 +128,7 @@ class VisionStage(_Stage):
     def forward(self, batch: ImageBatch) -> torch.Tensor:
         """Returns [patches, 1, hidden], without rows if the microbatch has no images."""
         hidden = self._patches(batch) if self.pre_process else self._input
-        # Without the size a GPU would have to tell it to the host first.
+        # Without `output_size` the host would wait for a GPU to compute it.
         image_ids = torch.repeat_interleave(
             batch["patch_counts"], output_size=len(batch["patches"])
         )
@@ -153,7 +152,7 @@ class VisionStage(_Stage):
 
     def _patches(self, batch: ImageBatch) -> torch.Tensor:
         values = torch.cat(
-            (batch["patches"], _waves(batch["patch_places"], self._wave_lengths)), dim=1
+            (batch["patches"], _waves(batch["patch_places"], self._wavelengths)), dim=1
         )
         return values.to(self.config.params_dtype)[:, None]
 
@@ -192,7 +191,7 @@ class LanguageStage(_Stage):
 
 
 def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
-    """A linear layer to the hidden size, whose output is whole on every tensor-parallel rank."""
+    """A linear layer to the hidden size, with the whole output on every tensor-parallel rank."""
     return ColumnParallelLinear(
         num_inputs,
         config.hidden_size,
@@ -203,7 +202,7 @@ def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
 
 
 def _waves(places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Encode rows and columns [patches, 2] as [patches, 4 * wave lengths] within -1..1."""
-    # Powers of two are the same in bf16.
+    """Encode rows and columns [patches, 2] as [patches, 4 * wavelengths] in -1..1."""
+    # Powers of two are exact in bf16.
     angles = 2 * torch.pi * places[:, :, None] / lengths.float()
     return torch.cat((angles.sin(), angles.cos()), dim=2).flatten(1)

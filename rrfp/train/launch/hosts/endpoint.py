@@ -1,8 +1,7 @@
-"""The one address where hosts meet: where host 0 listens, and what others find there.
+"""The rendezvous address: host 0 listens there, and the other hosts probe it.
 
-torch's own client waits for ever for the answer of a server that is no store, and shows a stack of
-C++ where nobody answers. So Python looks first, with the two messages that torch's client begins
-with.
+torch's own client waits indefinitely for the answer of a server that is no store, and prints a C++
+stack if nobody answers. So Python probes first, with the first two messages of torch's client.
 """
 
 import ipaddress
@@ -14,18 +13,18 @@ from dataclasses import dataclass
 from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
 from rrfp.runtime.launchers import LaunchPlace, find_place
-from rrfp.train.launch.store import NoAnswerError, answer_of
+from rrfp.train.launch.store import NoAnswerError, call_with_timeout
 from rrfp.train.settings import TrainSettings
 
-# The hosts of a run, where `rrfp train` itself is one of several processes of torchrun or srun.
-#
-# Each of them launches its share of the ranks: one, if there are as many processes as ranks. So a
-# rank keeps the cores and the GPUs that its process was given, whatever has started that.
+# Several `rrfp train` processes started by torchrun or srun count as the hosts of one run. Each
+# launches its share of the ranks (one, if there are as many processes as ranks), so a rank keeps
+# the cores and GPUs that its process was given.
 
 
-def among_started(settings: TrainSettings) -> TrainSettings:
-    """The settings with the hosts that this process' environment tells; unchanged if they name
-    their hosts themselves. Raises UsageError for an environment that does not fit."""
+def with_launcher_hosts(settings: TrainSettings) -> TrainSettings:
+    """Set `nnodes`, `node_rank` and `rdzv_endpoint` from the environment of torchrun or srun,
+    unless the settings name hosts themselves. Raises UsageError for an environment that does not
+    fit."""
     place = None if settings.run.nnodes > 1 else find_place()
     if place is None or place.count == 1:
         return settings
@@ -45,34 +44,33 @@ def among_started(settings: TrainSettings) -> TrainSettings:
 
 
 def local_ranks(settings: TrainSettings) -> range:
-    """This process' ranks by their numbers on the host, on which others may have started some,
-    too."""
+    """The local numbers of this process' ranks; other processes may have ranks on the same
+    host."""
     num_own = settings.layout.world_size // settings.run.nnodes
-    place = place_of(settings)
+    place = launcher_place(settings)
     first = 0 if place is None else place.local_index * num_own
     return range(first, first + num_own)
 
 
-def place_of(settings: TrainSettings) -> LaunchPlace | None:
-    """What `among_started` took the hosts from; None if they stand for themselves."""
+def launcher_place(settings: TrainSettings) -> LaunchPlace | None:
+    """This process' place in the torchrun or srun job that `with_launcher_hosts` used; None if the
+    user named the hosts."""
     place = None if settings.run.nnodes == 1 else find_place()
-    is_it = place is not None and (place.count, place.index) == (
-        settings.run.nnodes,
-        settings.run.node_rank,
-    )
-    return place if is_it else None
+    if place is None or (place.count, place.index) != (settings.run.nnodes, settings.run.node_rank):
+        return None
+    return place
 
 
 _HELLO = b"\x00" + (0x3C85F7CE).to_bytes(4, "little") + b"\x0d"
-"""What torch's client says first: that it is one, and that it wants the next four bytes back."""
+"""The first bytes of torch's client: its magic number, and a request to echo the next 4 bytes."""
 _NONCE_BYTES = 4
-_TRY_S = 5.0
+_PROBE_S = 5.0
 _SHOWN_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """HOST:PORT as the user gives it; an IPv6 address stands in brackets."""
+    """HOST:PORT as the user gave it, with an IPv6 address in brackets."""
 
     given: str
 
@@ -85,12 +83,14 @@ class Endpoint:
         return int(self.given.rpartition(":")[2])
 
     def listen(self) -> socket.socket:
-        """A socket at the endpoint's one address, on host 0. Raises OSError, and UsageError for an
-        address where the others cannot reach it."""
-        family, address = self._own_address()
+        """Listen at the endpoint, on host 0. Raises OSError, and UsageError for an address that the
+        others cannot reach."""
+        family, address = self._resolve()
         return socket.create_server((address, self.port), family=family)
 
-    def _own_address(self) -> tuple[socket.AddressFamily, str]:
+    def _resolve(self) -> tuple[socket.AddressFamily, str]:
+        """The address of this host to listen at. Raises UsageError if the others cannot reach
+        it."""
         found = [
             (family, str(address[0]))
             for family, _, _, _, address in socket.getaddrinfo(
@@ -115,19 +115,19 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why no store is found somewhere."""
+    """The reason why a probe found no store."""
 
     fact: str
     timeout_s: float
-    """How long it may stay before there is no use in waiting."""
+    """How long to wait for it to go away."""
 
 
 def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
-    """What keeps this host from a store at that place; None if there is one. A name may become
-    known, and a network come back, within `silence_s`."""
+    """Probe for a torch store at this address; None if one answers. An unknown name or a broken
+    network may recover within `silence_s` seconds."""
     try:
-        found = answer_of(
-            lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _TRY_S, "DNS"
+        found = call_with_timeout(
+            lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _PROBE_S, "DNS"
         )
     except (OSError, NoAnswerError):
         return Obstacle(f"the name '{host}' is not known here", silence_s)
@@ -137,7 +137,7 @@ def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
         if obstacle is None:
             return None
         obstacles.append(obstacle)
-    # Host 0 may still come to listen at the one where nobody does.
+    # Where nobody listens, host 0 may still start.
     return max(obstacles, key=lambda obstacle: obstacle.timeout_s)
 
 
@@ -145,7 +145,7 @@ def _obstacle_at_address(
     family: socket.AddressFamily, address: tuple[object, ...], silence_s: float
 ) -> Obstacle | None:
     with socket.socket(family, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_TRY_S)
+        connection.settimeout(_PROBE_S)
         try:
             connection.connect(address)
         except ConnectionRefusedError:
@@ -163,6 +163,6 @@ def _obstacle_at_address(
     if answer == nonce:
         return None
     if not answer:
-        # A store that is just closing does so, too, and whoever forwards a port to nobody.
+        # A store that is just closing does this too, and a port forwarder without a target.
         return Obstacle("something listens there and closes every connection", silence_s)
     return Obstacle(f"something else listens there, which answers {answer!r}", 0)

@@ -1,8 +1,8 @@
-"""What the ranks of other hosts record, gathered on host 0 where `--out` is not shared.
+"""Sends the records and logs of other hosts' ranks to host 0 where `--out` is not shared.
 
-Each host's launcher follows what its own ranks write, their records and logs, and puts what is new
-into the run's store, in pieces. Host 0 takes them out and writes them beside those of its own
-ranks. So its trace is whole, or has what came before a host was lost.
+Each host's launcher follows the files that its own ranks write, and puts new bytes into the run's
+store, in pieces. Host 0 takes the pieces out and writes them beside the files of its own ranks. So
+its trace is complete, or has everything that arrived before a host was lost.
 """
 
 import fcntl
@@ -22,21 +22,21 @@ from rrfp.strict_json import items, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new, make_directory, open_own
 from rrfp.trace.spill import NUM_SEGMENTS, lock_for_writing, segments_in
-from rrfp.train.launch.hosts.host_status import Pulse, printable
-from rrfp.train.launch.hosts.joining import Met
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
+from rrfp.train.launch.hosts.joining import JoinedHosts
+from rrfp.train.launch.store import StoreClient
 from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
-_MOST_UNTAKEN = 16
-"""Pieces of one host in the store."""
-_LOOK_S = 0.2
+_MAX_IN_FLIGHT = 16
+"""Pieces of one host in the store that host 0 has not taken out yet."""
+_POLL_S = 0.2
 _ANSWER_S = 120.0
-"""How long a piece may be under way: on a bad wire, longer than a host may be silent."""
+"""How long a piece may be in flight. On a bad network this is longer than a host may be silent."""
 _END = b""
 _LOG = ".log"
 _RING = ".ring"
-"""A flight record, which is written over and over until its rank has ended."""
+"""A flight record, which its rank overwrites in place until it ends."""
 _PREFIX = "rrfp/gathered"
 _NAME = re.compile(
     r"(?:records(?:-\d+)?/rank-(\d+)(?:(?:\.\d+)?\.jsonl|\.ring)|logs/rank-(\d+)\.log)"
@@ -47,29 +47,30 @@ T = TypeVar("T")
 
 
 @contextmanager
-def gathering(met: Met, settings: TrainSettings, run: RunDir) -> Iterator[None]:
-    """While the block runs, and until all is gathered or a host is silent. All hosts call it.
+def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) -> Iterator[None]:
+    """Transfer files to host 0 while the block runs, and afterwards until all have arrived or a
+    host is silent. All hosts call it.
 
     Raises UsageError if `run` holds another run on a host other than 0, and RrfpError if a host
     is lost.
     """
-    node_rank = settings.run.node_rank
-    store = met.connect(_ANSWER_S)
-    part: _Sender | _Receiver | None = None
+    node_rank, heartbeat = settings.run.node_rank, hosts.heartbeat
+    store = hosts.connect(_ANSWER_S)
+    transfer: _Sender | _Receiver | None = None
     if node_rank == 0:
-        if hosts := _hosts_apart(store, run, settings.run.nnodes, met.pulse):
-            ranks_of = {host: _ranks_of(settings, host) for host in hosts}
-            part = _Receiver(store, run, met.pulse, ranks_of)
-    elif not _shares(store, run, node_rank, met.pulse):
-        part = _Sender(store, run, met.pulse, node_rank, _ranks_of(settings, node_rank))
-    if part is None:
+        if senders := _hosts_with_own_directory(store, run, settings.run.nnodes, heartbeat):
+            ranks_of = {host: _ranks_of(settings, host) for host in senders}
+            transfer = _Receiver(store, run, heartbeat, ranks_of)
+    elif not _shares_directory(store, run, node_rank, heartbeat):
+        transfer = _Sender(store, run, heartbeat, node_rank, _ranks_of(settings, node_rank))
+    if transfer is None:
         yield
         return
-    part.start()
+    transfer.start()
     try:
         yield
     finally:
-        part.finish()
+        transfer.finish()
 
 
 def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
@@ -77,36 +78,39 @@ def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
     return range(node_rank * num_own, (node_rank + 1) * num_own)
 
 
-# Who shares the directory.
+# Host 0 creates a marker file in its directory; each other host answers if it sees that file.
 
 
-def _hosts_apart(store: AnsweringStore, run: RunDir, num_hosts: int, pulse: Pulse) -> list[int]:
-    """Host 0's part: the hosts that do not see its directory."""
+def _hosts_with_own_directory(
+    store: StoreClient, run: RunDir, num_hosts: int, heartbeat: HostHeartbeat
+) -> list[int]:
+    """On host 0: the hosts that do not see its directory."""
     token = secrets.token_hex(8)
-    mark = _mark(run, token)
-    create_new(mark).close()
+    marker = _marker(run, token)
+    create_new(marker).close()
     try:
         store.set(f"{_PREFIX}/token", json.dumps(token))
-        apart = []
+        separate = []
         for host in range(1, num_hosts):
-            is_shared, problem = _awaited(
-                store, f"{_PREFIX}/answer/{host}", _decode_answer, host, pulse
+            is_shared, problem = _await_value(
+                store, f"{_PREFIX}/answer/{host}", _decode_answer, host, heartbeat
             )
             if problem:
                 raise UsageError(printable(problem))
             if not is_shared:
-                apart.append(host)
-        return apart
+                separate.append(host)
+        return separate
     finally:
-        mark.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
 
 
-def _shares(store: AnsweringStore, run: RunDir, node_rank: int, pulse: Pulse) -> bool:
-    """The part of another host."""
-    token = _awaited(store, f"{_PREFIX}/token", _decode_token, 0, pulse)
-    mark = _mark(run, token)
+def _shares_directory(
+    store: StoreClient, run: RunDir, node_rank: int, heartbeat: HostHeartbeat
+) -> bool:
+    """On another host: True if `run` is host 0's directory. Tells host 0 the answer."""
+    token = _await_value(store, f"{_PREFIX}/token", _decode_token, 0, heartbeat)
     problem = ""
-    is_shared = mark.exists()
+    is_shared = _marker(run, token).exists()
     if not is_shared and run.run_json.exists():
         problem = (
             f"{run.path} on host {node_rank} holds another run, and host 0's is not there; give "
@@ -118,18 +122,23 @@ def _shares(store: AnsweringStore, run: RunDir, node_rank: int, pulse: Pulse) ->
     return is_shared
 
 
-def _mark(run: RunDir, token: str) -> Path:
+def _marker(run: RunDir, token: str) -> Path:
     return run.path / f".host-0-{token}"
 
 
-def _awaited(
-    store: AnsweringStore, key: str, decode: Callable[[object], T], host: int, pulse: Pulse
+def _await_value(
+    store: StoreClient,
+    key: str,
+    decode: Callable[[object], T],
+    host: int,
+    heartbeat: HostHeartbeat,
 ) -> T:
-    while (told := store.read(key, decode, f"host {host}")) is None:
-        if error := pulse.lost():
+    """Wait until a host has published a value. Raises RrfpError if a host is lost."""
+    while (value := store.read(key, decode, f"host {host}")) is None:
+        if error := heartbeat.lost():
             raise error
-        time.sleep(_LOOK_S / 10)
-    return told
+        time.sleep(_POLL_S / 10)
+    return value
 
 
 def _decode_token(value: object) -> str:
@@ -145,131 +154,133 @@ def _decode_answer(value: object) -> tuple[bool, str]:
     return is_shared, text(problem)
 
 
-class _Part:
-    """What one host does, on a thread of its own."""
+class _Transfer:
+    """One host's side of the transfer, on its own thread."""
 
-    def __init__(
-        self, store: AnsweringStore, run: RunDir, pulse: Pulse, work: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: StoreClient, run: RunDir, heartbeat: HostHeartbeat) -> None:
         self._store = store
         self._run = run
-        self._pulse = pulse
-        self._work = work
+        self._heartbeat = heartbeat
         self._is_ending = threading.Event()
         self._is_given_up = False
-        self._moved_s = 0.0
-        """When something moved last."""
+        self._progress_s = 0.0
+        """Time of the last progress."""
         # A daemon: a store at the other end of a dead link answers after minutes, or never.
-        self._thread = threading.Thread(target=self._try, name="rrfp-gather", daemon=True)
+        self._thread = threading.Thread(target=self._run_work, name="rrfp-gather", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def finish(self) -> None:
-        """This host's ranks have ended: move what is left, as long as the other side moves it."""
-        self._moved_s = time.monotonic()
+        """Transfer what is left, for as long as the other side makes progress. Called when this
+        host's ranks have ended."""
+        self._progress_s = time.monotonic()
         self._is_ending.set()
         while self._thread.is_alive():
-            if problem := self._problem():
+            if problem := self._stall_reason():
                 self._warn(problem)
                 self._is_given_up = True
                 break
-            self._thread.join(_LOOK_S)
+            self._thread.join(_POLL_S)
         self._close()
 
-    def _try(self) -> None:
+    def _run_work(self) -> None:
         try:
-            self._work()
+            self._transfer()
         except Exception as error:
             self._warn(first_line(str(error)))
 
     def _warn(self, problem: str) -> None:
         if not self._is_given_up:
-            _log.warning("%s; %s", problem, self._without())
+            _log.warning("%s; %s", problem, self._describe_loss())
 
-    def _problem(self) -> str:
-        """Why there is no use in waiting for the thread any more; empty if there is."""
+    def _transfer(self) -> None:
+        """Transfer pieces until all are transferred."""
         raise NotImplementedError
 
-    def _without(self) -> str:
-        """What comes of it if the thread does not get to its end."""
+    def _stall_reason(self) -> str:
+        """Reason to stop waiting for the thread; empty while it makes progress."""
+        raise NotImplementedError
+
+    def _describe_loss(self) -> str:
+        """Describe the records that are missing if the transfer stops now."""
         raise NotImplementedError
 
     def _close(self) -> None:
-        """Let go of what the thread has opened; it opens nothing any more."""
+        """Release what the thread has opened, and let it open nothing more."""
 
 
-# Another host.
-
-
-class _Sender(_Part):
-    """Follows the files of a host's own ranks."""
+class _Sender(_Transfer):
+    """Follows the files of a host's own ranks and sends them to host 0."""
 
     def __init__(
         self,
-        store: AnsweringStore,
+        store: StoreClient,
         run: RunDir,
-        pulse: Pulse,
+        heartbeat: HostHeartbeat,
         node_rank: int,
         ranks: Sequence[int],
     ) -> None:
-        super().__init__(store, run, pulse, self._send)
+        super().__init__(store, run, heartbeat)
         self._key = f"{_PREFIX}/{node_rank}"
         self._ranks = ranks
-        # What lies there is of earlier sessions: records were left by a host that could not send
-        # them, and logs go on.
+        # Files of earlier sessions: records that could not be sent, which stay, and logs, to which
+        # this session appends.
         self._old = {path for path in self._files() if path.suffix != _LOG}
         self._offsets = {path: path.stat().st_size for path in self._files()}
         self._num_sent = 0
-        self._num_taken = 0
+        self._num_received = 0
 
     def _files(self) -> Iterator[Path]:
+        """The record and log files of this host's ranks."""
         for rank in self._ranks:
             yield from self._run.path.glob(f"records*/rank-{rank}.jsonl")
             yield from self._run.path.glob(f"records*/rank-{rank}.*.jsonl")
             yield from self._run.path.glob(f"records*/rank-{rank}{_RING}")
             yield from self._run.path.glob(f"logs/rank-{rank}{_LOG}")
 
-    def _new(self) -> set[Path]:
+    def _new_files(self) -> set[Path]:
         return {*self._files()} - self._old
 
-    def _problem(self) -> str:
-        if self._pulse.is_silent(0):
+    def _stall_reason(self) -> str:
+        if self._heartbeat.is_silent(0):
             return "host 0 is not heard any more"
-        if time.monotonic() > self._moved_s + self._pulse.silence_s:
-            return f"host 0 took no records for {self._pulse.silence_s:g} s"
+        if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
+            return f"host 0 took no records for {self._heartbeat.silence_s:g} s"
         return ""
 
-    def _without(self) -> str:
+    def _describe_loss(self) -> str:
         return f"what {numbered('rank', self._ranks)} recorded stays in {self._run.path}"
 
-    def _send(self) -> None:
+    def _transfer(self) -> None:
+        """Send new bytes until the ranks have ended, then the rest; remove the sent records."""
         while True:
-            # Asked before a last look: what was written by then is sent.
+            # Read before the last pass over the files: everything written by then is sent.
             is_ending = self._is_ending.is_set()
-            due = [path for path in self._new() if is_ending or path.suffix != _RING]
+            due = [path for path in self._new_files() if is_ending or path.suffix != _RING]
             due.sort(key=lambda path: path.suffix == _RING)
-            has_sent = [self._send_next(path) for path in due]
+            has_sent = [self._send_next_piece(path) for path in due]
             if not any(has_sent):
                 if is_ending:
                     break
-                self._is_ending.wait(_LOOK_S)
+                self._is_ending.wait(_POLL_S)
         self._put(_END)
-        self._await_taken(self._num_sent)
-        for path in self._new():
+        self._await_received(self._num_sent)
+        for path in self._new_files():
             if path.suffix != _LOG:
                 path.unlink(missing_ok=True)
                 with suppress(OSError):
                     path.parent.rmdir()
 
-    def _send_next(self, path: Path) -> bool:
-        """Send the next piece of a file; tells whether there was one."""
+    def _send_next_piece(self, path: Path) -> bool:
+        """Send the next piece of a file; False if the file has no more bytes."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 piece = file.read(_PIECE_BYTES)
         except FileNotFoundError:
-            # A segment that went for room.
+            # The rank removed this segment to free disk space.
             return False
         if not piece and path in self._offsets:
             return False
@@ -278,74 +289,79 @@ class _Sender(_Part):
         return True
 
     def _put(self, piece: bytes) -> None:
-        self._await_taken(self._num_sent - _MOST_UNTAKEN)
+        """Send a piece; wait while too many are in flight."""
+        self._await_received(self._num_sent - _MAX_IN_FLIGHT)
         self._store.set(f"{self._key}/{self._num_sent}", piece)
         self._num_sent += 1
 
-    def _await_taken(self, num: int) -> None:
-        """Wait until host 0 has taken so many pieces."""
-        while (num_taken := self._store.count(f"{self._key}/taken", 0)) < num:
+    def _await_received(self, num_pieces: int) -> None:
+        """Wait until host 0 has received this number of pieces."""
+        while (num_received := self._store.count(f"{self._key}/taken", 0)) < num_pieces:
             if self._is_given_up:
                 raise RrfpError("it is too late")
-            if num_taken > self._num_taken:
-                self._num_taken, self._moved_s = num_taken, time.monotonic()
-            time.sleep(_LOOK_S / 10)
+            if num_received > self._num_received:
+                self._num_received, self._progress_s = num_received, time.monotonic()
+            time.sleep(_POLL_S / 10)
 
 
-# Host 0.
-
-
-class _Receiver(_Part):
-    """Writes what other hosts send."""
+class _Receiver(_Transfer):
+    """Writes the pieces of other hosts to files, on host 0."""
 
     def __init__(
-        self, store: AnsweringStore, run: RunDir, pulse: Pulse, ranks_of: dict[int, range]
+        self,
+        store: StoreClient,
+        run: RunDir,
+        heartbeat: HostHeartbeat,
+        ranks_of: dict[int, range],
     ) -> None:
-        super().__init__(store, run, pulse, self._receive)
+        super().__init__(store, run, heartbeat)
         self._ranks_of = ranks_of
-        self._waiting = sorted(ranks_of)
-        self._num_taken = dict.fromkeys(ranks_of, 0)
+        self._unfinished = sorted(ranks_of)
+        self._num_received = dict.fromkeys(ranks_of, 0)
         self._lock = threading.Lock()
         """Held while files are opened, written or closed."""
         self._is_closed = False
         self._files: dict[str, IO[bytes]] = {}
 
-    def _problem(self) -> str:
-        waiting = [*self._waiting]
-        hosts = ", ".join(map(str, waiting))
-        if waiting and all(map(self._pulse.is_silent, waiting)):
+    def _stall_reason(self) -> str:
+        unfinished = [*self._unfinished]
+        hosts = ", ".join(map(str, unfinished))
+        if unfinished and all(map(self._heartbeat.is_silent, unfinished)):
             return f"host {hosts} is not heard any more"
-        if time.monotonic() > self._moved_s + self._pulse.silence_s:
-            return f"host {hosts} sent no records for {self._pulse.silence_s:g} s"
+        if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
+            return f"host {hosts} sent no records for {self._heartbeat.silence_s:g} s"
         return ""
 
-    def _without(self) -> str:
-        ranks = [rank for host in self._waiting for rank in self._ranks_of[host]]
+    def _describe_loss(self) -> str:
+        ranks = [rank for host in self._unfinished for rank in self._ranks_of[host]]
         return f"the trace lacks the rest of {numbered('rank', ranks)}"
 
-    def _receive(self) -> None:
-        while self._waiting and not self._is_given_up:
+    def _transfer(self) -> None:
+        """Write pieces until all hosts have sent their last one."""
+        while self._unfinished and not self._is_given_up:
             was_ending = self._is_ending.is_set()
-            for host in [*self._waiting]:
-                while (piece := self._next_of(host)) is not None:
-                    self._moved_s = time.monotonic()
+            for host in [*self._unfinished]:
+                while (piece := self._next_piece(host)) is not None:
+                    self._progress_s = time.monotonic()
                     if piece == _END:
-                        self._waiting.remove(host)
+                        self._unfinished.remove(host)
                         break
                     self._write(host, piece)
             if not was_ending:
-                self._is_ending.wait(_LOOK_S)
+                self._is_ending.wait(_POLL_S)
             else:
-                time.sleep(_LOOK_S / 10)
+                time.sleep(_POLL_S / 10)
 
-    def _next_of(self, host: int) -> bytes | None:
-        piece = self._store.take(f"{_PREFIX}/{host}/{self._num_taken[host]}")
+    def _next_piece(self, host: int) -> bytes | None:
+        """Remove the next piece of a host from the store; None if it has not arrived."""
+        piece = self._store.take(f"{_PREFIX}/{host}/{self._num_received[host]}")
         if piece is not None:
-            self._num_taken[host] += 1
+            self._num_received[host] += 1
             self._store.count(f"{_PREFIX}/{host}/taken", 1)
         return piece
 
     def _write(self, host: int, piece: bytes) -> None:
+        """Append a piece to its file. Raises RrfpError for a file of another host's ranks."""
         name_bytes, _, data = piece.partition(b"\n")
         name = name_bytes.decode("ascii", "replace")
         match = _NAME.fullmatch(name)
@@ -359,7 +375,7 @@ class _Receiver(_Part):
                 make_directory(path.parent)
                 self._files[name] = open_own(path, truncate=not match[2])
                 if match[1]:
-                    # Whoever reads the run sees that more is to come.
+                    # The lock shows readers of the run that more records will come.
                     lock_for_writing(self._files[name])
                 if match[1] and path.suffix != _RING:
                     self._remove_older(path, int(match[1]))
@@ -367,7 +383,7 @@ class _Receiver(_Part):
             self._files[name].flush()
 
     def _remove_older(self, path: Path, rank: int) -> None:
-        """Remove the segments of a rank before this one that it has removed itself by now."""
+        """Remove the older segments of a rank that it has removed itself by now."""
         older = [each for each in segments_in(path.parent)[rank] if each != path]
         for each in older[:-NUM_SEGMENTS]:
             file = self._files.pop(str(each.relative_to(self._run.path)), None)

@@ -1,10 +1,9 @@
-"""What the hosts of a run say to each other while it lasts: that they are there, how they failed,
-and that they have ended.
+"""Heartbeats between the hosts of a run: each host publishes its status until it ends.
 
-Ranks notice a silent peer themselves, except in a collective of gloo's, which waits for minutes. Of
-a rank that failed on another host they know only that its connections broke. So launchers talk,
-through the run's store: each host publishes its word under a key of its own, with a number that
-grows. Host 0 reads those of all others, and they read host 0's.
+Ranks notice a silent peer themselves, except in a gloo collective, which waits for minutes. When a
+rank fails on another host they only see broken connections. So launchers exchange their status
+through the run's store: each host writes it under its own key with a growing counter. Host 0 reads
+the status of all other hosts, and they read the status of host 0.
 """
 
 import json
@@ -22,251 +21,271 @@ from typing import Self
 from rrfp.errors import RrfpError, first_line
 from rrfp.strict_json import integer, items, parsed, text
 from rrfp.trace.outcome import FaultOrigin, RunFailedError
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch.store import StoreClient
 
 _BEAT_S = 1.0
 _QUICK_BEAT_S = 0.1
-"""While hosts come, and when they go."""
+"""The interval while hosts join and while they leave."""
 _PAUSE_S = 2.0
-"""Nobody looks for so long only if this process itself was stopped."""
+"""A gap between two checks that only happens if this process itself was stopped."""
 _OVERDUE_S = 4.0
-_WORD_S = 8.0
-"""How long a host whose ranks have lost a peer waits for another one to say why: longer than that
-one takes to kill a rank that does not end."""
-_TELL_S = 2.0
-"""How long a host that ends waits for host 0 to have heard it."""
-_HEAR_S = 5.0
-"""How long host 0 waits for the others to have heard it, and to end as well."""
-_PARTING_S = 60.0
+_REASON_S = 8.0
+"""How long a host whose ranks have lost a peer waits for the other host's explanation: longer than
+that host takes to kill a rank that does not end."""
+_DELIVERY_S = 2.0
+"""How long a host that ends waits until host 0 has its status."""
+_DELIVERY_0_S = 5.0
+"""How long host 0 waits until the others have its status and end as well."""
+_ALL_ENDED_S = 60.0
 """How long hosts whose ranks have ended wait for the others."""
-_LOOK_S = 0.05
-_MOST_CHARS = 2000
+_POLL_S = 0.05
+_MAX_CHARS = 2000
 
 
-class State(StrEnum):
-    """How far a host is, in this order."""
+class HostState(StrEnum):
+    """The progress of a host, in this order."""
 
     HERE = "here"
     ENDED = "ended"
-    """Its ranks have ended well."""
+    """All of its ranks have ended successfully."""
     PARTED = "parted"
-    """It knows that those of all hosts have."""
+    """It knows that the ranks of all hosts have ended."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """What a host publishes."""
+class HostStatus:
+    """The status that a host publishes, as a JSON array of these fields."""
 
     beat: int
-    state: State
+    state: HostState
     name: str
     """The host's own name."""
     sentence: str = ""
     """Why it failed."""
     culprit: FaultOrigin | None = None
-    """Who is at fault, if it knows."""
+    """The origin of the fault, if known."""
 
     @classmethod
-    def decoded(cls, data: bytes) -> Self:
-        """Raises ValueError if these are no host's words."""
+    def decode(cls, data: bytes) -> Self:
+        """Read a published status. Raises ValueError for anything else."""
         beat, state, name, sentence, culprit = items(parsed(data), 5)
-        said = printable(text(name)), printable(text(sentence))
-        return cls(integer(beat), State(text(state)), *said, _culprit(culprit))
+        return cls(
+            integer(beat),
+            HostState(text(state)),
+            printable(text(name)),
+            printable(text(sentence)),
+            _decode_fault_origin(culprit),
+        )
 
     @property
     def error(self) -> RrfpError:
-        """Why it failed, for those who end because of it."""
+        """The failure of this host as an error to raise on other hosts."""
         if self.culprit is None:
             return RrfpError(self.sentence)
         return RunFailedError(self.sentence, self.culprit)
 
-    def has_come_to(self, state: State) -> bool:
-        return [*State].index(self.state) >= [*State].index(state)
+    def has_reached(self, state: HostState) -> bool:
+        return [*HostState].index(self.state) >= [*HostState].index(state)
 
 
-class Pulse:
-    """One host's part. It beats on a thread of its own, from `start` to `close`."""
+class HostHeartbeat:
+    """One host's side of the exchange. A thread publishes and reads from `start` to `close`."""
 
     def __init__(
         self,
-        connect: Callable[[], AnsweringStore],
+        connect: Callable[[], StoreClient],
         node_rank: int,
         num_hosts: int,
         silence_s: float,
     ) -> None:
-        """`connect` opens a connection to the store, or raises RrfpError. A host that is not heard
-        for `silence_s` is lost."""
+        """`connect` opens a connection to the store, or raises RrfpError. A host without a new
+        status for `silence_s` seconds is lost."""
         self._connect = connect
         self._node_rank = node_rank
         self._others = (0,) if node_rank > 0 else range(1, num_hosts)
         self.silence_s = silence_s
-        self._own = Word(0, State.HERE, socket.gethostname())
-        self._published = State.HERE
-        self._words: dict[int, Word] = {}
-        self._misread = ""
-        self._heard_s: dict[int, float] = {}
-        """When hosts that have come were heard."""
-        self._looked_s = 0.0
-        self._stood_s = 0.0
-        """How long this process was stopped itself, when others may have given it up for that."""
-        self._stood_until_s = -math.inf
+        self._own = HostStatus(0, HostState.HERE, socket.gethostname())
+        self._published = HostState.HERE
+        self._statuses: dict[int, HostStatus] = {}
+        self._invalid_status = ""
+        """Error sentence about a status that could not be decoded."""
+        self._received_s: dict[int, float] = {}
+        """Arrival time of the last new status of each joined host."""
+        self._checked_s = 0.0
+        self._stopped_for_s = 0.0
+        """How long this process itself was stopped, if long enough for others to give it up."""
+        self._stopped_until_s = -math.inf
         self._lock = threading.Lock()
         self._is_closed = False
         self._changed = threading.Event()
-        # A daemon: a store behind a dead link never answers.
+        # A daemon: a store at the other end of a dead link never answers.
         self._thread = threading.Thread(target=self._run, name="rrfp-pulse", daemon=True)
 
     def start(self) -> None:
-        self._looked_s = time.monotonic()
+        """Start the thread."""
+        self._checked_s = time.monotonic()
         if self._node_rank > 0:
-            self._heard_s[0] = self._looked_s
+            self._received_s[0] = self._checked_s
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread; wait for it at most one interval."""
         self._is_closed = True
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(_BEAT_S)
 
-    def has_come(self, host: int) -> bool:
-        return host in self._words
+    def has_joined(self, host: int) -> bool:
+        """True once a status of this host has arrived."""
+        return host in self._statuses
 
     def lost(self) -> RrfpError | None:
-        """What ends this host because another one has failed, or was silent for too long."""
-        if self._misread:
-            return RrfpError(self._misread)
-        failed = (word.error for word in self._words.values() if word.state is State.FAILED)
-        silent = (self._silence(host) for host in self._others if self.is_silent(host))
+        """The error to end this host with because another host failed or fell silent, or None."""
+        if self._invalid_status:
+            return RrfpError(self._invalid_status)
+        statuses = self._statuses.values()
+        failed = (status.error for status in statuses if status.state is HostState.FAILED)
+        silent = (self._silence_error(host) for host in self._others if self.is_silent(host))
         return next(chain(failed, silent), None)
 
     def is_silent(self, host: int) -> bool:
-        """Whether a host that has come, and not ended, was not heard for too long: half as long
-        where this one has failed, and only waits for what is left to say."""
-        share = 0.5 if self._own.state is State.FAILED else 1.0
-        return self._quiet_s(host) > share * self.silence_s
+        """True if a joined host that has not ended sent no status for too long: `silence_s`, or
+        half of it once this host has failed and only waits for final messages."""
+        share = 0.5 if self._own.state is HostState.FAILED else 1.0
+        return self._silent_for_s(host) > share * self.silence_s
 
     def reason(self) -> RrfpError | None:
-        """Why ranks of this host have lost those of another: what that host says, or that it is not
-        heard itself. Waits for it, for a while; None if there is no such reason."""
-        _await(lambda: self.lost() is not None, _WORD_S)
-        overdue = [host for host in self._others if self._quiet_s(host) > _OVERDUE_S]
-        return self.lost() or (self._silence(overdue[0]) if overdue else None)
+        """Wait up to some seconds for the reason why ranks here have lost peers on another host:
+        that host's failure, or its silence; None if there is no such reason."""
+        _await(lambda: self.lost() is not None, _REASON_S)
+        overdue = [host for host in self._others if self._silent_for_s(host) > _OVERDUE_S]
+        return self.lost() or (self._silence_error(overdue[0]) if overdue else None)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other hosts at once if the block fails."""
+    def reporting_failure(self) -> Iterator[None]:
+        """If the block fails, publish the failure at once."""
         try:
             yield
         except BaseException as error:
-            self.fail(error)
+            self.report_failure(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other hosts why this one ends, unless it has been told."""
-        if self._own.state is State.FAILED:
+    def report_failure(self, error: BaseException) -> None:
+        """Publish why this host ends, unless a failure has been published already."""
+        if self._own.state is HostState.FAILED:
             return
-        told = self.lost()
-        # What another host has said goes on as it is.
-        is_anothers = told is not None and str(told) == str(error)
-        self._become(
-            State.FAILED,
-            str(error) if is_anothers else f"{self._called()}: {_why(error)}",
+        lost = self.lost()
+        # Another host's sentence is forwarded unchanged.
+        is_forwarded = lost is not None and str(lost) == str(error)
+        self._set_state(
+            HostState.FAILED,
+            str(error) if is_forwarded else f"{self._describe()}: {_describe_error(error)}",
             error.culprit if isinstance(error, RunFailedError) else None,
         )
 
-    def part(self) -> None:
-        """Wait until the ranks of all hosts have ended, for a while. Raises RrfpError naming a host
-        that fails, is silent, or takes too long."""
-        self._become(State.ENDED)
-        # Host 0 tells the others once it has heard it of all.
-        enough = State.PARTED if self._node_rank > 0 else State.ENDED
-        _await(lambda: self._all_are(enough) or self.lost() is not None, _PARTING_S)
+    def await_all_ended(self) -> None:
+        """Wait, for a limited time, until the ranks of all hosts have ended. Raises RrfpError
+        naming a host that fails, is silent, or takes too long."""
+        self._set_state(HostState.ENDED)
+        # Host 0 publishes PARTED once all others have ended.
+        wanted = HostState.PARTED if self._node_rank > 0 else HostState.ENDED
+        _await(lambda: self._all_reached(wanted) or self.lost() is not None, _ALL_ENDED_S)
         if error := self.lost():
             raise error
-        if not self._all_are(enough):
-            late = [host for host in self._others if not self._words[host].has_come_to(enough)]
+        if not self._all_reached(wanted):
+            late = [host for host in self._others if not self._statuses[host].has_reached(wanted)]
             raise RrfpError(
-                f"{self._called(late[0])} still runs {_PARTING_S:g} s after this host's ranks have "
-                "ended; see what its rrfp train says"
+                f"{self._describe(late[0])} still runs {_ALL_ENDED_S:g} s after this host's ranks "
+                "have ended; see what its rrfp train says"
             )
-        self._become(State.PARTED)
+        self._set_state(HostState.PARTED)
 
-    def await_heard(self) -> None:
-        """Wait, for a while, until the others know that this host has failed or parts: host 0 until
-        they end as well."""
+    def await_delivery(self) -> None:
+        """Wait, for a limited time, until the others know that this host has failed or ended. Host
+        0 waits until they end as well."""
         if not self._thread.is_alive():
             return
         if self._node_rank == 0:
-            _await(lambda: self._all_are(State.PARTED), _HEAR_S)
+            _await(lambda: self._all_reached(HostState.PARTED), _DELIVERY_0_S)
         else:
-            _await(lambda: self._published is self._own.state or self.is_silent(0), _TELL_S)
+            _await(lambda: self._published is self._own.state or self.is_silent(0), _DELIVERY_S)
 
-    def _all_are(self, state: State) -> bool:
-        """Whether all that have come are so far, as far as they are heard."""
+    def _all_reached(self, state: HostState) -> bool:
+        """True if all joined hosts, except silent ones, have reached this state."""
         return all(
-            word.has_come_to(state) or self.is_silent(host) for host, word in self._words.items()
+            status.has_reached(state) or self.is_silent(host)
+            for host, status in self._statuses.items()
         )
 
-    def _become(self, state: State, sentence: str = "", culprit: FaultOrigin | None = None) -> None:
+    def _set_state(
+        self, state: HostState, sentence: str = "", culprit: FaultOrigin | None = None
+    ) -> None:
         with self._lock:
             self._own = replace(self._own, state=state, sentence=sentence, culprit=culprit)
         self._changed.set()
 
-    def _quiet_s(self, host: int) -> float:
-        """How long a host that has come, and not ended, was not heard."""
+    def _silent_for_s(self, host: int) -> float:
+        """Seconds since the last new status of a joined host that has not ended, else 0. Time in
+        which this process itself was stopped does not count."""
         with self._lock:
             now_s = time.monotonic()
-            if (paused_s := now_s - self._looked_s) > _PAUSE_S:
-                # Nobody could be heard meanwhile.
-                self._heard_s = {
-                    other: min(at_s + paused_s, now_s) for other, at_s in self._heard_s.items()
+            if (paused_s := now_s - self._checked_s) > _PAUSE_S:
+                self._received_s = {
+                    other: min(at_s + paused_s, now_s) for other, at_s in self._received_s.items()
                 }
-                # The others count from the last beat that they heard.
+                # The others count from the last beat that they received.
                 if paused_s > self.silence_s - 2 * _BEAT_S:
-                    self._stood_s, self._stood_until_s = paused_s, now_s
-            self._looked_s = now_s
-            word = self._words.get(host)
-            has_ended = word is not None and word.has_come_to(State.PARTED)
-            return 0.0 if has_ended else now_s - self._heard_s.get(host, now_s)
+                    self._stopped_for_s, self._stopped_until_s = paused_s, now_s
+            self._checked_s = now_s
+            status = self._statuses.get(host)
+            has_ended = status is not None and status.has_reached(HostState.PARTED)
+            return 0.0 if has_ended else now_s - self._received_s.get(host, now_s)
 
-    def _silence(self, host: int) -> RrfpError:
-        quiet_s = self._quiet_s(host)
-        # What that host said before it gave this one up may arrive only afterwards.
-        if self._heard_s[host] < self._stood_until_s + _OVERDUE_S:
+    def _silence_error(self, host: int) -> RrfpError:
+        silent_s = self._silent_for_s(host)
+        # A status that the host published before it gave this one up may arrive only afterwards.
+        if self._received_s[host] < self._stopped_until_s + _OVERDUE_S:
             return RrfpError(
-                f"{self._called()} stood still itself for {self._stood_s:.0f} s, and has not heard "
-                f"{self._called(host)} since; see who stopped its rrfp train"
+                f"{self._describe()} stood still itself for {self._stopped_for_s:.0f} s, and has "
+                f"not heard {self._describe(host)} since; see who stopped its rrfp train"
             )
         return RrfpError(
-            f"{self._called(host)} was silent for {quiet_s:.0f} s towards "
-            f"{self._called()}; see whether it still runs, and the network between them"
+            f"{self._describe(host)} was silent for {silent_s:.0f} s towards "
+            f"{self._describe()}; see whether it still runs, and the network between them"
         )
 
-    def _called(self, host: int | None = None) -> str:
+    def _describe(self, host: int | None = None) -> str:
         """A host by number and name; None is this one."""
         if host is None:
             return f"host {self._node_rank} ({self._own.name})"
-        return f"host {host} ({self._words[host].name})" if host in self._words else f"host {host}"
+        return (
+            f"host {host} ({self._statuses[host].name})"
+            if self.has_joined(host)
+            else f"host {host}"
+        )
 
     def _run(self) -> None:
-        store: AnsweringStore | None = None
+        store: StoreClient | None = None
         while not self._is_closed:
             try:
                 store = store or self._connect()
                 self._exchange(store)
             except (RrfpError, OSError, RuntimeError):
-                # There may be no more files or threads for now. And a new connection may be heard
-                # where this one is not: TCP doubles the time between its tries, so one that was cut
-                # stays deaf for as long again.
+                # Files or threads may have run out for now. A new connection may also work where
+                # the old one does not: TCP doubles the time between its retries, so a connection
+                # that was cut stays dead for as long again.
                 store = None
-            if self._node_rank > 0 and self._published in (State.PARTED, State.FAILED):
-                return  # before the store of the next meeting may be at the same place
-            are_all_here = self._own.state is State.HERE and len(self._words) == len(self._others)
-            self._changed.wait(_BEAT_S if are_all_here else _QUICK_BEAT_S)
+            if self._node_rank > 0 and self._published in (HostState.PARTED, HostState.FAILED):
+                return  # the store of the next run may soon be at the same address
+            is_steady = self._own.state is HostState.HERE and len(self._statuses) == len(
+                self._others
+            )
+            self._changed.wait(_BEAT_S if is_steady else _QUICK_BEAT_S)
             self._changed.clear()
 
-    def _exchange(self, store: AnsweringStore) -> None:
+    def _exchange(self, store: StoreClient) -> None:
+        """Publish this host's status and read the others'."""
         with self._lock:
             own = self._own = replace(self._own, beat=self._own.beat + 1)
         store.set(_key(self._node_rank), json.dumps(astuple(own)))
@@ -274,30 +293,31 @@ class Pulse:
         for host in self._others:
             data = store.find(_key(host))
             if data is not None:
-                self._hear(host, data)
+                self._receive(host, data)
 
-    def _hear(self, host: int, data: bytes) -> None:
+    def _receive(self, host: int, data: bytes) -> None:
         try:
-            word = Word.decoded(data)
+            status = HostStatus.decode(data)
         except ValueError as error:
-            self._misread = (
+            self._invalid_status = (
                 f"the value of '{_key(host)}' in the run's store is not what host {host} says "
                 f"({error}); see whether it runs the same rrfp, and who else can reach that store"
             )
             return
-        if host not in self._words or word.beat != self._words[host].beat:
+        if not self.has_joined(host) or status.beat != self._statuses[host].beat:
             with self._lock:
-                self._words = {**self._words, host: word}
-                self._heard_s[host] = time.monotonic()
+                self._statuses = {**self._statuses, host: status}
+                self._received_s[host] = time.monotonic()
 
 
 def _await(holds: Callable[[], bool], within_s: float) -> None:
+    """Poll a condition until it holds or the time is over."""
     deadline_s = time.monotonic() + within_s
     while not holds() and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def _why(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, RrfpError):
         return first_line(str(error))
     if isinstance(error, Exception):
@@ -305,20 +325,20 @@ def _why(error: BaseException) -> str:
     return "it was stopped by a signal"
 
 
-def _culprit(told: object) -> FaultOrigin | None:
-    """Raises ValueError for what no host tells."""
-    if told is None:
+def _decode_fault_origin(value: object) -> FaultOrigin | None:
+    """Read the fault origin of a status. Raises ValueError for anything else."""
+    if value is None:
         return None
-    found_by, rank, link = items(told, 3)
+    found_by, rank, link = items(value, 3)
     try:
         return FaultOrigin.decode({"found_by": found_by, "rank": rank, "link": link})
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def printable(told: str) -> str:
-    """What another host says, as it may stand in a message."""
-    return "".join(char if char.isprintable() else "?" for char in told[:_MOST_CHARS])
+def printable(sentence: str) -> str:
+    """Text of another host, made safe to print: bounded length, no control characters."""
+    return "".join(char if char.isprintable() else "?" for char in sentence[:_MAX_CHARS])
 
 
 def _key(host: int) -> str:

@@ -1,7 +1,7 @@
-"""How the hosts of a run meet before any of them starts its ranks, and part when all are done.
+"""Rendezvous of the hosts of a run before they start ranks, and their joint end.
 
-Host 0 serves the store at the one address that the endpoint names; all ranks use it too. Every wait
-polls, so that Ctrl-C ends it, and names the host that is missing.
+Host 0 serves the run's store at the address of the endpoint; all ranks use it too. Every wait
+polls, so that Ctrl-C ends it, and its error names the host that is missing.
 """
 
 import errno
@@ -29,24 +29,23 @@ from rrfp.runtime.launchers import LaunchPlace
 from rrfp.runtime.net.source_filter import accept_only
 from rrfp.runtime.rendezvous import host_identity, own_address_for_reaching, reachable_address
 from rrfp.strict_json import integer, items, mapping, parsed, text
-from rrfp.train.checks import gpus_here, index_of_gpu, too_few_gpus
+from rrfp.train.checks import gpu_index, too_few_gpus, visible_gpus
 from rrfp.train.data.tokens import tokenizer_file
-from rrfp.train.launch.hosts.endpoint import Endpoint, local_ranks, obstacle_at, place_of
-from rrfp.train.launch.hosts.host_status import Pulse, printable
-from rrfp.train.launch.stopping import failing_for_good
-from rrfp.train.launch.store import AnsweringStore, answer_of, port_store
+from rrfp.train.launch.hosts.endpoint import Endpoint, launcher_place, local_ranks, obstacle_at
+from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
+from rrfp.train.launch.stopping import ignoring_sigterm_on_failure
+from rrfp.train.launch.store import StoreClient, call_with_timeout, port_store
 from rrfp.train.settings import DECLARED, DeviceKind, Network, TrainSettings
 
-# Where the processes of a torchrun meet: it serves a store itself at the port that it names, so
-# the run's own store, which listens at one address only, takes another, and torchrun's has that.
+# torchrun serves a store of its own at the port that it names. The run's store, which listens at a
+# single address, takes another port and publishes it in torchrun's store.
 
 
-_STORE_ANSWER_S = 30.0
+_TORCHRUN_TIMEOUT_S = 30.0
 
 
 class TorchrunStore:
-    """torchrun's store, as one of its processes sees it. Every method may raise torch's
-    DistError."""
+    """A client of torchrun's store. Every method may raise torch's DistError."""
 
     def __init__(self, place: LaunchPlace) -> None:
         self._place = place
@@ -54,23 +53,23 @@ class TorchrunStore:
             place.host,
             place.port,
             is_master=False,
-            timeout=timedelta(seconds=_STORE_ANSWER_S),
+            timeout=timedelta(seconds=_TORCHRUN_TIMEOUT_S),
             wait_for_workers=False,
         )
-        # torchrun keeps its store when it starts its processes again.
+        # torchrun reuses its store when it restarts its processes.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._key = f"rrfp/endpoint/{start}"
 
-    def listen(self) -> socket.socket:
-        """A socket for the run's store, at a port that is free; the others are told."""
+    def listen_and_publish(self) -> socket.socket:
+        """Listen at a free port for the run's store, and publish the address to the others."""
         address = variables.LOOPBACK if self._place.is_one_host else reachable_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
         self._store.set(self._key, json.dumps(listening.getsockname()[:2]))
         return listening
 
-    def told(self) -> tuple[str, int] | None:
-        """Where the first process listens; None if it has not said so yet."""
+    def published_address(self) -> tuple[str, int] | None:
+        """Host and port of the run's store; None if not published yet."""
         if not self._store.check([self._key]):
             return None
         try:
@@ -83,18 +82,18 @@ class TorchrunStore:
             ) from None
 
 
-# What all hosts of a run must have in common: the settings, and what is in the files they name.
+# All hosts must have the same settings, and the same content in the files that they name.
 
 
 _MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force", "save"})
 """Settings that may differ between hosts."""
-_DIGITS = 12
-"""Digits of a digest that identify a file in messages."""
+_SHOWN_DIGITS = 12
+"""Hexadecimal digits of a digest in messages."""
 
 
-def in_common(settings: TrainSettings, data: str) -> dict[str, object]:
-    """One host's account of it, as it reads its own files; `data` is the digest of what it trains
-    on."""
+def common_settings(settings: TrainSettings, data: str) -> dict[str, object]:
+    """The settings and file digests of this host that must equal those of host 0. `data` is the
+    digest of its training data."""
     paths = {
         "hint": order_file(settings.hint.name),
         "admit": admission_file(settings.step.admit),
@@ -104,17 +103,17 @@ def in_common(settings: TrainSettings, data: str) -> dict[str, object]:
         else tokenizer_file(settings.data.tokenizer),
     }
     files = {
-        f"the content of --{name} {path}": _short(sha256_of(path))
+        f"the content of --{name} {path}": _shorten(sha256_of(path))
         for name, path in paths.items()
         if path is not None
     }
     named = {name: value for name, value in settings.described().items() if name not in _MAY_DIFFER}
-    return named | files | {"the content of --data": _short(data)}
+    return named | files | {"the content of --data": _shorten(data)}
 
 
-def check_common(first: Mapping[str, object], node_rank: int, own: Mapping[str, object]) -> None:
-    """Raise UsageError if a host's account differs from that of host 0, which is the first."""
-    for name, value in first.items():
+def check_common(host_0: Mapping[str, object], node_rank: int, own: Mapping[str, object]) -> None:
+    """Raise UsageError if the common settings of a host differ from those of host 0."""
+    for name, value in host_0.items():
         if own.get(name) != value:
             flag = f"--{DECLARED[name].spelled}" if name in DECLARED else name
             raise UsageError(
@@ -123,58 +122,53 @@ def check_common(first: Mapping[str, object], node_rank: int, own: Mapping[str, 
             )
 
 
-def _short(digest: str) -> str:
-    return f"{digest[:_DIGITS]}..."
+def _shorten(digest: str) -> str:
+    return f"{digest[:_SHOWN_DIGITS]}..."
 
 
-# Which GPUs the ranks of all launchers take, compared before any of them starts a rank.
-#
-# A launcher that torchrun or srun has started is one of several on its host, and these may all see
-# the same GPUs, or each its own. NCCL takes no two ranks on one, and would say so only in the
-# middle of a run's start.
+# Launchers compare the GPUs of their ranks before any rank starts. torchrun or srun may start
+# several launchers on a host, which see the same GPUs or one each. NCCL refuses two ranks on one
+# GPU, but only in the middle of the start.
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The GPUs of one launcher, by their UUIDs."""
+class LauncherGpus:
+    """The GPUs of one launcher, by UUID."""
 
     host: str
-    """Its identity."""
-    seen: tuple[str, ...]
-    taken: tuple[str, ...]
-    """By rank."""
+    """The identity of its host."""
+    visible: tuple[str, ...]
+    used: tuple[str, ...]
+    """The GPU of each of its ranks."""
 
     @classmethod
-    def by(cls, settings: TrainSettings) -> Self:
-        """Those of this process."""
-        seen = tuple(gpu.uuid for gpu in gpus_here())
-        taken = (seen[index_of_gpu(each, len(seen))] for each in local_ranks(settings))
-        return cls(host_identity(), seen, tuple(taken))
+    def of_this_process(cls, settings: TrainSettings) -> Self:
+        visible = tuple(gpu.uuid for gpu in visible_gpus())
+        used = (visible[gpu_index(rank, len(visible))] for rank in local_ranks(settings))
+        return cls(host_identity(), visible, tuple(used))
 
     @classmethod
-    def decoded(cls, value: object) -> Self:
-        """Raises ValueError for what no launcher tells."""
-        host, seen, taken = items(value, 3)
-        return cls(text(host), tuple(map(text, items(seen))), tuple(map(text, items(taken))))
-
-    def told(self) -> tuple[object, ...]:
-        """As JSON takes it."""
-        return astuple(self)
+    def decode(cls, value: object) -> Self:
+        """Read the JSON form, an array of the fields. Raises ValueError for anything else."""
+        host, visible, used = items(value, 3)
+        return cls(text(host), tuple(map(text, items(visible))), tuple(map(text, items(used))))
 
 
-def check_apart(told: Sequence[Taken], own: int) -> None:
-    """Raise UsageError if two ranks of the run take the same GPU. `told` is by launcher, in the
-    order of their ranks, and `own` the number of this one."""
-    takers: dict[str, int] = {}
-    for rank, (gpu, host) in enumerate((gpu, each.host) for each in told for gpu in each.taken):
-        other = takers.setdefault(gpu, rank)
+def check_gpus_distinct(launchers: Sequence[LauncherGpus], own: int) -> None:
+    """Raise UsageError if two ranks of the run use the same GPU. `launchers` are in the order of
+    their ranks, and `own` is the index of this one."""
+    users: dict[str, int] = {}
+    for rank, (gpu, host) in enumerate((gpu, each.host) for each in launchers for gpu in each.used):
+        other = users.setdefault(gpu, rank)
         if other == rank:
             continue
-        beside = [each for each in told if each.host == host]
-        num_ranks = sum(len(each.taken) for each in beside)
-        num_gpus = len({seen for each in beside for seen in each.seen})
+        on_host = [each for each in launchers if each.host == host]
+        num_ranks = sum(len(each.used) for each in on_host)
+        num_gpus = len({gpu for each in on_host for gpu in each.visible})
         if num_ranks > num_gpus:
-            where = "this host" if host == told[own].host else printable(host.partition("/")[0])
+            where = (
+                "this host" if host == launchers[own].host else printable(host.partition("/")[0])
+            )
             raise too_few_gpus(num_ranks, num_gpus, where)
         raise UsageError(
             f"ranks {other} and {rank} take the same GPU, {printable(gpu)}, and NCCL takes no two "
@@ -185,135 +179,143 @@ def check_apart(told: Sequence[Taken], own: int) -> None:
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _ANSWER_S = 10.0
-"""How long a store that is there may take to be opened, and to have host 0's first word."""
-_TELL_AFTER_S = 10.0
+"""How long opening a store, or waiting for host 0's announcement in it, may take."""
+_WARN_AFTER_S = 10.0
 _CLOSING_S = 5.0
-_FIRST, _REFUSED, _MET = "rrfp/meeting/first", "rrfp/meeting/refused", "rrfp/meeting/met"
-"""Keys: what host 0 says first, why a host was refused, and whether all are there."""
+_FIRST, _REFUSED, _ALL_JOINED = "rrfp/meeting/first", "rrfp/meeting/refused", "rrfp/meeting/met"
+"""Keys of host 0's announcement, of the reason why a host was refused, and of the note that all
+hosts have joined."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """What a host has of the others once all have met."""
+class JoinedHosts:
+    """The connection of a host to the others once all have joined."""
 
     environment: Mapping[str, str]
-    """Tells this host's ranks where the store is."""
-    pulse: Pulse
-    connect: Callable[[float], AnsweringStore]
-    """Opens a connection to the store, whose calls end within so many seconds."""
+    """Variables that name the store to this host's ranks."""
+    heartbeat: HostHeartbeat
+    connect: Callable[[float], StoreClient]
+    """Opens a connection to the store with this timeout in seconds for each call."""
 
 
 @contextmanager
-def meeting(settings: TrainSettings, timeout_s: float, data: str = "") -> Iterator[Met]:
-    """Wait until all hosts of the run are there, check that their settings agree, and keep the
+def joined_hosts(
+    settings: TrainSettings, timeout_s: float, data: str = ""
+) -> Iterator[JoinedHosts]:
+    """Wait until all hosts of the run have joined, check that their settings agree, and keep the
     store open. `data` is the digest of this host's training data.
 
-    If the block succeeds, the hosts wait for each other to finish, for a while; if it fails, they
-    are told. Raises RrfpError naming a host that did not come in time or was lost, and UsageError
-    if the endpoint is not an address of host 0, settings differ, two hosts come as one, or two
-    ranks would take the same GPU.
+    If the block succeeds, the hosts wait for each other to finish, for a limited time; if it fails,
+    the others are notified. Raises RrfpError naming a host that did not join in time or was lost,
+    and UsageError if the endpoint is not an address of host 0, settings differ, two hosts have the
+    same node rank, or two ranks would use the same GPU.
     """
-    part = _Meeting(settings, timeout_s, data)
+    rendezvous = _Rendezvous(settings, timeout_s, data)
     try:
-        with failing_for_good(), part.pulse.telling():
-            part.meet()
-            environment = port_store(part.host, part.port, part.own_address, part.sources)
-            yield Met(environment, part.pulse, part.connect)
-            closing = part.closing()
-            part.pulse.part()
+        with ignoring_sigterm_on_failure(), rendezvous.heartbeat.reporting_failure():
+            rendezvous.join()
+            environment = port_store(
+                rendezvous.host, rendezvous.port, rendezvous.own_address, rendezvous.sources
+            )
+            yield JoinedHosts(environment, rendezvous.heartbeat, rendezvous.connect)
+            connection = rendezvous.connect_until_closed()
+            rendezvous.heartbeat.await_all_ended()
     finally:
-        part.leave()
-    part.await_closing(closing)
+        rendezvous.close()
+    rendezvous.await_closed(connection)
 
 
-class _Meeting:
-    """One host's part in the meeting, with one deadline for everything."""
+class _Rendezvous:
+    """One host's part in the rendezvous, with one deadline for everything."""
 
     def __init__(self, settings: TrainSettings, timeout_s: float, data: str) -> None:
         assert settings.run.rdzv_endpoint is not None
         self._endpoint = Endpoint(settings.run.rdzv_endpoint)
         self.host, self.port = self._endpoint.host, self._endpoint.port
-        """Where the store is: torchrun's processes learn it only when they meet."""
+        """The address of the store; processes of torchrun find it during the rendezvous."""
         self.own_address = ""
         """This host's address towards host 0."""
         self.sources: list[str] | None = None
-        """The addresses from which the hosts connect to each other; None to let in anybody."""
-        self._lets_in_anybody = settings.run.network is Network.HOST
+        """The addresses from which hosts connect to each other; None admits any."""
+        self._filters_sources = settings.run.network is not Network.HOST
         self._listening: int | None = None
         """The descriptor at which the store listens, on host 0."""
         self._node_rank, self._num_hosts = settings.run.node_rank, settings.run.nnodes
-        self._place = place_of(settings)
+        self._place = launcher_place(settings)
         self._silence_s = settings.run.silence
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
-        self._next_word_s = time.monotonic() + _TELL_AFTER_S
-        self._common = in_common(settings, data)
-        takes_gpus = settings.run.device is DeviceKind.CUDA and not settings.run.share_gpu
-        self._own_gpus = Taken.by(settings) if takes_gpus else None
+        self._warn_at_s = time.monotonic() + _WARN_AFTER_S
+        self._common = common_settings(settings, data)
+        needs_gpus = settings.run.device is DeviceKind.CUDA and not settings.run.share_gpu
+        self._own_gpus = LauncherGpus.of_this_process(settings) if needs_gpus else None
         self._token = secrets.token_hex(8)
-        """Host 0's identifies the run, another one's the host."""
-        self._store: AnsweringStore | None = None
-        self.pulse = Pulse(
+        """On host 0 it identifies the run, elsewhere the host until it has joined."""
+        self._store: StoreClient | None = None
+        self.heartbeat = HostHeartbeat(
             lambda: self.connect(self._silence_s / 5),
             self._node_rank,
             self._num_hosts,
             self._silence_s,
         )
 
-    def meet(self) -> None:
+    def join(self) -> None:
+        """Wait for all hosts and compare settings, GPUs and addresses with them."""
         if self._node_rank == 0:
-            self._lead()
+            self._serve_store()
         else:
-            self._follow()
+            self._join_host_0()
         if self._own_gpus is not None:
-            told = self._all_tell("gpus", self._own_gpus.told(), Taken.decoded)
-            check_apart(told, self._node_rank)
-        if not self._lets_in_anybody:
-            self._let_in_hosts_alone()
+            launchers = self._exchange("gpus", astuple(self._own_gpus), LauncherGpus.decode)
+            check_gpus_distinct(launchers, self._node_rank)
+        if self._filters_sources:
+            self._admit_hosts_only()
 
-    def connect(self, within_s: float) -> AnsweringStore:
-        """A connection of its own: on one that several share, a call waits for those before."""
+    def connect(self, within_s: float) -> StoreClient:
+        """Open a separate connection: on a shared one, calls wait for each other."""
         if obstacle := obstacle_at(self.host, self.port, self._silence_s):
             raise RrfpError(obstacle.fact)
-        store = self._answering(within_s)
-        if self._first(store)[0] != self._token:
+        store = self._open_store(within_s)
+        if self._announcement(store)[0] != self._token:
             raise RrfpError("another run meets there by now")
         return store
 
-    def leave(self) -> None:
-        """Let the others know how this host has ended, and go."""
-        self.pulse.await_heard()
-        self.pulse.close()
+    def close(self) -> None:
+        """Let the others know how this host has ended, and close its connections."""
+        self.heartbeat.await_delivery()
+        self.heartbeat.close()
         if self._store is not None:
             self._store.close()
 
-    def closing(self) -> socket.socket | None:
-        """A connection to the store that ends with it, on another host than 0."""
+    def connect_until_closed(self) -> socket.socket | None:
+        """Open a connection that ends when host 0 closes the store; None on host 0."""
         if self._node_rank == 0:
             return None
         with suppress(OSError):
             return socket.create_connection((self.host, self.port), _CLOSING_S)
         return None
 
-    def await_closing(self, connection: socket.socket | None) -> None:
-        """Wait until host 0 has closed its store, or this host might take it for that of the next
-        meeting: a race launches ranks several times. It does so as soon as all have parted."""
-        # Not by the store: torch would show its own stack, asked for one that has just closed.
+    def await_closed(self, connection: socket.socket | None) -> None:
+        """Wait until host 0 has closed its store, which it does as soon as all hosts have ended.
+        Otherwise this host might take it for the store of the next run: a race launches ranks
+        several times."""
+        # Not by a call of the store: torch would print its own stack when the store has closed.
         if connection is not None:
             with connection, suppress(OSError):
                 connection.recv(1)
 
-    def _lead(self) -> None:
+    def _serve_store(self) -> None:
+        """Host 0: serve the store and wait for the other hosts."""
         try:
             listening = self._listen()
             self.own_address, self.port = listening.getsockname()[:2]
             self.host = self.own_address
             self._listening = listening.detach()
-            store = self._store = self._answering(self._silence_s, self._listening)
+            store = self._store = self._open_store(self._silence_s, self._listening)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise UsageError(
@@ -325,51 +327,56 @@ class _Meeting:
                 "--rdzv-endpoint a free port of host 0 that the others can reach"
             ) from None
         store.set(_FIRST, json.dumps([self._token, self._common]))
-        self.pulse.start()
+        self.heartbeat.start()
         for host in range(1, self._num_hosts):
-            while not self.pulse.has_come(host):
+            while not self.heartbeat.has_joined(host):
                 self._wait(host)
-        store.set(_MET, "")
+        store.set(_ALL_JOINED, "")
 
-    def _follow(self) -> None:
+    def _join_host_0(self) -> None:
+        """Another host: find the store, compare settings, and wait until all have joined."""
         self._find_store()
         self.own_address = own_address_for_reaching(self.host)
-        store = self._store = self._answering(self._silence_s)
-        run_token, first = self._first(store)
-        with self._refusing(store):
-            check_common(first, self._node_rank, self._common)
-            self._claim(store)
+        store = self._store = self._open_store(self._silence_s)
+        run_token, host_0 = self._announcement(store)
+        try:
+            check_common(host_0, self._node_rank, self._common)
+            self._claim_node_rank(store)
+        except UsageError as error:
+            with suppress(RrfpError):  # nobody waits any more
+                store.set(_REFUSED, str(error))
+            raise
         self._token = run_token
-        self.pulse.start()
-        while store.find(_MET) is None:
+        self.heartbeat.start()
+        while store.find(_ALL_JOINED) is None:
             self._wait()
 
-    def _let_in_hosts_alone(self) -> None:
-        """A host may take another of its addresses on its way to each of the others."""
-        addresses = self._all_tell("address", self.own_address, text)
-        towards = {own_address_for_reaching(address) for address in addresses} - {""}
-        told = self._all_tell("sources", sorted(towards), _addresses)
-        self.sources = sorted({source for of_host in told for source in of_host})
+    def _admit_hosts_only(self) -> None:
+        """Limit the store's port to the run's hosts. A host may use a different address of its own
+        towards each of the others."""
+        addresses = self._exchange("address", self.own_address, text)
+        own_sources = {own_address_for_reaching(address) for address in addresses} - {""}
+        by_host = self._exchange("sources", sorted(own_sources), _decode_addresses)
+        self.sources = sorted({source for of_host in by_host for source in of_host})
         if self._listening is not None:
             with socket.socket(fileno=os.dup(self._listening)) as listening:
                 accept_only(listening, self.sources)
 
-    def _all_tell(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
-        """What all hosts tell under a name, by host."""
+    def _exchange(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
+        """Publish a value under a name and return the values of all hosts, by host."""
         store = self._store
         assert store is not None
         store.set(f"rrfp/{name}/{self._node_rank}", json.dumps(own))
-        return [self._told_by(host, store, name, decode) for host in range(self._num_hosts)]
+        values = []
+        for host in range(self._num_hosts):
+            key = f"rrfp/{name}/{host}"
+            while (value := store.read(key, decode, f"host {host}")) is None:
+                self._wait(host)
+            values.append(value)
+        return values
 
-    def _told_by(
-        self, host: int, store: AnsweringStore, name: str, decode: Callable[[object], T]
-    ) -> T:
-        while (told := store.read(f"rrfp/{name}/{host}", decode, f"host {host}")) is None:
-            self._wait(host)
-        return told
-
-    def _claim(self, store: AnsweringStore) -> None:
-        """Take this host's place, which only one can have."""
+    def _claim_node_rank(self, store: StoreClient) -> None:
+        """Claim this host's number. Raises UsageError if another host has it."""
         own = f"{socket.gethostname()} (process {os.getpid()})"
         claimed = store.claim(f"rrfp/meeting/{self._node_rank}", f"{own} {self._token}")
         holder = printable(claimed.decode(errors="replace"))
@@ -379,33 +386,27 @@ class _Meeting:
                 f"{self._endpoint.given} with it before {own}; give each host one of its own"
             )
 
-    @contextmanager
-    def _refusing(self, store: AnsweringStore) -> Iterator[None]:
-        """Tell the hosts that still wait why this one cannot come."""
-        try:
-            yield
-        except UsageError as error:
-            with suppress(RrfpError):  # then nobody waits any more
-                store.set(_REFUSED, str(error))
-            raise
-
     def _listen(self) -> socket.socket:
-        torchruns = self._torchruns()
-        return self._endpoint.listen() if torchruns is None else self._ask(torchruns.listen)
+        """Open the socket of the run's store, on host 0."""
+        torchrun_store = self._torchrun_store()
+        if torchrun_store is None:
+            return self._endpoint.listen()
+        return self._call_torch(torchrun_store.listen_and_publish)
 
-    def _torchruns(self) -> TorchrunStore | None:
+    def _torchrun_store(self) -> TorchrunStore | None:
+        """torchrun's store, if it occupies the endpoint."""
         place = self._place
         if place is None or not place.serves_store or place.port != self.port:
             return None
-        return self._ask(lambda: TorchrunStore(place))
+        return self._call_torch(lambda: TorchrunStore(place))
 
     def _find_store(self) -> None:
         """Wait until host 0 serves its store."""
-        torchruns = self._torchruns()
-        if torchruns is not None:
-            while (told := self._ask(torchruns.told)) is None:
+        torchrun_store = self._torchrun_store()
+        if torchrun_store is not None:
+            while (address := self._call_torch(torchrun_store.published_address)) is None:
                 self._wait(0)
-            self.host, self.port = told
+            self.host, self.port = address
         since_s = time.monotonic()
         while obstacle := obstacle_at(self.host, self.port, self._silence_s):
             now_s = time.monotonic()
@@ -418,8 +419,10 @@ class _Meeting:
                 )
             self._wait(0)
 
-    def _answering(self, within_s: float, listening: int | None = None) -> AnsweringStore:
-        def opened() -> Store:
+    def _open_store(self, within_s: float, listening: int | None = None) -> StoreClient:
+        """Connect to the run's store, or serve it at a listening descriptor."""
+
+        def open_tcp_store() -> Store:
             return TCPStore(
                 self.host,
                 self.port,
@@ -429,24 +432,24 @@ class _Meeting:
                 master_listen_fd=listening,
             )
 
-        return AnsweringStore(self._ask(opened), f"{self.host}:{self.port}", within_s)
+        return StoreClient(self._call_torch(open_tcp_store), f"{self.host}:{self.port}", within_s)
 
-    def _first(self, store: AnsweringStore) -> tuple[str, dict[str, object]]:
-        """What host 0 says first: which run this is, and what its hosts have in common."""
+    def _announcement(self, store: StoreClient) -> tuple[str, dict[str, object]]:
+        """Host 0's announcement: the run's token and the common settings."""
         deadline_s = time.monotonic() + _ANSWER_S
-        while (told := store.read(_FIRST, _decode_first, "host 0")) is None:
+        while (found := store.read(_FIRST, _decode_announcement, "host 0")) is None:
             if time.monotonic() > deadline_s:
                 raise UsageError(
                     f"a store listens at {self._endpoint.given}, and no host 0 of rrfp's has come "
                     "to it; give --rdzv-endpoint a port that no other job uses"
                 )
-            time.sleep(_LOOK_S)
-        return told
+            time.sleep(_POLL_S)
+        return found
 
-    def _ask(self, ask: Callable[[], T]) -> T:
-        """The answer of torch, which is at hand where one is expected."""
+    def _call_torch(self, call: Callable[[], T]) -> T:
+        """Call torch's store with a timeout; its errors become RrfpError."""
         try:
-            return answer_of(ask, _ANSWER_S, f"the store for {self._endpoint.given}")
+            return call_with_timeout(call, _ANSWER_S, f"the store for {self._endpoint.given}")
         except DistError as error:
             raise RrfpError(
                 f"the hosts cannot meet at {self._endpoint.given} ({first_line(str(error))}); see "
@@ -454,43 +457,39 @@ class _Meeting:
             ) from None
 
     def _wait(self, host: int | None = None) -> None:
-        """Wait a little for a host, or for any."""
-        if error := self.pulse.lost():
+        """Wait one polling interval for a host (None: any). Raises RrfpError at the deadline or if
+        a host is lost, and UsageError if a host was refused. Warns once after a while."""
+        if error := self.heartbeat.lost():
             raise error
         if self._store is not None and (refused := self._store.find(_REFUSED)) is not None:
             raise UsageError(printable(refused.decode(errors="replace")))
         now_s = time.monotonic()
-        missing = self._called(host)
+        kind = "host" if self._place is None else f"{self._place.by}'s process"
+        missing = f"{kind} {host}" if host is not None else f"another {kind}"
         if now_s > self._deadline_s:
+            advice = "see whether it has started, and what it says"
+            if self._place is None and host is not None:
+                advice = f"run the same command there with --node-rank {host}"
             raise RrfpError(
                 f"{missing} did not come to {self._endpoint.given} within {self._timeout_s:g} s; "
-                f"{self._advice(host)}"
+                f"{advice}"
             )
-        if now_s > self._next_word_s:
-            self._next_word_s = math.inf
+        if now_s > self._warn_at_s:
+            self._warn_at_s = math.inf
             _log.warning(
                 "%s has not come to %s yet; this host waits for it up to %g s",
                 missing,
                 self._endpoint.given,
                 self._timeout_s,
             )
-        time.sleep(_LOOK_S)
-
-    def _called(self, host: int | None) -> str:
-        kind = "host" if self._place is None else f"{self._place.by}'s process"
-        return f"{kind} {host}" if host is not None else f"another {kind}"
-
-    def _advice(self, host: int | None) -> str:
-        if self._place is None and host is not None:
-            return f"run the same command there with --node-rank {host}"
-        return "see whether it has started, and what it says"
+        time.sleep(_POLL_S)
 
 
-def _decode_first(value: object) -> tuple[str, dict[str, object]]:
+def _decode_announcement(value: object) -> tuple[str, dict[str, object]]:
     token, common = items(value, 2)
     return text(token), mapping(common)
 
 
-def _addresses(value: object) -> list[str]:
-    """Of hosts, as JSON tells them. Raises ValueError for anything else."""
+def _decode_addresses(value: object) -> list[str]:
+    """Read a list of IP addresses. Raises ValueError for anything else."""
     return [str(ipaddress.ip_address(text(each))) for each in items(value)]

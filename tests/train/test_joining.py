@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from rrfp.errors import RrfpError, UsageError
 from rrfp.train.launch.hosts import joining as module
 from rrfp.train.launch.hosts.endpoint import obstacle_at
-from rrfp.train.launch.hosts.joining import meeting
+from rrfp.train.launch.hosts.joining import joined_hosts
 from rrfp.train.launch.stopping import stopping_on_sigterm
 from rrfp.train.settings import TrainSettings
 from tests.train.trained import Training, free_port
@@ -33,14 +33,14 @@ def settings(
 
 
 def meet(chosen: TrainSettings, timeout_s: float = 20.0, data: str = "") -> Mapping[str, str]:
-    """One host's part, from the meeting to the parting."""
-    with meeting(chosen, timeout_s, data) as met:
-        return met.environment
+    """Join as one host, and end as soon as all have joined; returns the ranks' variables."""
+    with joined_hosts(chosen, timeout_s, data) as hosts:
+        return hosts.environment
 
 
 @contextmanager
 def both(port: int, **values: Any) -> Iterator[Callable[[], Any]]:
-    """Host 1 meets in a thread; gives what waits for it."""
+    """Let host 1 join in a thread; yields a function that awaits its result."""
     with ThreadPoolExecutor() as hosts:
         other = hosts.submit(meet, settings(port, 1, **values))
         yield lambda: other.result(timeout=20)
@@ -52,12 +52,12 @@ def test_hosts_meet_in_any_order(host: str, plain: str) -> None:
         pytest.skip("this machine has no IPv6 loopback")
     port = free_port()
     with both(port, host=host) as other:
-        with meeting(settings(port, 0, host), 20.0) as met:
-            assert met.environment["RRFP_STORE"] == f"tcp:{plain}:{port}"
-            assert met.environment["RRFP_ADDRESS"] == plain
+        with joined_hosts(settings(port, 0, host), 20.0) as joined:
+            assert joined.environment["RRFP_STORE"] == f"tcp:{plain}:{port}"
+            assert joined.environment["RRFP_ADDRESS"] == plain
             store = TCPStore(plain, port, is_master=False, wait_for_workers=False)
             store.set("word", "heard")
-        assert other() == met.environment
+        assert other() == joined.environment
 
 
 def has_ipv6() -> bool:
@@ -71,7 +71,7 @@ def has_ipv6() -> bool:
 def test_the_store_listens_at_the_endpoint_alone() -> None:
     port = free_port()
     with both(port) as other:
-        with meeting(settings(port, 0), 20.0):
+        with joined_hosts(settings(port, 0), 20.0):
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
             # Another address of the same host, that needs no second interface.
             with pytest.raises(ConnectionRefusedError):
@@ -92,7 +92,7 @@ def test_a_name_that_leads_only_to_this_host_is_refused(monkeypatch: pytest.Monk
         meet(settings(free_port(), 0, "node0"))
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_in_use_is_refused() -> None:
     words = r"cannot meet at 127.0.0.1:\d+ \(.*already in use.*\); give --rdzv-endpoint a free port"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match=words):
         meet(settings(taken.getsockname()[1], 0))
@@ -143,7 +143,7 @@ def test_hosts_with_other_data_are_refused_on_both() -> None:
 
 
 @pytest.mark.parametrize("planted", [b"\x80\x04}.", b"[]", b'"', b"[" * 100_000, b"\xff"])
-def test_what_is_no_hosts_word_is_told(planted: bytes) -> None:
+def test_an_invalid_status_of_a_host_is_an_error(planted: bytes) -> None:
     """In the place of host 1, somebody who writes what they like."""
     port = free_port()
 
@@ -175,7 +175,7 @@ def test_host_0_keeps_the_store_until_the_others_have_left() -> None:
     last_words: list[bytes] = []
 
     def be_host_1() -> None:
-        with meeting(settings(port, 1), 20.0):
+        with joined_hosts(settings(port, 1), 20.0):
             may_leave.wait(20)
             # Host 0's ranks have ended by now, and this host's still need the store.
             store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -206,17 +206,17 @@ def test_hosts_that_meet_again_do_not_find_the_store_before() -> None:
             ended.result(timeout=30)
 
 
-def test_a_failed_run_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.train.launch.hosts.host_status._HEAR_S", 2.0)
+def test_a_failed_run_is_reported_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp.train.launch.hosts.host_status._DELIVERY_0_S", 2.0)
     port, may_leave = free_port(), threading.Event()
 
     def be_host_1() -> None:
-        with meeting(settings(port, 1), 20.0):
+        with joined_hosts(settings(port, 1), 20.0):
             may_leave.wait(20)
 
     with ThreadPoolExecutor() as hosts:
         other = hosts.submit(be_host_1)
-        with pytest.raises(RrfpError, match="rank 0 failed"), meeting(settings(port, 0), 20.0):
+        with pytest.raises(RrfpError, match="rank 0 failed"), joined_hosts(settings(port, 0), 20.0):
             raise RrfpError("rank 0 failed")
         assert not other.done()
         may_leave.set()
@@ -224,14 +224,14 @@ def test_a_failed_run_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPat
             other.result(timeout=20)
 
 
-def test_a_failure_reaches_all_hosts_as_it_was_told() -> None:
+def test_a_failure_reaches_all_hosts_unchanged() -> None:
     port = free_port()
 
     def be(node_rank: int, error: str = "") -> None:
-        with meeting(settings(port, node_rank, nnodes=3, pp=6), 20.0) as met:
-            while not (met.pulse.lost() or error):
+        with joined_hosts(settings(port, node_rank, nnodes=3, pp=6), 20.0) as joined:
+            while not (joined.heartbeat.lost() or error):
                 time.sleep(0.02)
-            raise RrfpError(error or met.pulse.lost())
+            raise RrfpError(error or joined.heartbeat.lost())
 
     with ThreadPoolExecutor() as hosts:
         three = [hosts.submit(be, 0), hosts.submit(be, 2), hosts.submit(be, 1, "rank 2 failed")]
@@ -239,7 +239,7 @@ def test_a_failure_reaches_all_hosts_as_it_was_told() -> None:
     assert told == [f"host 1 ({socket.gethostname()}): rank 2 failed"] * 2 + ["rank 2 failed"]
 
 
-def test_a_rank_of_hosts_that_is_taken_is_refused_and_all_are_told() -> None:
+def test_a_second_host_with_the_same_number_is_refused_on_all_hosts() -> None:
     port = free_port()
     with ThreadPoolExecutor() as hosts:
         three = [
@@ -250,7 +250,7 @@ def test_a_rank_of_hosts_that_is_taken_is_refused_and_all_are_told() -> None:
     assert [words in each for each in told] == [True] * 3, told
 
 
-def test_a_host_too_many_is_refused_and_host_0_is_told() -> None:
+def test_a_host_too_many_is_refused_there_and_on_host_0() -> None:
     port, words = free_port(), "--nnodes is 2 on host 0 and 3 on host 2"
     with ThreadPoolExecutor() as hosts:
         other = hosts.submit(meet, settings(port, 2, nnodes=3, pp=6))
@@ -307,7 +307,7 @@ def speak_http(connection: socket.socket) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_S", 1.0)
-    monkeypatch.setattr("rrfp.train.launch.hosts.endpoint._TRY_S", 0.5)
+    monkeypatch.setattr("rrfp.train.launch.hosts.endpoint._PROBE_S", 0.5)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -320,7 +320,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["http", "closes", "silent"],
 )
-def test_what_is_no_store_is_told(answer: Callable[[socket.socket], object], words: str) -> None:
+def test_a_server_that_is_no_store_is_an_error(
+    answer: Callable[[socket.socket], object], words: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering(listening, answer)
         with pytest.raises(UsageError, match="cannot meet at .*" + re.escape(words)):
@@ -328,20 +330,20 @@ def test_what_is_no_store_is_told(answer: Callable[[socket.socket], object], wor
 
 
 @pytest.mark.usefixtures("impatient")
-def test_the_store_of_another_job_is_told() -> None:
+def test_the_store_of_another_job_is_an_error() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(UsageError, match="no host 0 of rrfp's has come to it"):
         meet(settings(store.port, 1, silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_mistyped_host_is_told() -> None:
+def test_a_mistyped_host_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"the name 'nosuchhost\.invalid' is not known here"):
         meet(settings(free_port(), 1, "nosuchhost.invalid", silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_host_that_does_not_answer_is_told() -> None:
+def test_a_host_that_does_not_answer_is_an_error() -> None:
     with ExitStack() as stack:
         # A queue that is full drops packets, as a host does that is not there.
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -370,10 +372,10 @@ def test_a_host_may_have_more_addresses_than_listen(monkeypatch: pytest.MonkeyPa
     assert obstacle_at("host0", store.port, 1.0) is None
 
 
-def test_a_long_wait_is_told(
+def test_a_long_wait_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(module, "_WARN_AFTER_S", 0.2)
     with pytest.raises(RrfpError, match="host 1 did not come"):
         meet(settings(free_port(), 0), 1.0)
     (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
@@ -401,7 +403,7 @@ def test_ctrl_c_ends_a_wait_inside_torch(tmp_path: Path) -> None:
     assert (code, err.splitlines()[-1]) == (130, "rrfp: interrupted"), err
 
 
-def test_sigterm_makes_no_success_of_a_failed_meeting() -> None:
+def test_sigterm_makes_no_success_of_a_failed_rendezvous() -> None:
     def fail() -> None:
         try:
             meet(settings(free_port(), 0), 0.3)

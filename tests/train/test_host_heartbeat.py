@@ -1,4 +1,4 @@
-"""What hosts hear of each other: that they are there, silent, failed, and at their end."""
+"""Heartbeats between hosts: each notices that another is alive, silent, failed or has ended."""
 
 import json
 import socket
@@ -13,10 +13,10 @@ from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
 from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
-from rrfp.train.launch import store as answers
-from rrfp.train.launch.hosts import host_status as pulse
-from rrfp.train.launch.hosts.host_status import Pulse
-from rrfp.train.launch.store import AnsweringStore
+from rrfp.train.launch import store as run_store
+from rrfp.train.launch.hosts import host_status
+from rrfp.train.launch.hosts.host_status import HostHeartbeat
+from rrfp.train.launch.store import StoreClient
 
 SILENCE_S = 1.0
 NAME = socket.gethostname()
@@ -24,14 +24,14 @@ NAME = socket.gethostname()
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_BEAT_S", "_QUICK_BEAT_S", "_LOOK_S"):
-        monkeypatch.setattr(pulse, name, 0.01)
-    monkeypatch.setattr(pulse, "_OVERDUE_S", 0.3)
-    monkeypatch.setattr(pulse, "_WORD_S", 0.6)
+    for name in ("_BEAT_S", "_QUICK_BEAT_S", "_POLL_S"):
+        monkeypatch.setattr(host_status, name, 0.01)
+    monkeypatch.setattr(host_status, "_OVERDUE_S", 0.3)
+    monkeypatch.setattr(host_status, "_REASON_S", 0.6)
 
 
 class Wire:
-    """Connections to a store that can be cut; a new one may be open where an old one is deaf."""
+    """Connections to a store that can be cut; after a cut only a new one works."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -39,20 +39,20 @@ class Wire:
         self.is_open.set()
         self.num_connections = 0
 
-    def connect(self) -> AnsweringStore:
+    def connect(self) -> StoreClient:
         self.num_connections += 1
-        return AnsweringStore(_Connection(self), "the wire", 0.1)  # type: ignore[arg-type]
+        return StoreClient(_Connection(self), "the wire", 0.1)  # type: ignore[arg-type]
 
 
 class _Connection:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._is_deaf = not wire.is_open.is_set()
+        self._is_dead = not wire.is_open.is_set()
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         def call(*arguments: object) -> object:
-            self._is_deaf = self._is_deaf or not self._wire.is_open.is_set()
-            if self._is_deaf:
+            self._is_dead = self._is_dead or not self._wire.is_open.is_set()
+            if self._is_dead:
                 time.sleep(2)
                 raise RuntimeError("Connection reset by peer")
             return getattr(self._wire.store, name)(*arguments)
@@ -61,13 +61,13 @@ class _Connection:
 
 
 @contextmanager
-def beating(wire: Wire, node_rank: int, num_hosts: int = 2) -> Iterator[Pulse]:
-    heard = Pulse(wire.connect, node_rank, num_hosts, SILENCE_S)
-    heard.start()
+def beating(wire: Wire, node_rank: int, num_hosts: int = 2) -> Iterator[HostHeartbeat]:
+    beat = HostHeartbeat(wire.connect, node_rank, num_hosts, SILENCE_S)
+    beat.start()
     try:
-        yield heard
+        yield beat
     finally:
-        heard.close()
+        beat.close()
 
 
 @pytest.fixture
@@ -82,18 +82,18 @@ def await_that(holds: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def watch(*pulses: Pulse, for_s: float = 2 * SILENCE_S) -> None:
-    """As launchers do; nobody is lost."""
+def watch(*pulses: HostHeartbeat, for_s: float = 2 * SILENCE_S) -> None:
+    """Check as launchers do that nobody is lost."""
     until_s = time.monotonic() + for_s
     while time.monotonic() < until_s:
         assert [each.lost() for each in pulses] == [None] * len(pulses)
         time.sleep(0.01)
 
 
-def test_hosts_that_beat_are_heard_and_a_silent_one_is_named(wire: Wire) -> None:
+def test_a_silent_host_is_named_and_a_beating_one_is_not(wire: Wire) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there:
         with beating(wire, 2, 3) as third:
-            await_that(lambda: here.has_come(1) and here.has_come(2))
+            await_that(lambda: here.has_joined(1) and here.has_joined(2))
             watch(here, there, third)
         await_that(here.lost)
         assert here.is_silent(2)
@@ -109,20 +109,20 @@ def test_a_host_that_has_not_come_yet_is_not_lost(wire: Wire) -> None:
         watch(here)
 
 
-def test_a_wire_that_is_cut_is_told_on_both_ends(wire: Wire) -> None:
+def test_a_cut_wire_is_reported_on_both_ends(wire: Wire) -> None:
     own = Wire(wire.store)
     with beating(own, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1) and there.has_come(0))
+        await_that(lambda: here.has_joined(1) and there.has_joined(0))
         wire.is_open.clear()
         await_that(lambda: here.lost() and there.lost())
         assert str(here.lost()).startswith(f"host 1 ({NAME}) was silent for 1 s towards host 0 (")
         assert str(there.lost()).startswith(f"host 0 ({NAME}) was silent for 1 s towards host 1 (")
 
 
-def test_a_wire_that_comes_back_is_heard_over_another_connection(wire: Wire) -> None:
+def test_a_wire_that_comes_back_works_over_a_new_connection(wire: Wire) -> None:
     own = Wire(wire.store)
     with beating(own, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1) and there.has_come(0))
+        await_that(lambda: here.has_joined(1) and there.has_joined(0))
         wire.is_open.clear()
         watch(here, there, for_s=SILENCE_S / 2)
         wire.is_open.set()
@@ -131,16 +131,16 @@ def test_a_wire_that_comes_back_is_heard_over_another_connection(wire: Wire) -> 
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_who_was_stopped_itself_takes_nobody_for_lost_and_says_so(
+def test_a_host_that_was_stopped_itself_takes_nobody_for_lost_and_says_so(
     stopped: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "_PAUSE_S", 0.5)
+    monkeypatch.setattr(host_status, "_PAUSE_S", 0.5)
     own = Wire(wire.store)
     with beating(own, stopped) as here, beating(wire, 1 - stopped):
-        await_that(lambda: here.has_come(1 - stopped))
+        await_that(lambda: here.has_joined(1 - stopped))
         watch(here, for_s=0.1)
         own.is_open.clear()
-        time.sleep(2 * SILENCE_S)  # nobody looks, and nothing is heard
+        time.sleep(2 * SILENCE_S)  # nobody checks, and nothing arrives
         assert here.lost() is None
         await_that(here.lost)
         assert str(here.lost()) == (
@@ -149,13 +149,13 @@ def test_who_was_stopped_itself_takes_nobody_for_lost_and_says_so(
         )
 
 
-def test_a_host_that_was_heard_after_a_stop_is_named_when_it_is_silent(
+def test_a_host_that_beat_after_a_stop_is_named_when_it_is_silent(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "_PAUSE_S", 0.5)
+    monkeypatch.setattr(host_status, "_PAUSE_S", 0.5)
     with beating(wire, 0) as here:
         with beating(wire, 1):
-            await_that(lambda: here.has_come(1))
+            await_that(lambda: here.has_joined(1))
             time.sleep(2 * SILENCE_S)  # nobody looks
             watch(here)
         await_that(here.lost)
@@ -171,27 +171,29 @@ def test_a_host_that_was_heard_after_a_stop_is_named_when_it_is_silent(
         FaultOrigin(FoundBy.LINK, link=(1, 2)),
     ],
 )
-def test_a_failure_is_heard_in_its_own_words_and_with_its_culprit(
+def test_a_failure_arrives_with_its_sentence_and_its_fault_origin(
     wire: Wire, culprit: FaultOrigin | None
 ) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there, beating(wire, 2, 3) as third:
-        await_that(lambda: here.has_come(1) and here.has_come(2))
+        await_that(lambda: here.has_joined(1) and here.has_joined(2))
         sentence = "rank 2 failed: no \x1b[31mluck\nand its stack"
-        there.fail(RrfpError(sentence) if culprit is None else RunFailedError(sentence, culprit))
+        there.report_failure(
+            RrfpError(sentence) if culprit is None else RunFailedError(sentence, culprit)
+        )
         await_that(here.lost)
-        heard = here.reason()
-        assert str(heard) == str(here.lost()) == f"host 1 ({NAME}): rank 2 failed: no ?[31mluck"
-        assert isinstance(heard, RrfpError)
-        here.fail(heard)
+        reason = here.reason()
+        assert str(reason) == str(here.lost()) == f"host 1 ({NAME}): rank 2 failed: no ?[31mluck"
+        assert isinstance(reason, RrfpError)
+        here.report_failure(reason)
         await_that(third.lost)
-        for error in (heard, third.lost()):
-            assert str(error) == str(heard)
+        for error in (reason, third.lost()):
+            assert str(error) == str(reason)
             assert (error.culprit if isinstance(error, RunFailedError) else None) == culprit
 
 
 def test_an_interruption_is_a_failure_elsewhere(wire: Wire) -> None:
     with beating(wire, 0) as here, beating(wire, 1) as there:
-        with pytest.raises(KeyboardInterrupt), there.telling():
+        with pytest.raises(KeyboardInterrupt), there.reporting_failure():
             raise KeyboardInterrupt
         await_that(here.lost)
         assert str(here.lost()) == f"host 1 ({NAME}): it was stopped by a signal"
@@ -200,16 +202,16 @@ def test_an_interruption_is_a_failure_elsewhere(wire: Wire) -> None:
 def test_a_host_that_is_killed_is_the_reason_before_its_silence_is_over(wire: Wire) -> None:
     with beating(wire, 0) as here:
         with beating(wire, 1):
-            await_that(lambda: here.has_come(1))
+            await_that(lambda: here.has_joined(1))
             assert here.reason() is None
         assert str(here.reason()).startswith(f"host 1 ({NAME}) was silent for ")
         assert not here.is_silent(1)
 
 
-def test_hosts_part_when_all_have_ended(wire: Wire) -> None:
+def test_hosts_leave_when_all_have_ended(wire: Wire) -> None:
     with beating(wire, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1))
-        parts = [threading.Thread(target=each.part) for each in (here, there)]
+        await_that(lambda: here.has_joined(1))
+        parts = [threading.Thread(target=each.await_all_ended) for each in (here, there)]
         parts[0].start()
         time.sleep(0.3)
         assert parts[0].is_alive()
@@ -218,31 +220,31 @@ def test_hosts_part_when_all_have_ended(wire: Wire) -> None:
             part.join(20)
             assert not part.is_alive()
         for each in (there, here):
-            each.await_heard()
+            each.await_delivery()
 
 
 def test_a_host_that_fails_at_the_end_is_no_success_elsewhere(wire: Wire) -> None:
     with beating(wire, 0) as here, beating(wire, 1) as there:
-        await_that(lambda: here.has_come(1))
-        there.fail(RrfpError("rank 3 was killed"))
+        await_that(lambda: here.has_joined(1))
+        there.report_failure(RrfpError("rank 3 was killed"))
         with pytest.raises(RrfpError, match=r"^host 1 \(.*\): rank 3 was killed$"):
-            here.part()
+            here.await_all_ended()
 
 
 def test_a_host_that_does_not_end_is_named(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_PARTING_S", 0.3)
+    monkeypatch.setattr(host_status, "_ALL_ENDED_S", 0.3)
     with beating(wire, 0) as here, beating(wire, 1):
-        await_that(lambda: here.has_come(1))
+        await_that(lambda: here.has_joined(1))
         with pytest.raises(RrfpError, match=r"^host 1 \(.*\) still runs 0.3 s after this host's"):
-            here.part()
+            here.await_all_ended()
 
 
 def test_a_host_that_is_lost_at_the_end_is_named(wire: Wire) -> None:
     with beating(wire, 0) as here:
         with beating(wire, 1):
-            await_that(lambda: here.has_come(1))
+            await_that(lambda: here.has_joined(1))
         with pytest.raises(RrfpError, match=r"^host 1 \(.*\) was silent for 1 s"):
-            here.part()
+            here.await_all_ended()
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_a_host_that_is_lost_at_the_end_is_named(wire: Wire) -> None:
         b'[1,"failed","x","",["link",null,1]]',
     ],
 )
-def test_what_is_no_word_ends_the_run_in_a_sentence(wire: Wire, planted: bytes) -> None:
+def test_an_invalid_status_ends_the_run_in_a_sentence(wire: Wire, planted: bytes) -> None:
     with beating(wire, 0) as here:
         wire.store.set("rrfp/pulse/1", planted)  # type: ignore[arg-type]
         await_that(here.lost)
@@ -265,7 +267,7 @@ def test_what_is_no_word_ends_the_run_in_a_sentence(wire: Wire, planted: bytes) 
         )
 
 
-def test_who_has_no_threads_left_for_a_while_is_heard_again(
+def test_a_host_without_threads_for_a_while_beats_again(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_refused = 0
@@ -276,16 +278,16 @@ def test_who_has_no_threads_left_for_a_while_is_heard_again(
         raise RuntimeError("can't start new thread")
 
     with beating(wire, 0) as here, beating(wire, 1):
-        await_that(lambda: here.has_come(1))
+        await_that(lambda: here.has_joined(1))
         with monkeypatch.context() as patch:
-            patch.setattr(answers, "answer_of", refuse)
+            patch.setattr(run_store, "call_with_timeout", refuse)
             await_that(lambda: num_refused > 3)
         watch(here)
 
 
 def test_a_name_is_shown_without_control_characters(wire: Wire) -> None:
     with beating(wire, 0) as here:
-        word = [1, "failed", "x", "\x1b]0;owned\x07", None]
-        wire.store.set("rrfp/pulse/1", json.dumps(word))
+        status = [1, "failed", "x", "\x1b]0;owned\x07", None]
+        wire.store.set("rrfp/pulse/1", json.dumps(status))
         await_that(here.lost)
         assert str(here.lost()) == "?]0;owned?"
