@@ -31,7 +31,8 @@ from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.language_models import FlopCosts
 from rrfp.simulate.costs.layer_costs import CutCosts, even_cut, layered_of
-from rrfp.simulate.costs.model import Costs, Layered, Uneven
+from rrfp.simulate.costs.model import Costs, Uneven
+from rrfp.simulate.costs.unit_costs import Layered
 from rrfp.simulate.jitter import parse_jitter
 
 WIDE, AGAIN, AGAIN_SEEDS = 7000, 150, 20

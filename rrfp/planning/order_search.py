@@ -25,7 +25,8 @@ from rrfp.schedule.admission import pyramid
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.conditions import weights_ns
-from rrfp.simulate.costs.model import Floats, StepCosts
+from rrfp.simulate.costs.model import StepCosts
+from rrfp.simulate.costs.unit_costs import Floats
 from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import lognormals
 from rrfp.simulate.step import play

@@ -23,12 +23,12 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
     FACTORS,
     LONGEST_S,
-    Floats,
     Links,
     check_link,
     check_rank,
     parse_ranges,
 )
+from rrfp.simulate.costs.unit_costs import Floats
 from rrfp.simulate.engine import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 

@@ -16,7 +16,8 @@ from rrfp.simulate.costs.layer_costs import (
     even_cut,
     layered_of,
 )
-from rrfp.simulate.costs.model import Costs, Layered, Uneven
+from rrfp.simulate.costs.model import Costs, Uneven
+from rrfp.simulate.costs.unit_costs import Layered
 from rrfp.simulate.jitter import Jitter
 from rrfp.tune.source import Source
 

@@ -16,7 +16,8 @@ from rrfp.schedule.policy import Bytes, Hold, Policy, ShareOf1F1B
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.simulate.costs.language_models import FlopCosts
 from rrfp.simulate.costs.layer_costs import CutCosts, even_cut
-from rrfp.simulate.costs.model import Costs, Layered, StepCosts
+from rrfp.simulate.costs.model import Costs, StepCosts
+from rrfp.simulate.costs.unit_costs import Layered
 from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import NO_JITTER, Jitter
 from rrfp.simulate.memory_budgets import peak_of_1f1b

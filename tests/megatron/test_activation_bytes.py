@@ -103,7 +103,9 @@ def watched_memory(found_bytes: list[list[list[int]]]) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
             found = original(self, microbatch, inputs, data)
         alive = [holder for each in holders if (holder := each()) is not None]
-        kept = [each for each in itertools.chain(*self._counters[microbatch]) if each is not None]
+        kept = [
+            each for each in itertools.chain(*self._activations[microbatch]) if each is not None
+        ]
         self.watched.add(microbatch, [holder.tensor for holder in alive], kept)
         return found
 

@@ -33,14 +33,13 @@ from rrfp.schedule.tasks import Kind
 from rrfp.simulate.costs.model import (
     FACTORS,
     LONGEST_S,
-    Floats,
     Links,
     StepCosts,
-    UnitCosts,
     check_sizes,
     check_takes_time,
 )
 from rrfp.simulate.costs.toml_files import Agreement, GradientSync, LinkSpeed, ranged, read_table
+from rrfp.simulate.costs.unit_costs import Floats, UnitCosts
 from rrfp.simulate.engine import TaskTimes
 from rrfp.simulate.jitter import LARGEST_SIGMA, exp, normals
 from rrfp.trace.records import NS_PER_S

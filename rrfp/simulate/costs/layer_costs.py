@@ -22,16 +22,14 @@ from rrfp.schedule.tasks import Kind
 from rrfp.simulate.costs.language_models import FlopCosts
 from rrfp.simulate.costs.model import (
     Costs,
-    Floats,
-    Layered,
     Links,
     StepCosts,
     Uneven,
-    UnitCosts,
     check_sizes,
     check_takes_time,
 )
 from rrfp.simulate.costs.toml_files import TableCosts, ranged, read_table
+from rrfp.simulate.costs.unit_costs import Floats, Layered, UnitCosts
 from rrfp.simulate.engine import TaskTimes
 
 _REMEMBERED = 64

@@ -6,17 +6,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from rrfp.errors import UsageError
 from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import Task
 from rrfp.simulate.engine import TaskTimes
-
-Floats = npt.NDArray[np.float64]
-
 
 # Ranges of numbers as people write them: ``0-2,5``.
 
@@ -213,50 +207,3 @@ class ScaledCosts:
 
     def _rows(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         return [[round(time_ns * self.factor) for time_ns in row] for row in rows]
-
-
-# Costs by unit: a model's layers in their order, with what stands before the first of them and
-# behind the last, so that they can be cut into other stages, or into other microbatches.
-#
-# A unit takes the same time on every rank, apart from the rank's speed. So layers that move from a
-# slow rank get faster, and layers that move to it slower.
-
-
-@dataclass(frozen=True, slots=True)
-class UnitCosts:
-    """The costs of a step by unit: the embedding, each layer, the head.
-
-    Arrays are [units, microbatches], with two units more than layers; embedding and head may be
-    zero.
-    """
-
-    times_ns: dict[Kind, Floats]
-    """Nanoseconds of F, B and W on a rank of speed 1."""
-    activations: Floats | None
-    """Activation bytes from F on; None if the costs do not include memory."""
-    pending_w: Floats | None
-    """Bytes from B until W; None: all of them."""
-    rest: StepCosts
-    """Links, agreement and the rest, for these microbatches; its times and sizes do not count."""
-
-
-class Layered(Protocol):
-    """Costs that tell a model's layers apart."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def fixed_ns(self) -> dict[Kind, Floats] | None:
-        """The part of the task times by unit that does not depend on the microbatch's size,
-        [units]; None if not known."""
-        ...
-
-    def slowness(self, num_ranks: int) -> Sequence[float]:
-        """The factor on all times of each pipeline rank; 1 is usual."""
-        ...
-
-    def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
-        """The costs of one step by unit. Raises UsageError if the costs are of another number of
-        ranks or microbatches."""
-        ...
