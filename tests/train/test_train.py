@@ -419,7 +419,7 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
         reported.append(run)
 
     ranks_are(monkeypatch, DONE)
-    monkeypatch.setattr(cli_train, "_report", report)
+    monkeypatch.setattr(cli_train, "_print_summary", report)
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
     assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
     assert signal.getsignal(SIGTERM) is signal.SIG_IGN
@@ -446,7 +446,7 @@ def test_sigterm_while_hosts_part_changes_nothing(
     ranks_are(monkeypatch, program)
     monkeypatch.setattr(joining, "joined_hosts", parting)
     monkeypatch.setattr(gathering, "gathering_records", lambda *_: nullcontext())
-    monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
+    monkeypatch.setattr(cli_train, "_print_summary", lambda run, *_: reported.append(run))
     hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
     assert asked.returncode == code, asked.stderr
