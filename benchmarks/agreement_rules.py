@@ -20,7 +20,7 @@ from rrfp.schedule.policy import AgreementRule, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from tests.properties.naive_dispatcher import NaiveDispatcher
-from tests.properties.virtual_time import Node, World, play
+from tests.properties.virtual_time import Node, VirtualConditions, play
 
 SHAPE = Shape(num_ranks=4, num_microbatches=32)
 TASK_NS = 1000
@@ -88,8 +88,8 @@ def _step(rule: AgreementRule, num_members: int, skew: float, seed: int) -> Roun
         return int(skew * TASK_NS * lateness(sender, receiver).random())
 
     members = range(num_members)
-    world = World(duration, latency, collectives=[[members]] * SHAPE.num_stages)
-    history = play(SHAPE, deciders, world)
+    conditions = VirtualConditions(duration, latency, collectives=[[members]] * SHAPE.num_stages)
+    history = play(SHAPE, deciders, conditions)
     leaders = [of_rank[0] for of_rank in deciders]
     return Rounds(
         sum(leader.num_asked for leader in leaders),

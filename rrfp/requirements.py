@@ -58,6 +58,6 @@ def _declared() -> Iterator[tuple[str, str]]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first version number in a text; empty if there is none."""
+    """The first version number in a text; empty for a text without one."""
     match = _NUMBERS.search(text)
     return tuple(map(int, match[0].split("."))) if match is not None else ()

@@ -1,4 +1,4 @@
-"""What every test may use: golden texts, and how hard hypothesis tries."""
+"""Fixtures and hooks of all tests: golden texts, hypothesis profiles, and the sequence of files."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Two threads a process lose time as soon as a test runs more processes than the machine has cores.
+# Two threads per process are slower if a test runs more processes than the machine has cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell has its background jobs ignore it, and so would every process that a test interrupts.
+# Background jobs of a shell ignore SIGINT. Processes that a test interrupts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A quick run tries the same examples every time, so that it fails for the change at hand only.
+# A quick run always tries the same examples, so that only a change of the code can make it fail.
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile("quick")
@@ -52,26 +52,27 @@ LONGEST = (
     "cli/test_bench.py",
     "cli/test_run_script.py",
 )
-"""The files that take longest, in that order (`pytest --durations=0`)."""
+"""The slowest files, the slowest first (`pytest --durations=0`)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no worker has one left when the others are done."""
+    """Run the slowest files first, so that no worker still runs one after the others have ended."""
     tests = Path(__file__).parent
     rank = {(tests / name).resolve(strict=True): place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests start ranks, their server imports what they need beside the first tests."""
+    """Start the server of rank processes, if any test needs it, so that its imports run during the
+    first tests."""
     if "tests.e2e.ranks" in sys.modules and not session.config.option.collectonly:
         sys.modules["tests.e2e.ranks"].start_server()
 
 
 @pytest.fixture(autouse=True)
 def _interrupts_stay_pytests() -> Iterator[None]:
-    """A command that a test calls in this process takes Ctrl-C for good, and may leave it ignored,
-    which the processes of later tests would inherit."""
+    """Restore the handler of Ctrl-C after each test. A command that a test calls in this process
+    replaces it, and processes of later tests would inherit an ignored Ctrl-C."""
     handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     yield
     signal.signal(signal.SIGINT, handler)
@@ -80,7 +81,7 @@ def _interrupts_stay_pytests() -> Iterator[None]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden(name, text)` holds a text against the file of that name in tests/golden."""
+    """`golden(name, text)` compares a text with the file of that name in tests/golden."""
 
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name

@@ -107,7 +107,7 @@ class Adviser:
                 )
             case BottleneckKind.BOUND:
                 return (
-                    f"The memory bound withholds forwards ({self._run.told})",
+                    f"The memory bound withholds forwards ({self._run.policy_description})",
                     "They were ready and would have filled gaps.",
                     "The device has no more memory: recompute activations, or use smaller "
                     f"microbatches. {change.flags} shows the saving of twice as much memory."

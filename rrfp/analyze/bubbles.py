@@ -528,7 +528,7 @@ def _second_columns(ranks: Sequence[RankBubbles]) -> Iterator[Column]:
 def _conclusion(bubbles: Bubbles, why_not_replayed: str) -> str:
     """State the bubble, and its structural part or the reason why it is unknown."""
     if bubbles.parts is not None:
-        return bubbles.parts.told
+        return bubbles.parts.description
     bubble = f"{bubbles.bubble_fraction:.0%} of the ranks' time was bubble."
     if not why_not_replayed:
         return bubble

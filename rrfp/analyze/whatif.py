@@ -27,7 +27,7 @@ def whatif_table(report: WhatIf, step_ns: float) -> Table:
                 [row.what for row in rows],
                 TEXT,
                 "what",
-                lead=f"{own.what}: {report.run.told}",
+                lead=f"{own.what}: {report.run.policy_description}",
             ),
             Column(None, [row.hint for row in rows], key="hint"),
             Column(None, [str(policy.dispatch) for policy in policies], key="dispatch"),
@@ -46,7 +46,7 @@ def whatif_table(report: WhatIf, step_ns: float) -> Table:
         [
             f"{counted(len(report.run.steps), STEP)}, measured {format_time(step_ns)} each (mean); "
             f"replayed as it was, the run is {report.replay_error:.1%} off.",
-            report.bubble.whole.told,
+            report.bubble.whole.description,
             report.conclusion,
             report.caution,
         ],

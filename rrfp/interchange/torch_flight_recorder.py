@@ -138,7 +138,7 @@ def _differ(one: Dump, other: Dump) -> bool:
 
 
 def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
-    """Read all dumps in a directory. Raises RrfpError if there are none."""
+    """Read all dumps in a directory. Raises RrfpError if it has no dumps."""
     found: list[Dump] = []
     skipped: list[_NoDumpError] = []
     for file in sorted(file for file in directory.iterdir() if file.is_file()):

@@ -218,7 +218,7 @@ MEGATRON = SYSTEMS["megatron-1f1b"]
 
 
 def system_named(name: str) -> System:
-    """The system of that name; raises UsageError, with the list of names, if there is none."""
+    """The system of that name; raises UsageError, with the list of names, for an unknown name."""
     if name not in SYSTEMS:
         raise UsageError(
             f"'{name}' is not a system of the race ({', '.join(SYSTEMS)})"

@@ -80,7 +80,7 @@ def find_transfers(
 
 
 class _Place(NamedTuple):
-    """A wait of a rank: its gap, and its number among the gap's waits; -1 if there is none."""
+    """A wait of a rank: its gap, and its number among the gap's waits; -1 without a wait."""
 
     pp_rank: int
     gap: int

@@ -43,7 +43,7 @@ class BubbleParts:
         return self.structural + self.excess
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Describe the parts in two sentences, in whole percents that add up."""
         whole, structural = (round(100 * part) for part in (self.fraction, self.structural))
         excess = whole - structural
@@ -159,7 +159,7 @@ class Bottleneck:
     pp_rank: int | None = None
     """The pipeline rank of the stage, rank or link, if it is one."""
     excess: float = 0.0
-    """The time that it takes beyond its peers, as a share of theirs."""
+    """The time that it takes beyond its peers, as a share of the peers' time."""
     saving: float = 0.0
     """The share of a step that removing it saves in a replay, the median over the steps."""
     remedy: Change | None = None

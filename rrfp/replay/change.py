@@ -206,14 +206,14 @@ class Change:
         )
         return " ".join([*words, *(f"--{name}" for name, is_on in switches if is_on)])
 
-    def told(self, run: RecordedRun) -> str:
-        """In a few words: `bfw, hold 8, free links`."""
+    def describe(self, run: RecordedRun) -> str:
+        """Describe the change in a few words: `bfw, hold 8, free links`."""
         words = []
         if self.has_policy:
             name = self.hint.name if self.hint is not None else run.hint_name
             dispatch = self.policy(run)[0].dispatch
-            is_told = "dispatch" in self.knobs or dispatch is not run.policy.dispatch
-            words.append(f"{name} {dispatch}" if is_told else name)
+            names_dispatch = "dispatch" in self.knobs or dispatch is not run.policy.dispatch
+            words.append(f"{name} {dispatch}" if names_dispatch else name)
         if self.unbound and "hold" not in self.knobs:
             words.append("no bound")
         for name, value in self.knobs.items():

@@ -447,7 +447,7 @@ class RecordedRun:
         return self.is_blocking or not self.is_imported
 
     @property
-    def told(self) -> str:
+    def policy_description(self) -> str:
         """A short description of the policy: `bf ready, limit 32`."""
         policy = self.policy
         words = [f"{self.hint_name} {policy.dispatch}"]

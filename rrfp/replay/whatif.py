@@ -124,7 +124,7 @@ class _WhatIf:
         peaks = zip(*(step.peak_held for step in played), strict=True)
         in_bytes = zip(*(step.peak_held_bytes for step in played), strict=True)
         return Row(
-            change.told(run),
+            change.describe(run),
             change.hint.name if change.hint is not None else run.hint_name,
             change.policy(run)[0] if change.has_policy else run.policy,
             round(median(self._own_ns) * (1 - saving)),

@@ -21,7 +21,7 @@ from rrfp.trace.records import AgreementRecord, Record
 
 class GroupAgreement:
     """One rank's side of its group's agreement. Except for `report`, only the thread that holds the
-    dispatcher calls it. `group` is None for a rank that has nothing to agree on."""
+    dispatcher calls it. A rank that has nothing to agree on has no `group`."""
 
     def __init__(
         self,

@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes one rank's records to its spill file, or does nothing if `path` is None. A `with`
-    block closes it at the end, and abandons it on an exception."""
+    """Writes one rank's records to its spill file; without a `path` it does nothing. A `with` block
+    closes it at the end, and abandons it on an exception."""
 
     def __init__(
         self,

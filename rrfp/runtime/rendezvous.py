@@ -307,7 +307,7 @@ def reachable_address() -> str:
 
 
 def _resolve(name: str) -> str:
-    """Return the first address of a host name; empty if there is none."""
+    """Return the first address of a host name; empty if the name does not resolve."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -55,7 +55,7 @@ class ActivationSizes(Value):
     """Bytes of activations by microbatch, in a row per stage (for one rank: per chunk).
 
     A dispatcher counts `activations` from an F until its B, and `pending_w` from the B until the W.
-    Where B is whole, or `pending_w` is None, it counts all of them until the last task.
+    If B is whole, or without `pending_w`, it counts all of them until the last task.
     """
 
     activations: Rows

@@ -26,7 +26,7 @@ class WeightGradients(StrEnum):
     """The time at which an order used as a hint runs split-off weight gradients."""
 
     IDLE = "idle"
-    """When no forward or backward may run; the order ranks them among themselves."""
+    """While no forward or backward may run; the order ranks them among themselves."""
     RANKED = "ranked"
     """At their positions in the order, like any other task."""
 

@@ -39,7 +39,7 @@ from rrfp.schedule.tasks import Announced, Kind, Task
 
 
 NEVER: Final = -1
-"""Stands in for a time in ns where there is none."""
+"""Placeholder in ns for a time that does not exist."""
 
 
 class Announcements:

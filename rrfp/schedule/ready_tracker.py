@@ -23,9 +23,9 @@ KINDS: Final = (Kind.F, Kind.B, Kind.W)
 """The kinds by their indices."""
 
 NO_TASK: Final = -1
-"""Stands in for the number of a task where there is none."""
+"""Placeholder for the number of a task that does not exist."""
 NO_RANK: Final = -1
-"""Stands in for a rank where there is none."""
+"""Placeholder for a rank that does not exist."""
 
 
 class TaskIndex:

@@ -389,7 +389,7 @@ class AsyncStep(Step):
         self._in_time[rank].ran(KINDS[index.kinds[row]], index.chunks[row], taken_ns)
 
     def _idle_followers(self, rank: int, now_ns: int) -> None:
-        # Without a log there are none.
+        # Without a log, `members` has no followers.
         for member in range(1, len(self.members[rank])):
             self.handle(rank, member, now_ns, IDLE)
 

@@ -261,7 +261,7 @@ def joined(recordings: list[Recording]) -> Recording:
 
 def _contributions(recordings: list[Recording]) -> list[tuple[Recording, int | None]]:
     """The sessions that have steps which no later session ran again, each with the first step that
-    a later session ran (None: there is none); the last session if none has steps. A session that
+    a later session ran (or None); the last session if no session has steps. A session that
     was killed at its start may have the records of some ranks only, and is skipped."""
     first_steps = [first_step_of(recording.settings) for recording in recordings]
     found: list[tuple[Recording, int | None]] = []

@@ -158,7 +158,7 @@ class TraceServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def _bind_first(self, ports: list[int]) -> None:
-        """Listen on the first free one of these ports. Raises RrfpError if there is none."""
+        """Listen on the first free one of these ports. Raises RrfpError if none can be opened."""
         for port in ports:
             try:
                 super().__init__((_ADDRESS, port), _Handler)

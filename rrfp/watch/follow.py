@@ -75,8 +75,8 @@ class RecordsTail:
             self._file = None
 
     def read(self) -> RankRecords | None:
-        """The flushes completed since the last call, up to `CHUNK` bytes or one flush; None if
-        there are none. Times are on the rank's own clock.
+        """The flushes completed since the last call, up to `CHUNK` bytes or one flush, or None.
+        Times are on the rank's own clock.
 
         Raises RrfpError if the file is damaged, and OSError.
         """

@@ -81,7 +81,7 @@ def check_first_finding(recording: Recording, steps: range | None = None) -> Non
             policy, shape = change.policy(run) if change.has_policy else (None, None)
         except UsageError:
             continue  # This run cannot have it.
-        name = f"{change.told(run)} {change.knobs.get('dispatch', '')}"
+        name = f"{change.describe(run)} {change.knobs.get('dispatch', '')}"
         savings[name] = median(
             1 - replay(run, change.apply(step, run), policy, shape).makespan_ns / before_ns
             for step, before_ns in zip(measured, own_ns, strict=True)

@@ -100,11 +100,11 @@ def test_a_time_has_three_digits_in_the_unit_that_it_reaches(ns: int) -> None:
 @given(st.floats(0, 1), st.floats(0, 1))
 @example(0.374, 0.336)
 def test_the_percents_of_a_bubble_add_up(fraction: float, structural: float) -> None:
-    told = BubbleParts(structural, fraction - structural).told
-    whole, left, *jitter = map(int, re.findall(r"(\d+)%", told))
-    excess = sum(jitter) * (-1 if "took off" in told else 1)
+    description = BubbleParts(structural, fraction - structural).description
+    whole, left, *jitter = map(int, re.findall(r"(\d+)%", description))
+    excess = sum(jitter) * (-1 if "took off" in description else 1)
     assert whole == left + excess
-    assert ("changed nothing" in told) == (not excess)
+    assert ("changed nothing" in description) == (not excess)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.2])

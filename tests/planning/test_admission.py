@@ -1,4 +1,4 @@
-"""Admission: light microbatches at both ends of the step, by what is known of them beforehand."""
+"""Tests of admission orders: given, pyramid (light microbatches at both ends), and from files."""
 
 import re
 from pathlib import Path
@@ -34,20 +34,21 @@ from tests.properties.cases import examples
 ROOT = Path(__file__).parents[2]
 
 
-def of_weights(weights: list[int]) -> TaskTimes:
-    """Times whose sums over stages and kinds are these, though no stage's alone are."""
+def times_of_weights(weights: list[int]) -> TaskTimes:
+    """Return times whose sums over stages and kinds rank microbatches as `weights`, although no
+    single stage does."""
     return TaskTimes([weights, [5] * len(weights)], [[0] * len(weights)] * 2, [weights, weights])
 
 
-def test_a_microbatch_weighs_what_it_takes_on_all_stages() -> None:
+def test_the_weight_of_a_microbatch_is_its_time_on_all_stages() -> None:
     times = TaskTimes([[9, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 7]], [[1, 1, 1], [1, 2, 9]])
     assert weights_ns(times) == [14, 7, 20]
     assert order_by_costs(StepCosts(times), Admit.PYRAMID, 0) == [1, 2, 0]
     assert list(order_by_costs(StepCosts(times), Admit.GIVEN, 0)) == [0, 1, 2]
 
 
-def test_what_is_admitted_is_what_costs_say_of_it() -> None:
-    costs = StepCosts(of_weights([3, 1, 2]), agreement_ns=5)
+def test_admitted_costs_are_permuted() -> None:
+    costs = StepCosts(times_of_weights([3, 1, 2]), agreement_ns=5)
     assert admitted(costs, Admit.GIVEN, 0) is costs
     assert admitted(costs, Admit.PYRAMID, 0) == costs.permuted([1, 0, 2])
     listed = ListedOrders("mine", ((2, 1, 0), (1, 2, 0)))
@@ -55,7 +56,7 @@ def test_what_is_admitted_is_what_costs_say_of_it() -> None:
     assert admitted(costs, listed, 2) == costs.permuted([2, 1, 0])
 
 
-def test_nobody_can_sort_by_what_is_drawn() -> None:
+def test_a_pyramid_of_drawn_costs_is_refused() -> None:
     costs = resolve_costs(f"drawn:{ROOT / 'traces' / 'gpt-pp4-bf.pftrace'}").step(Shape(4, 8), 0, 0)
     assert admitted(costs, Admit.GIVEN, 0) is costs
     admitted(costs, ListedOrders("mine", (tuple(range(8)),)), 0)
@@ -74,7 +75,7 @@ FIGURES = re.findall(
     (ROOT / "docs" / "reference" / "costs.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
-"""The rows of docs/reference/costs.md: the hint, the hold, and a figure for each of `COLUMNS`."""
+"""Rows of the table in docs/reference/costs.md: hint, hold, and a figure for each of `COLUMNS`."""
 
 
 def test_the_table_of_the_presets_is_found() -> None:
@@ -90,7 +91,7 @@ def test_the_table_of_the_presets_is_found() -> None:
         for hint, hold, *figures in FIGURES
     ],
 )
-def test_the_presets_come_to_what_the_documentation_says(
+def test_presets_match_the_figures_of_the_documentation(
     hint: str, hold: int, figures: list[str]
 ) -> None:
     num_chunks, placement = (2, Placement.V) if hint == "bfw-deep" else (1, Placement.LOOP)
@@ -117,7 +118,7 @@ def never() -> list[float]:
     raise AssertionError("nobody needs the weights")
 
 
-def test_names() -> None:
+def test_admission_orders_are_resolved_by_name() -> None:
     assert resolve_admission("given", 3) is Admit.GIVEN
     assert resolve_admission("pyramid", 3) is Admit.PYRAMID
     assert list(admission_order(Admit.GIVEN, 5, 3, never)) == [0, 1, 2]
@@ -130,7 +131,7 @@ def test_a_pyramid_is_light_heavy_light() -> None:
     assert pyramid([2.5, 1.5]) == [1, 0]
 
 
-def test_of_equal_microbatches_the_earlier_counts_as_the_lighter() -> None:
+def test_of_equal_microbatches_the_earlier_is_the_lighter() -> None:
     assert pyramid([1, 1, 1, 1, 1]) == [0, 2, 4, 3, 1]
 
 
@@ -145,14 +146,14 @@ def test_a_pyramid_rises_and_then_falls(weights: list[int]) -> None:
     assert admitted[top:] == sorted(admitted[top:], reverse=True)
 
 
-def test_a_file_has_a_line_a_step_and_starts_again() -> None:
+def test_a_file_has_one_line_per_step_and_repeats() -> None:
     listed = parse_admission("2,0,1\n\n 1 2  0 \r\n0, 2, 1,\n", "mine", 3)
     assert listed == ListedOrders("mine", ((2, 0, 1), (1, 2, 0), (0, 2, 1)))
     orders = [admission_order(listed, step, 3, never) for step in range(5)]
     assert orders == [(2, 0, 1), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 2, 0)]
 
 
-def test_without_a_number_the_first_line_says_how_many_there_are() -> None:
+def test_without_a_number_the_first_line_gives_the_number_of_microbatches() -> None:
     listed = parse_admission("1 0", "mine")
     with pytest.raises(UsageError, match="mine admits 2 microbatches and step 7 has 3"):
         admission_order(listed, 7, 3, never)
@@ -162,7 +163,7 @@ def test_without_a_number_the_first_line_says_how_many_there_are() -> None:
 
 @given(st.lists(st.permutations(range(6)), min_size=1, max_size=4), st.sampled_from([",", " "]))
 @examples(quick=50, thorough=500)
-def test_what_is_written_is_read(orders: list[list[int]], separator: str) -> None:
+def test_a_written_file_is_read_back(orders: list[list[int]], separator: str) -> None:
     text = "\n".join(separator.join(map(str, order)) for order in orders)
     assert parse_admission(text, "mine", 6).orders == tuple(map(tuple, orders))
 
@@ -195,12 +196,12 @@ def test_a_file_is_read_or_refused(text: str) -> None:
         (f"0 1 {'9' * 5000}", r"'9{20}\.\.\.' is not one of the 3"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_line(text: str, complaint: str) -> None:
+def test_an_invalid_file_is_refused_with_its_line(text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         parse_admission(text, "mine", 3)
 
 
-def test_files_are_found_by_ending_or_because_they_are_there(tmp_path: Path) -> None:
+def test_files_are_found_by_suffix_or_by_existence(tmp_path: Path) -> None:
     for name in ("order.csv", "order.txt", "order"):
         path = tmp_path / name
         path.write_text("﻿1 0\n", encoding="utf-8")
@@ -218,12 +219,14 @@ def test_files_are_found_by_ending_or_because_they_are_there(tmp_path: Path) -> 
         ("/", "cannot read the admission file /: Is a directory"),
     ],
 )
-def test_what_is_neither_is_refused(text: str, complaint: str) -> None:
+def test_an_unknown_admission_order_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=re.escape(complaint)):
         resolve_admission(text, 2)
 
 
-def test_other_bytes_than_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binary_and_oversized_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "order.csv").write_bytes(b"\xff\xfe0 1")
     with pytest.raises(UsageError, match=r"order\.csv: it is not UTF-8 text"):
         resolve_admission(str(tmp_path / "order.csv"), 2)
@@ -235,8 +238,8 @@ def test_other_bytes_than_text_are_refused(tmp_path: Path, monkeypatch: pytest.M
         resolve_admission("/dev/zero", 2)
 
 
-# `--admit`: the same order for every dispatch. The training under it is a row of
-# megatron/test_learns_the_same.py.
+# `--admit` in training: the order is the same for every dispatch. megatron/test_learns_the_same.py
+# trains with it.
 
 
 SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
@@ -245,14 +248,14 @@ SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
 def order_of(
     settings: TrainSettings, step: int, modelled: ModelledSteps | None = None, groups: Any = None
 ) -> list[int]:
-    """The order of a step of four items."""
+    """Return the admission order of a step of four items."""
     num = settings.data.microbatches
     items: Any = SimpleNamespace(items=lambda: "abcd")
     admission = StepAdmission(settings.step, num, modelled)
     return list(admission.order(step, items, num, groups, dict, torch.device("cpu")))
 
 
-def test_what_is_known_without_the_data(tmp_path: Path) -> None:
+def test_orders_that_need_no_data(tmp_path: Path) -> None:
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     groups = SimpleNamespace(tp=alone, cp=alone, pp=alone)
     assert order_of(TrainSettings(**SIZES), 7) == [0, 1, 2, 3]
@@ -266,7 +269,7 @@ def test_what_is_known_without_the_data(tmp_path: Path) -> None:
     ]
 
 
-def test_modelled_costs_say_what_is_heavy() -> None:
+def test_a_pyramid_uses_modelled_costs() -> None:
     settings = TrainSettings(**SIZES, admit="pyramid", pace="multimodal")
     costs = resolve_costs("multimodal")
     for replica in range(2):
@@ -279,7 +282,7 @@ def test_modelled_costs_say_what_is_heavy() -> None:
             assert order_of(settings, step, pace.modelled) == pyramid(weights_ns(times))
 
 
-def test_a_pace_that_models_nothing_says_nothing() -> None:
+def test_a_pace_without_costs_keeps_the_given_order() -> None:
     settings = TrainSettings(**SIZES, jitter="J1")
     pace = make_pace(None, parse_jitter("J1"), Admit.GIVEN, settings.run.seed, settings.shape, 1, 0)
     assert pace is not None
@@ -303,6 +306,6 @@ def test_a_pace_that_models_nothing_says_nothing() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict[str, Any], complaint: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         check_settings(TrainSettings(**SIZES, **settings))

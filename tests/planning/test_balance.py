@@ -1,4 +1,4 @@
-"""Balancing a global batch over replicas: the rule, its files, and balanced costs."""
+"""Tests of balancing a global batch over replicas: the algorithm, its files, and balanced costs."""
 
 import random
 from dataclasses import replace
@@ -38,14 +38,14 @@ from rrfp.train.settings import TrainSettings
 
 
 def items_of(seed: int, num: int, num_ranks: int) -> list[Times]:
-    """Some ranks grow with one length of an item, and the others with another."""
+    """Draw items with two lengths: one is the time of the first rank, the other of all others."""
     drawn = random.Random(seed)
     lengths = [(drawn.lognormvariate(0, 1), drawn.lognormvariate(0, 0.5)) for _ in range(num)]
     return [[images] + [text] * (num_ranks - 1) for images, text in lengths]
 
 
 def score(items: list[Times]) -> float:
-    """Twice what a replica is estimated to take: its load, and half of its heaviest item."""
+    """Return twice the estimated time of a replica: its load plus half of its heaviest item."""
     return 2 * max(map(sum, zip(*items, strict=True))) + max(map(sum, items))
 
 
@@ -71,7 +71,7 @@ def best_of_three(items: list[Times]) -> float:
     )
 
 
-def test_every_item_is_assigned_once_and_as_many_to_each() -> None:
+def test_every_item_is_assigned_once_in_equal_numbers() -> None:
     for seed in range(20):
         items = items_of(seed, 24, 3)
         for num_replicas in (1, 2, 3, 4, 8, 24):
@@ -82,7 +82,7 @@ def test_every_item_is_assigned_once_and_as_many_to_each() -> None:
             assert balance_batch(items, num_replicas) == shares
 
 
-def test_it_comes_close_to_the_best_that_there_is() -> None:
+def test_the_assignment_is_close_to_the_best() -> None:
     of_two, of_three = [], []
     for seed in range(12):
         items = items_of(seed, 10, 3)
@@ -95,8 +95,8 @@ def test_it_comes_close_to_the_best_that_there_is() -> None:
         assert sum(ratios) / len(ratios) < 1.03
 
 
-def test_a_heavy_item_counts_beside_the_load() -> None:
-    # Loads alone would be even with 6 and 4 beside 5 and 5.
+def test_a_heavy_item_counts_in_addition_to_the_load() -> None:
+    # By load only, 12 + 5 + 1 + 1 and 6 + 5 + 5 + 1 would be best.
     items = equal_times([12, 1, 1, 1, 6, 5, 5, 5], 4)
     shares = balance_batch(items, 2)
     loads = [sum(items[number][0] for number in share) for share in shares]
@@ -104,14 +104,14 @@ def test_a_heavy_item_counts_beside_the_load() -> None:
     assert loads[with_heavy] < loads[1 - with_heavy]
 
 
-def test_equal_items_stay_equal() -> None:
+def test_equal_items_are_divided_equally() -> None:
     assert {len(share) for share in balance_batch(equal_times([0.0] * 8, 2), 4)} == {2}
     assert {len(share) for share in balance_batch(equal_times([3.0] * 8, 2), 4)} == {2}
 
 
 def test_files_are_read_back(tmp_path: Path) -> None:
     lines = [[[0, 3], [2, 1]], [[3, 2], [1, 0]]]
-    path = tmp_path / "dealing.csv"
+    path = tmp_path / "assignments.csv"
     path.write_text("".join(map(format_step, lines)) + "\n0,1;2,3\n")
     listed = resolve_balancing(str(path))
     assert not isinstance(listed, AdmitAcross)
@@ -143,7 +143,7 @@ def test_files_are_read_back(tmp_path: Path) -> None:
         (f"0 {'9' * 50}", "'99999999999999999999...' is not one of the 2 items"),
     ],
 )
-def test_wrong_files_are_refused(text: str, complaint: str) -> None:
+def test_invalid_files_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         parse_assignments(text, "mine")
 
@@ -151,7 +151,7 @@ def test_wrong_files_are_refused(text: str, complaint: str) -> None:
 V = Shape(4, 8, 2, Placement.V)
 
 
-def test_balanced_costs_are_those_of_all_replicas() -> None:
+def test_balanced_costs_combine_all_replicas() -> None:
     given = preset("multimodal")
     balanced = BalancedCosts(given, 3)
     shares = balanced.assignment(V, 7)
@@ -203,7 +203,7 @@ def test_a_paced_run_has_the_assignments_of_the_simulator(tmp_path: Path) -> Non
 
 
 def rows_of(num_replicas: int, seeds: range) -> list[float]:
-    """The mean seconds of given + pyramid, and of balanced + pyramid."""
+    """Return the mean step times in seconds of given and of balanced items, both with a pyramid."""
     policy = Policy(HINTS["zb-v"], None, Dispatch.READY, None, Fraction(8))
     policy, shape = fitted(policy, Shape(8, 32, 2, Placement.V))
     given = preset("multimodal")
@@ -221,13 +221,13 @@ def rows_of(num_replicas: int, seeds: range) -> list[float]:
     return [row.mean_s for row in run_settings(settings, seeds)]
 
 
-def test_balancing_pays() -> None:
+def test_balancing_saves_time() -> None:
     given, balanced = rows_of(4, range(30_000, 30_006))
     assert given / balanced > 1.1
 
 
 @pytest.mark.slow
-def test_balancing_pays_as_much_as_documented() -> None:
+def test_balancing_saves_as_much_as_documented() -> None:
     for num_replicas, least in ((4, 1.10), (8, 1.14)):
         given, balanced = rows_of(num_replicas, range(40_000, 40_020))
         assert given / balanced > least
@@ -248,18 +248,18 @@ SIZES = {"pp": 2, "layers": 4, "microbatches": 4}
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict[str, object], complaint: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, object], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         check_settings(TrainSettings(**{**SIZES, "admit_across": "replicas", **settings}))
 
 
-def test_a_cost_may_weigh_balanced_items() -> None:
+def test_balancing_accepts_an_admission_cost() -> None:
     settings = {"dp": 2, "admit_across": "replicas", "admit_cost": "tokens"}
     check_settings(TrainSettings(**SIZES, **settings))
     DispatchSettings(admit_across="replicas", admit_cost="tokens")
 
 
-def test_a_job_is_refused_the_same() -> None:
+def test_dispatch_settings_refuse_the_same_combinations() -> None:
     wrong: dict[str, Any]
     for wrong, complaint in (
         ({"admit_across": 3}, "admit_across is 3; it must be a name or a path"),
@@ -285,7 +285,7 @@ def test_rows_of_the_simulator_are_balanced(tmp_path: Path) -> None:
     assert asked[1].described()["admit_across"] == "replicas"
     given, balanced = run_settings(settings_of(asked, recorded=False), range(1, 9))
     assert given.mean_s > balanced.mean_s
-    # The same multiple of 1F1B's peak is the same memory.
+    # The same multiple of 1F1B's peak gives both rows the same memory.
     rows = [f"dp=4 hold=1.0x admit-across={across}" for across in AdmitAcross]
     settings = settings_of(parse_rows(flags, rows, []), recorded=False)
     given_hold, balanced_hold = (with_budget(each, range(5)).policy.hold for each in settings)

@@ -1,5 +1,5 @@
-"""The choice of a hint by simulation: what it may choose from, that it keeps to the memory, and
-that it is never much slower than an order that binds."""
+"""Tests of the choice of a hint by simulation: its candidates, its memory bound, and that it is
+never much slower than a binding order."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ def names(asked: Policy, shape: Shape, **more: Any) -> set[str]:
     return {describe_choice(each.policy) for each in candidates_of(asked, shape, **more)}
 
 
-def test_auto_begins_with_what_is_good_in_most_cases() -> None:
+def test_auto_starts_with_a_hint_for_the_shape() -> None:
     assert [AUTO.for_shape(shape).name for shape in (V, LOOP, ONE)] == ["zb-v", "bfw-deep", "bfw"]
     assert AutoHint(first="gpipe").for_shape(V).name == "gpipe"
     assert not AutoHint(first="gpipe").splits_backward
@@ -75,7 +75,7 @@ def test_candidates_fit_the_shape_and_the_bounds() -> None:
     assert not any(name.startswith("interleaved") for name in names(Policy(AUTO), V))
     assert {"1f1b fixed", "zb-h1 fixed"} <= names(Policy(AUTO), ONE)
     assert not any("-deep" in name for name in names(Policy(AUTO), ONE))
-    # On rank 0 a binding 1F1B keeps four microbatches.
+    # On rank 0 a binding 1F1B holds four microbatches.
     assert "1f1b fixed" not in names(Policy(AUTO, hold=3), ONE)
     assert "1f1b fixed" in names(Policy(AUTO, hold=4), ONE)
     assert "1f1b fixed" in names(Policy(AUTO, limit=PAPER_LIMIT), ONE)
@@ -93,11 +93,11 @@ def test_candidates_fit_the_shape_and_the_bounds() -> None:
 
 
 def playing(times: Mapping[str, Sequence[int | None]]) -> Callable[[Candidate, int], int | None]:
-    """Play steps with these times in ns by candidate, and 1000 ns under others."""
+    """Return a player whose steps take these ns under named candidates, and 1000 ns otherwise."""
     return lambda candidate, step: times.get(describe_choice(candidate.policy), [1000] * 8)[step]
 
 
-def test_the_best_one_on_all_steps_is_chosen() -> None:
+def test_the_candidate_that_is_best_over_all_steps_is_chosen() -> None:
     candidates = candidates_of(Policy(AUTO), V)
     lucky = [850] + [1200] * 7
     choice = choose(candidates, playing({"bf ready": lucky, "v-half ready": [900] * 8}), 8)
@@ -108,7 +108,7 @@ def test_the_best_one_on_all_steps_is_chosen() -> None:
     assert choice.num_simulations < 8 * choice.num_candidates
 
 
-def test_it_changes_only_for_a_gain_above_the_noise() -> None:
+def test_the_policy_changes_only_for_a_gain_above_the_noise() -> None:
     candidates = candidates_of(Policy(AUTO), V)
     current = candidates[0]
 
@@ -124,7 +124,7 @@ def test_it_changes_only_for_a_gain_above_the_noise() -> None:
     assert chosen(noisy) == "zb-v ready"
 
 
-def test_what_does_not_fit_is_never_chosen() -> None:
+def test_a_candidate_that_does_not_fit_is_never_chosen() -> None:
     candidates = candidates_of(Policy(AUTO), V)
     fails = {"bf ready": [500, 500, 500, None, None, None, None, None]}
     choice = choose(
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_never_chosen() -> None:
     assert choose(candidates, lambda *_: None, 8) is None
 
 
-def test_an_order_that_keeps_too_much_in_bytes_is_left_out() -> None:
+def test_an_order_above_the_memory_budget_is_left_out() -> None:
     policy, shape = fitted(Policy(HINTS["zb-v"], None, Dispatch.FIXED), V)
     sizes = ActivationSizes([[10] * 8] * 8)
     (row,) = run_settings([Setting(shape=shape, policy=policy, costs=preset("uniform"))], [1])
@@ -148,13 +148,13 @@ def test_an_order_that_keeps_too_much_in_bytes_is_left_out() -> None:
     assert not fits(policy, shape, sizes, [10 * slots - 1] * 4)
     assert fits(replace(policy, dispatch=Dispatch.READY), shape, sizes, [1] * 4)
     ones = TaskTimes(*([[[1] * 8] * 8] * 3))
-    known = MeasuredSteps([[lambda _: StepConditions(ones, sizes=sizes)]], [10 * slots - 1] * 4)
-    assert known.play(Candidate(policy, shape), 0) is None
+    measured = MeasuredSteps([[lambda _: StepConditions(ones, sizes=sizes)]], [10 * slots - 1] * 4)
+    assert measured.play(Candidate(policy, shape), 0) is None
     ready = replace(policy, dispatch=Dispatch.READY, hold=Bytes(10 * slots - 1))
-    assert known.play(Candidate(ready, shape), 0)
+    assert measured.play(Candidate(ready, shape), 0)
 
 
-def peer(hint: str, shape: Shape, costs: str, jitter: str, seeds: range) -> Row:
+def simulate_binding(hint: str, shape: Shape, costs: str, jitter: str, seeds: range) -> Row:
     policy, shape = fitted(Policy(HINTS[hint], None, Dispatch.FIXED), shape)
     setting = Setting(shape=shape, policy=policy, costs=preset(costs), jitter=parse_jitter(jitter))
     return run_settings([setting], seeds)[0]
@@ -169,7 +169,9 @@ def peer(hint: str, shape: Shape, costs: str, jitter: str, seeds: range) -> Row:
         ("uniform", "slow-stage:1:1.3+lognormal:0.5"),
     ],
 )
-def test_it_is_never_slower_than_what_binds_at_the_same_bytes(costs: str, jitter: str) -> None:
+def test_auto_is_never_slower_than_a_binding_order_with_the_same_bytes(
+    costs: str, jitter: str
+) -> None:
     seeds = range(1234, 1240)
     asked = Setting(
         shape=V,
@@ -185,13 +187,14 @@ def test_it_is_never_slower_than_what_binds_at_the_same_bytes(costs: str, jitter
     peers = [
         each
         for hint, shape in (("1f1b", ONE), ("interleaved", LOOP), ("zb-v", V))
-        if max((each := peer(hint, shape, costs, jitter, seeds)).peak_held_bytes or [0]) <= budget
+        if max((each := simulate_binding(hint, shape, costs, jitter, seeds)).peak_held_bytes or [0])
+        <= budget
     ]
     assert peers
     assert row.mean_s <= 1.01 * min(each.mean_s for each in peers)
 
 
-def test_a_choice_does_not_look_at_the_steps_that_are_played() -> None:
+def test_a_choice_does_not_depend_on_the_simulated_steps() -> None:
     setting = Setting(shape=V, policy=Policy(AUTO), costs=preset("multimodal"))
     chosen = with_choice(setting, range(10, 14))
     assert chosen == with_choice(setting, [13])
@@ -216,7 +219,7 @@ def test_steps_are_described_by_their_policies() -> None:
         description_of_steps(described, [2, 3])
 
 
-def test_a_replay_takes_the_steps_of_the_last_choice() -> None:
+def test_a_replay_uses_the_steps_of_the_last_choice() -> None:
     policies = []
     for name in ("bf", "bf-deep", "bf-deep"):
         policy, shape = fitted(Policy(HINTS[name]), V)
@@ -235,7 +238,7 @@ def test_a_replay_takes_the_steps_of_the_last_choice() -> None:
         read_run(recording, range(2))
 
 
-# The usual limit against 1F1B where nothing varies, and the price of one that is too low.
+# The usual limit compared with 1F1B at constant times, and the cost of a limit that is too low.
 
 
 __all__ = ["run"]
@@ -245,7 +248,7 @@ LATENCIES_NS = (0, TASK_NS // 20)
 
 
 def time_ns(policy: Policy, shape: Shape, latency_ns: int) -> int:
-    """The time of a step of tasks that are all equally long."""
+    """Return the time in ns of a step whose tasks all take equally long."""
     rows = [[TASK_NS] * shape.num_microbatches] * shape.num_stages
     links = Links(latency_ns) if latency_ns else None
     return play(
@@ -259,7 +262,7 @@ def usual_ns(name: str, shape: Shape, latency_ns: int) -> int:
 
 
 def megatrons_ns(shape: Shape, latency_ns: int) -> int:
-    """A setting whose order binds, and whose messages travel beside the work."""
+    """Return the time in ns of a step under Megatron's binding order with asynchronous messages."""
     order = HINTS["1f1b" if shape.num_chunks == 1 else "interleaved"].for_shape(shape)
     policy = Policy(order, dispatch=Dispatch.FIXED)
     return time_ns(policy, replace(shape, kinds=kinds_of(order)), latency_ns)
@@ -318,7 +321,7 @@ def test_the_default_never_loses_on_very_many_ranks(
 
 
 @pytest.mark.parametrize("shape", [Shape(40, 80), Shape(8, 32, 2), Shape(8, 32, 2, Placement.V)])
-def test_auto_begins_and_chooses_among_policies_that_do_not_lose(shape: Shape) -> None:
+def test_auto_uses_only_policies_that_do_not_lose_to_1f1b(shape: Shape) -> None:
     asked = Policy(hint_named("bf")).with_usual_limit().of_shape(shape)
     reference = Shape(shape.num_ranks, shape.num_microbatches, shape.num_chunks)
     candidates = [each for each in candidates_of(asked, shape) if each.policy.hint.name == "bfw"]
@@ -348,7 +351,7 @@ def test_a_bound_that_cannot_fill_the_pipeline_warns_of_the_cost(
     assert warning in " ".join(err.split())
 
 
-def test_the_price_is_what_a_step_takes(run: Run) -> None:
+def test_the_reported_cost_of_a_low_bound_is_the_simulated_one(run: Run) -> None:
     arguments = ("simulate", "--pp", "48", "--microbatches", "192")
     _, out, err = run(*arguments, "--row", "limit=32", "--row", "limit=none", "--format", "json")
     slow, fast = (each["makespan_s"]["mean"] for each in json.loads(out)["rows"])
@@ -382,13 +385,13 @@ def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "use 16 or more, or leave --limit out" in warning
 
 
-def test_a_job_is_warned_once_that_it_may_keep_nearly_all_microbatches(
+def test_a_job_is_warned_once_that_it_may_hold_nearly_all_microbatches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policies = StepPolicies(DispatchSettings().policy)
     for _ in range(2):
         policies.warn_once(Shape(8, 64, 2))
-    for quiet, shape in [
+    for without_warning, shape in [
         (DispatchSettings(), Shape(8, 24, 2)),
         (DispatchSettings(), Shape(8, 64)),
         (DispatchSettings(hint="interleaved"), Shape(8, 64, 2)),
@@ -396,16 +399,16 @@ def test_a_job_is_warned_once_that_it_may_keep_nearly_all_microbatches(
         (DispatchSettings(hint="auto"), Shape(8, 64, 2)),
         (DispatchSettings(hold=64), Shape(8, 64, 2)),
     ]:
-        StepPolicies(quiet.policy).warn_once(shape)
+        StepPolicies(without_warning.policy).warn_once(shape)
     (warning,) = caplog.messages
     assert "bf over 2 chunks fills the pipeline only without a limit" in warning
     assert "nearly all 64 microbatches, where interleaved 1F1B keeps those of about 12" in warning
 
 
-def test_runs_state_the_limit_that_they_had() -> None:
+def test_runs_record_their_limit() -> None:
     asked: dict[str, object] = {"pp": 40, "microbatches": 8, "chunks": 1}
     assert describe_dispatch(DispatchSettings()).policy(asked)["limit"] == 80
     assert TrainSettings(pp=40, layers=40).effective_policy.limit == 80
     assert TrainSettings(pp=16, layers=16).effective_policy.limit == 32
-    # Earlier versions did not state it.
+    # Earlier versions did not record it.
     assert stated_policy({"settings": {"dispatch": "ready", "pp": 40}})["limit"] == 32

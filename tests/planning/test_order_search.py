@@ -1,4 +1,4 @@
-"""Trials share their draws, and the search for an order of entry repeats and is bounded."""
+"""Tests of the search for an admission order, its cost model, and the trials of the simulator."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ from rrfp.simulate.step import new_recording
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, step_windows
 from tests.properties.cases import examples
 
-# Planned orders of entry: the search, its processes, and what it plans by.
+# Planned admission orders: the search, its processes, and its forecasts.
 
 
 COSTS = preset("multimodal")
@@ -46,7 +46,7 @@ POLICY, SHAPE = fitted(
 )
 
 
-def known(seed: int, **changes: object) -> StepForecast:
+def forecast(seed: int, **changes: object) -> StepForecast:
     found = forecast_step(COSTS, JITTER, POLICY, SHAPE, seed, 0)
     return replace(found, **changes)  # type: ignore[arg-type]
 
@@ -62,32 +62,32 @@ def setting(admit: Admit = Admit.PLAN, num: int = 60) -> Setting:
     )
 
 
-def test_a_plan_depends_on_nothing_else() -> None:
-    plan = plan_order(known(1), 60)
-    assert plan == plan_order(known(1), 60)
+def test_a_plan_depends_only_on_its_inputs() -> None:
+    plan = plan_order(forecast(1), 60)
+    assert plan == plan_order(forecast(1), 60)
     assert sorted(plan.order) == list(range(12))
-    assert plan != plan_order(known(1, key=(2, 0)), 60)
-    assert plan_order(known(1), 1).order == known(1).pyramid
+    assert plan != plan_order(forecast(1, key=(2, 0)), 60)
+    assert plan_order(forecast(1), 1).order == forecast(1).pyramid
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_plan_is_never_worse_by_its_own_estimate(seed: int) -> None:
-    plan = plan_order(known(seed), 40)
+def test_a_plan_is_never_worse_than_a_pyramid_by_its_own_estimate(seed: int) -> None:
+    plan = plan_order(forecast(seed), 40)
     assert plan.predicted_ns <= plan.pyramid_ns
-    if plan.order == known(seed).pyramid:
+    if plan.order == forecast(seed).pyramid:
         assert plan.predicted_ns == plan.pyramid_ns
 
 
-def test_plans_gain_on_noise_that_they_never_saw() -> None:
+def test_plans_save_time_under_noise_outside_their_search() -> None:
     seeds = range(100, 106)
     pyramid, plan = run_settings([setting(Admit.PYRAMID), setting(num=120)], seeds)
     assert fmean(plan.makespans_s) < 0.985 * fmean(pyramid.makespans_s)
     assert num_plans([setting(Admit.PYRAMID), setting()], seeds) == 6
 
 
-def test_without_noise_a_plan_predicts_what_is_played() -> None:
-    quiet = replace(setting(), jitter=NO_JITTER)
-    (row,) = run_settings([quiet], [7])
+def test_without_noise_a_plan_predicts_the_exact_makespan() -> None:
+    without_jitter = replace(setting(), jitter=NO_JITTER)
+    (row,) = run_settings([without_jitter], [7])
     plan = plan_order(forecast_step(COSTS, NO_JITTER, POLICY, SHAPE, 7, 0), 60)
     assert row.trials[0].makespan_ns == plan.predicted_ns < plan.pyramid_ns
 
@@ -99,8 +99,8 @@ def test_one_microbatch_has_one_order() -> None:
     assert (plan.order, plan.num_candidates) == ((0,), 1)
 
 
-def test_draws_are_of_no_step_that_is_played() -> None:
-    step = known(3)
+def test_noise_draws_differ_from_those_of_simulated_steps() -> None:
+    step = forecast(3)
     drawn = NoisySteps(step).makespan_ns(step.pyramid, 0)
     given = run_settings([setting(Admit.PYRAMID)], [3])[0].trials[0].makespan_ns
     assert drawn != given
@@ -110,24 +110,24 @@ def test_draws_are_of_no_step_that_is_played() -> None:
     ("jitter", "noise"),
     [("none", 0.0), ("lognormal:0.1", 0.1), ("lognormal:0.5", 0.5), ("slow-stage:1:2", 0.0)],
 )
-def test_the_noise_is_that_of_the_jitter(jitter: str, noise: float) -> None:
+def test_the_noise_matches_the_jitter(jitter: str, noise: float) -> None:
     assert noise_of(parse_jitter(jitter), Shape(4, 64)) == pytest.approx(noise, rel=0.1)
 
 
-def test_processes_plan_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_LEAST_SIMULATIONS", 1)
-    steps = [known(seed) for seed in range(3)]
+    steps = [forecast(seed) for seed in range(3)]
     ended: list[int] = []
     assert many.plan_all(steps, 20, lambda: ended.append(1), num_processes=2) == many.plan_all(
         steps, 20, num_processes=1
     )
     assert len(ended) == 3
-    stuck = known(0, policy=replace(POLICY, hold=Bytes(1)))
+    stuck = forecast(0, policy=replace(POLICY, hold=Bytes(1)))
     with pytest.raises(UsageError, match="is below the"):
         many.plan_all([stuck, stuck], 20, num_processes=2)
 
 
-def test_costs_that_are_not_known_are_not_planned() -> None:
+def test_a_plan_of_unknown_costs_is_refused() -> None:
     class Drawn:
         def step(self, shape: Shape, seed: int, replica: int) -> object:
             return replace(COSTS.step(shape, seed, replica), is_known=False)
@@ -136,14 +136,14 @@ def test_costs_that_are_not_known_are_not_planned() -> None:
         run_settings([replace(setting(), costs=Drawn())], [1])  # type: ignore[arg-type]
 
 
-def test_a_process_that_is_stopped_is_named() -> None:
+def test_a_stopped_process_is_named() -> None:
     process = PlannerProcess("plan_simulated_steps")
     try:
         os.kill(process.pid, signal.SIGSTOP)
-        assert process.send((known(1), 10))
+        assert process.send((forecast(1), 10))
         with pytest.raises(RrfpError, match=f"process {process.pid} has not answered in 0.2 s"):
             process.wait(0.2)
-        # The pipe takes what fits, and nobody waits for room.
+        # The pipe accepts requests until it is full, and `send` does not block.
         assert not all(process.send(np.zeros(2**15)) for _ in range(8))
     finally:
         process.close()
@@ -155,7 +155,7 @@ def test_a_process_ends_with_its_parent() -> None:
         "import os, time\n"
         "from rrfp.planning.planner_process import PlannerProcess\n"
         "process = PlannerProcess('plan_simulated_steps', niceness=5)\n"
-        # Another process that holds the pipe open.
+        # Another process keeps the pipe open.
         "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(60)\n"
@@ -184,7 +184,7 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-# The cost model of a planner: what tasks took, gathered from records, and fitted.
+# The cost model of a planner: measured task times from records, and a fit of them.
 
 
 NUM_STAGES, NUM = 4, 16
@@ -197,7 +197,8 @@ def features_of(random: np.random.Generator) -> np.ndarray:
 
 
 def measured_of(features: np.ndarray, random: np.random.Generator, noise: float) -> np.ndarray:
-    """Language stages take tokens and their squares, vision stages patches."""
+    """Return measurements. Language stages depend on tokens and their squares, stage 0 on
+    patches."""
     found = np.zeros((5, NUM_STAGES, NUM))
     for stage in range(NUM_STAGES):
         weights = [5e4, 2e3, 20, 0, 0] if stage else [1e5, 0, 0, 4e4, 0]
@@ -208,7 +209,7 @@ def measured_of(features: np.ndarray, random: np.random.Generator, noise: float)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_costs_are_found_in_the_features(noise: float) -> None:
+def test_the_model_learns_costs_from_features(noise: float) -> None:
     random, model = np.random.default_rng(7), StepModel()
     assert not model.is_fitted
     for _ in range(6):
@@ -226,7 +227,7 @@ def test_costs_are_found_in_the_features(noise: float) -> None:
     assert np.allclose(found.sizes.pending_w, expected[4], rtol=0.02)
 
 
-def test_a_run_that_becomes_slower_is_followed() -> None:
+def test_the_model_follows_a_run_that_becomes_slower() -> None:
     random, model = np.random.default_rng(3), StepModel()
     for step in range(60):
         features = features_of(random)
@@ -236,7 +237,7 @@ def test_a_run_that_becomes_slower_is_followed() -> None:
     assert np.median(found / measured_of(features, random, 0.0)[0]) == pytest.approx(2, rel=0.1)
 
 
-def test_other_features_begin_anew() -> None:
+def test_other_features_reset_the_model() -> None:
     random, model = np.random.default_rng(3), StepModel()
     features = features_of(random)
     model.learn(features, measured_of(features, random, 0.0))
@@ -245,10 +246,10 @@ def test_other_features_begin_anew() -> None:
     assert len(model.predict(features[:, :2]).times.forward[0]) == NUM
 
 
-def test_a_table_is_of_the_last_whole_step() -> None:
+def test_the_table_has_the_last_whole_step() -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
-    taken: list[Record] = []
-    measured = MeasuredTasks(taken.append)
+    recorded: list[Record] = []
+    measured = MeasuredTasks(recorded.append)
     assert not measured.table(shape).any()
     tasks = [
         task_of(Kind.F, 0, 10, held=100),
@@ -264,11 +265,11 @@ def test_a_table_is_of_the_last_whole_step() -> None:
     measured.record(PhaseRecord(0, 600, 0, Phase.SCHEDULE, 4096))
     measured.record(task_of(Kind.F, 0, 10, held=5)._replace(step=1))
     *numbers, budget = measured.table(shape).tolist()
-    # F, B and W, then what is kept from F on, and what is owed to W.
+    # The times of F, B and W, then the activation bytes, then the pending bytes of W.
     assert numbers == [10, 20, 50, 30, 60, 40, 100, 200, 60, 80]
     assert budget == 4096
     assert not measured.table(Shape(2, 3, kinds=SPLIT_BACKWARD)).any()
-    assert len(taken) == len(tasks) + 2
+    assert len(recorded) == len(tasks) + 2
 
 
 def task_of(kind: Kind, microbatch: int, time_ns: int, held: int) -> TaskRecord:
@@ -282,7 +283,7 @@ MS = 1_000_000
 
 @dataclass(eq=False)
 class DrawnCosts:
-    """Times drawn for every task, and a note of each time that they are asked for."""
+    """Costs with times drawn for every task, which record each request for a step."""
 
     links: Links = field(default_factory=Links)
     agreement_ns: int = 0
@@ -339,14 +340,14 @@ def setting_of(
     )
 
 
-def test_what_rows_of_one_shape_share_is_drawn_once_a_seed_and_replica() -> None:
+def test_rows_of_one_shape_share_the_draws_of_a_seed_and_replica() -> None:
     costs = DrawnCosts()
     settings = [setting_of(costs, hint, num_replicas=2) for hint in ("bf", "fb", "1f1b")]
     run_settings([replace(each, jitter=settings[0].jitter) for each in settings], range(5, 8))
     assert costs.asked == [(seed, replica) for seed in range(5, 8) for replica in range(2)]
 
 
-def test_a_row_does_not_depend_on_what_it_is_compared_with() -> None:
+def test_a_row_does_not_depend_on_the_other_rows() -> None:
     settings = [
         setting_of(DrawnCosts(), hint, admit=admit, jitter="lognormal:0.5")
         for hint in ("bf", "bfw", "1f1b")
@@ -358,7 +359,7 @@ def test_a_row_does_not_depend_on_what_it_is_compared_with() -> None:
     assert len({row.mean_s for row in together}) > 3
 
 
-def test_seeds_are_steps_of_their_own() -> None:
+def test_every_seed_is_an_independent_step() -> None:
     (row,) = run_settings([setting_of(DrawnCosts())], range(3))
     singles = [run_settings([setting_of(DrawnCosts())], [seed])[0].trials[0] for seed in range(3)]
     assert list(row.trials) == singles
@@ -384,13 +385,13 @@ def test_one_rank_runs_at_its_floor_and_load() -> None:
     assert row.bubble_fraction == 0
 
 
-def test_replicas_meet_at_the_end_and_reduce() -> None:
+def test_replicas_synchronize_and_reduce_at_the_end() -> None:
     def makespan_ns(num_replicas: int, gradient_sync_ns: int) -> int:
         costs = DrawnCosts(gradient_sync_ns=gradient_sync_ns)
         (row,) = run_settings([setting_of(costs, num_replicas=num_replicas)], [7])
         return row.trials[0].makespan_ns
 
-    # There is nothing to reduce with.
+    # A single replica has no gradients to reduce.
     assert makespan_ns(1, MS) == makespan_ns(1, 0)
     assert makespan_ns(4, MS) == makespan_ns(4, 0) + MS
     by_count = [makespan_ns(count, 0) for count in (1, 2, 3, 4)]
@@ -398,7 +399,7 @@ def test_replicas_meet_at_the_end_and_reduce() -> None:
     assert by_count[0] < by_count[-1]
 
 
-def test_a_group_pays_for_agreeing_but_not_where_an_order_binds() -> None:
+def test_a_group_pays_for_agreement_except_under_a_binding_order() -> None:
     def makespan_ns(
         num_members: int, dispatch: Dispatch, agreement_ns: int = 0, lateness_ns: int = 0
     ) -> int:
@@ -416,7 +417,7 @@ def test_a_group_pays_for_agreeing_but_not_where_an_order_binds() -> None:
     assert makespan_ns(2, Dispatch.READY, agreement_ns=MS) > makespan_ns(2, Dispatch.READY)
 
 
-def test_links_that_cost_delay_a_step_and_more_so_where_they_block() -> None:
+def test_link_latency_delays_a_step_and_more_so_over_blocking_links() -> None:
     def makespan_ns(latency_ns: int, *, blocking: bool) -> int:
         costs = DrawnCosts(Links(latency_ns=latency_ns))
         asked = setting_of(costs, "1f1b", dispatch=Dispatch.FIXED, blocking=blocking)
@@ -426,7 +427,7 @@ def test_links_that_cost_delay_a_step_and_more_so_where_they_block() -> None:
     assert makespan_ns(MS, blocking=False) < makespan_ns(MS, blocking=True)
 
 
-def test_a_recording_is_given_a_step_a_seed() -> None:
+def test_a_recording_has_one_step_per_seed() -> None:
     settings = [setting_of(DrawnCosts(), hint) for hint in ("bf", "bfw")]
     recordings = [new_recording(each.shape, 1, 1, {}) for each in settings]
     rows = run_settings(settings, range(2), recordings=recordings)
@@ -448,7 +449,7 @@ def test_finished_is_called_after_every_trial() -> None:
     assert len(calls) == 12
 
 
-def test_what_a_row_says() -> None:
+def test_figures_of_a_row() -> None:
     s = 1_000_000_000
     row = Row(
         (

@@ -1,5 +1,5 @@
-"""Random steps, each drawn whole from one seed: what is asked of the dispatchers, and the world
-that they are asked in."""
+"""Random steps, each drawn from one seed: the policies of the dispatchers, and the conditions under
+which the step is played."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +35,15 @@ from rrfp.schedule.tasks import (
 )
 from rrfp.trace.records import StimulusRecord
 from tests.properties.naive_dispatcher import Checked, NaiveDispatcher
-from tests.properties.virtual_time import Decider, History, Node, Said, Sets, World, play
+from tests.properties.virtual_time import (
+    Announcer,
+    Decider,
+    History,
+    Node,
+    Sets,
+    VirtualConditions,
+    play,
+)
 
 MAX_RANKS, MAX_CHUNKS, MAX_MICROBATCHES, MAX_MEMBERS = 8, 4, 32, 4
 
@@ -44,12 +52,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 D = TypeVar("D", bound=Decider)
 
 MOST_TASKS_VALIDATED = 48
-"""A check takes as long as a rank has tasks, and there are more than two stimuli a task."""
+"""Largest number of tasks of a rank whose dispatcher checks itself. A check takes time in
+proportion to the tasks, and runs at more than two stimuli per task."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One random step of `num_members` coupled pipelines."""
+    """A random step of `num_members` coupled pipelines."""
 
     seed: int
     shape: Shape
@@ -63,9 +72,9 @@ class Case:
     collectives: tuple[Sets, ...]
     """By stage, the members that share a collective inside its tasks."""
     sizes: ActivationSizes | None = None
-    """What microbatches keep, by stage."""
+    """Activation bytes of microbatches, by stage."""
     budgets: tuple[int, ...] | None = None
-    """By rank, the hold in bytes."""
+    """The hold in bytes, by rank."""
 
     @property
     def binds(self) -> bool:
@@ -73,27 +82,28 @@ class Case:
 
     @property
     def bound_on_depth(self) -> int | None:
-        """The limit, where it withholds anything."""
+        """The limit on D, or None if it does not apply."""
         return self.limit if self.binds else None
 
     @property
     def bound_on_held(self) -> int | None:
-        """The hold in slots, where it withholds anything."""
+        """The hold in slots, or None if it does not apply."""
         return self.hold if self.binds else None
 
     @property
     def groups(self) -> list[list[int]]:
-        """The members that agree, the same on every rank: who shares one collective anywhere."""
+        """The groups of members that agree: those connected by shared collectives on any stage.
+        They are the same on every rank."""
         return connected(self.num_members, self.collectives)
 
     @property
     def order(self) -> Order:
-        """What the hint gives when all times are equal."""
+        """The order that the hint gives with equal times of all tasks."""
         order = order_of(self.hint, self.shape)
         return order if order.shape == self.shape else order.forwards()
 
     def deciders(self, make: Callable[..., D], order: Order | None = None) -> list[list[D]]:
-        """By rank and member. `make` takes what `Dispatcher` takes."""
+        """Make a decider for each rank and member. `make` takes the arguments of `Dispatcher`."""
         group_of = {
             member: Group(len(group), leads=member == group[0])
             for group in self.groups
@@ -110,15 +120,15 @@ class Case:
         ]
 
     def memory(self, rank: int) -> dict[str, Any]:
-        """What a dispatcher of this rank is told of memory."""
+        """Return the memory arguments of this rank's dispatcher."""
         if self.sizes is None:
             return {}
         sizes = self.sizes.of(self.shape.stages_of(rank))
         return {"sizes": sizes, "budget": None if self.budgets is None else self.budgets[rank]}
 
     def policy(self, order: Order | None = None) -> Policy:
-        """What steers the step, its places counted in that order; `w` and the rule are left out
-        where they do not count."""
+        """Return the policy of the step, which counts positions in `order`. It leaves out `w` and
+        the agreement rule where they have no effect."""
         policy = Policy(
             self.hint,
             order,
@@ -132,27 +142,29 @@ class Case:
         return replace(policy, w=w, agreement=self.rule)
 
     def dispatchers(self) -> list[list[Dispatcher]]:
-        """Without an order to count positions in, unless it is what binds."""
-        return self.deciders(validated, self.order if self.dispatch is Dispatch.FIXED else None)
+        """Make dispatchers that count positions only in a binding order."""
+        return self.deciders(
+            validating_dispatcher, self.order if self.dispatch is Dispatch.FIXED else None
+        )
 
     def checked_dispatchers(self) -> list[list[Checked]]:
-        """Dispatchers that are held against their specification as they go."""
+        """Make dispatchers that are compared with their specification at every stimulus."""
         order = self.order
         return [
             [Checked(*pair) for pair in zip(*of_rank, strict=True)]
             for of_rank in zip(
-                self.deciders(validated, order),
+                self.deciders(validating_dispatcher, order),
                 self.deciders(NaiveDispatcher, order),
                 strict=True,
             )
         ]
 
     def play(self, deciders: Sequence[Sequence[Decider]]) -> History:
-        return play(self.shape, deciders, self.world())
+        return play(self.shape, deciders, self.conditions())
 
-    def world(self) -> World:
-        """Lognormal times; latencies that differ by member, so that members see arrivals in
-        different orders; decisions ahead of the running task's end, or none."""
+    def conditions(self) -> VirtualConditions:
+        """Draw lognormal times, and latencies that differ by member, so that members see arrivals
+        in different orders. In half of the cases, ranks decide ahead of the running task's end."""
         rng = random.Random(self.seed)
         sigma = rng.choice([0.0, 0.5, 2.0])
         jitter_ns = rng.choice([0, 10, 200])
@@ -168,40 +180,40 @@ class Case:
         def ahead(_node: Node) -> int | None:
             return int(30 * rng.random()) if decides_ahead else None
 
-        return World(
+        return VirtualConditions(
             duration,
             latency,
             ahead,
-            self._said(),
+            self._announcer(),
             [self.groups] * self.shape.num_ranks,
             self.collectives,
         )
 
-    def _said(self) -> Said:
-        """Announcements that are right, roughly right, or lies; or none."""
-        # Of its own, so that steps are those that they are without it.
+    def _announcer(self) -> Announcer:
+        """Draw exact, imprecise or wrong announcements, or none."""
+        # Its own generator, so that the draws of times and latencies do not depend on it.
         rng = random.Random(self.seed + 2)
         error = rng.choice([0.0, 0.3, 3.0])
         patience = rng.choice([None, 5, 20, 60])
 
-        def said(_node: Node, _task: Task, duration: int) -> tuple[int, int] | None:
+        def announce(_node: Node, _task: Task, duration: int) -> tuple[int, int] | None:
             if patience is None or rng.random() < 0.1:
                 return None
             return int(duration * rng.lognormvariate(0.0, error)), rng.randint(0, patience)
 
-        return said
+        return announce
 
 
-def validated(
+def validating_dispatcher(
     shape: Shape, rank: int, policy: Policy, group: Group | None = None, **memory: Any
 ) -> Dispatcher:
-    """A dispatcher that checks its books, unless its rank has very many tasks."""
+    """Make a dispatcher that checks its own state, unless its rank has very many tasks."""
     is_small = shape.num_tasks_of_a_rank <= MOST_TASKS_VALIDATED
     return Dispatcher(shape, rank, policy, group, validate=is_small, **memory)
 
 
 def connected(num_members: int, partitions: Sequence[Sets]) -> list[list[int]]:
-    """The members that are together in a set of any partition, directly or through others."""
+    """Return the connected components of members that share a set in any partition."""
     component_of = {member: [member] for member in range(num_members)}
     for partition in partitions:
         for first, *others in partition:
@@ -220,7 +232,7 @@ def random_case(
     dispatch: Dispatch | None = None,
     is_largest: bool = False,
 ) -> Case:
-    """A step of any kind, small ones more often than large ones; what is given is not drawn."""
+    """Draw a step of any kind, more often a small one. Arguments replace drawn values."""
     rng = random.Random(seed)
 
     def size(largest: int) -> int:
@@ -251,19 +263,22 @@ def random_case(
 
 
 def random_case_in_bytes(seed: int, *, max_members: int = MAX_MEMBERS) -> Case:
-    """A step bound in bytes: sizes over a factor of 100, budgets by rank from the least that is
-    accepted, more often tight than loose; where the backward is split, W may be owed a part."""
+    """Draw a step with a hold in bytes.
+
+    Sizes vary by a factor of 100. The budget of a rank is at least the smallest valid one, and
+    often close to it. With a split backward, only a part of the bytes may be pending for W.
+    """
     case = random_case(seed, max_members=max_members, dispatch=Dispatch.READY)
     rng = random.Random(seed + 1)
     shape = case.shape
-    kept = [
+    activations = [
         [int(10 ** rng.uniform(2, 4)) for _ in range(shape.num_microbatches)]
         for _ in range(shape.num_stages)
     ]
-    owed = None
+    pending_w = None
     if rng.random() < 0.5:
-        owed = [[int(size * rng.random()) for size in row] for row in kept]
-    sizes = ActivationSizes(kept, owed)
+        pending_w = [[int(size * rng.random()) for size in row] for row in activations]
+    sizes = ActivationSizes(activations, pending_w)
     least = [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
     slack = rng.choice([1.0, 1.0, 1.2, 2.0, 5.0])
     budgets = tuple(int(each * rng.uniform(1, slack)) for each in least)
@@ -301,8 +316,8 @@ def _random_hint(rng: random.Random, shape: Shape, dispatch: Dispatch) -> tuple[
 
 
 def _random_collectives(rng: random.Random, num_members: int, num_stages: int) -> tuple[Sets, ...]:
-    """Replicas of one size, whose members share every task; and on some stages, or none, pairs of
-    replicas or all of them are coupled as well."""
+    """Draw replicas of equal size, whose members share the collectives of every stage. On some
+    stages, pairs of replicas or all replicas may share collectives, too."""
     size = rng.choice([size for size in (1, 2, 4) if num_members % size == 0] + [num_members])
     coupled_size = rng.choice([min(2 * size, num_members), num_members])
     share_of_coupled_stages = rng.choice([0.0, 0.3, 1.0])
@@ -317,7 +332,7 @@ def _blocks(num_members: int, size: int) -> Sets:
 
 
 def random_order(shape: Shape, seed: int, *, valid: bool) -> Order:
-    """Any permutation of each row, or rows cut from one sequence that could run task by task."""
+    """Draw a random permutation of each row. `valid` rows come from one sequence that can run."""
     rng = random.Random(seed)
     tasks = [task for rank in range(shape.num_ranks) for task in shape.tasks_of(rank)]
     rng.shuffle(tasks)
@@ -343,16 +358,16 @@ def _prerequisites_first(shape: Shape, tasks: list[Task]) -> Iterator[Task]:
         yield from with_prerequisites(each)
 
 
-# How hard a property is tried: few examples in `make test`, as many as it needs in `test-all`.
+# Numbers of examples: few in `make test`, many in `make test-all`.
 
 
 def examples(*, quick: int, thorough: int) -> settings:
-    """Settings with that many examples under the profile of that name."""
+    """Return settings with the number of examples of the current hypothesis profile."""
     is_thorough = settings.get_current_profile_name() == "thorough"
     return settings(max_examples=thorough if is_thorough else quick)
 
 
-# Single decisions, written as text: what arrives, and what the rank answers.
+# Single decisions as text: arrivals, and the rank's answers.
 
 
 def task(text: str) -> Task:
@@ -363,10 +378,10 @@ def an_order(shape: Shape, *rows: str) -> Order:
     return Order("mine", shape, tuple(tuple(task(cell) for cell in row.split()) for row in rows))
 
 
-def turns(
+def hint_dispatcher(
     name: str, shape: Shape, rank: int, *, limit: int | None = None, hold: int | None = None
 ) -> Dispatcher:
-    """A dispatcher under a named hint; `hold` in slots of one chunk and one microbatch."""
+    """Make a dispatcher under a named hint; `hold` is in slots of one chunk and one microbatch."""
     hint = HINTS[name]
     order = order_of(hint, shape)
     order = order if order.shape == shape else order.forwards()
@@ -380,18 +395,18 @@ def arrive(dispatcher: Dispatcher, texts: str, *, now_ns: int = 0, member: int =
 
 
 def ask(dispatcher: Dispatcher, now_ns: int = 0) -> str:
-    """What the rank does now: a task, the cause of its wait, or `done`."""
+    """Ask an idle rank to decide; return its task, the cause of its wait, or `done`."""
     return _answer(dispatcher.handle(now_ns, ComputeIdle()))
 
 
 def ask_ahead(dispatcher: Dispatcher) -> str:
-    """What the rank does once the running task has ended, `nothing` when that is still open."""
+    """Ask a busy rank to decide ahead; return its next task, or `nothing` if it is undecided."""
     instructions = dispatcher.handle(0, DecideAhead())
     return _answer(instructions) if instructions else "nothing"
 
 
 def run_on(dispatcher: Dispatcher) -> str:
-    """The tasks that the rank runs until it waits or is done."""
+    """Return the tasks that the rank runs until it waits or is done."""
     ran = []
     while (answer := ask(dispatcher)) not in [*Cause, "done"]:
         ran.append(answer)
@@ -411,5 +426,5 @@ def _answer(instructions: Sequence[Instruction]) -> str:
 
 
 def replayed(stimuli: Iterable[StimulusRecord], dispatcher: Dispatcher) -> list[Task]:
-    """The tasks that a fresh dispatcher runs when it takes in one step's stimuli again."""
+    """Replay one step's stimuli on a fresh dispatcher; return the tasks that it runs."""
     return [task for _, task in decisions(stimuli, dispatcher) if task is not None]

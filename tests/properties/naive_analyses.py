@@ -1,8 +1,8 @@
-"""Naive versions of analyses: a step's division into causes, and its longest path.
+"""Naive versions of analyses: the division of a step into causes, and its longest path.
 
-It knows tasks and messages alone. Of a run with blocking transfers, and of an imported one, it
-knows no messages, so that it is right only where a message passes as soon as its task has ended and
-its receiver is free.
+They use only tasks and messages. Runs with blocking transfers and imported runs have no messages
+for them. On these runs they are correct only if every message passes as soon as its task has ended
+and its receiver is free.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.schedule.tasks import Cause, Kind
 from rrfp.trace.records import Recording, TaskRecord, WaitRecord
 
-# How one rank's step is divided, an interval at a time: what the tables' way is held against.
+# The division of one rank's step, one interval at a time; tests compare rrfp.analyze with it.
 
 
 Interval = tuple[int, int]
@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 def divide_step(
     window: Interval, tasks: Sequence[TaskRecord], waits: Sequence[WaitRecord]
 ) -> dict[str, int]:
-    """One rank's idle time in a step's window, in nanoseconds, for each of `CAUSES`."""
+    """Return one rank's idle time in a step's window, in ns, for each of `CAUSES`."""
     causes_ns = dict.fromkeys(CAUSES, 0)
     start_ns, end_ns = window
     work = list(_merged(tasks, window))
@@ -41,7 +41,7 @@ def divide_step(
 
 
 def _merged(tasks: Sequence[TaskRecord], window: Interval) -> Iterator[Interval]:
-    """When the rank was at work in the window: disjoint intervals in order of time."""
+    """Yield the intervals of the window in which the rank worked, disjoint and in order."""
     start_ns, end_ns = window
     current: Interval | None = None
     for task in sorted(tasks):
@@ -59,9 +59,9 @@ def _merged(tasks: Sequence[TaskRecord], window: Interval) -> Iterator[Interval]
 
 
 def _share(gaps: Sequence[Interval], waits: Sequence[WaitRecord], causes_ns: dict[str, int]) -> int:
-    """Add the parts of the gaps that a wait explains to its cause; give what none explains.
+    """Add the time of the gaps to the causes of their waits; return the ns without a wait.
 
-    Gaps and waits come in order of time; where waits overlap, the earlier one counts.
+    Gaps and waits are in order of time. If waits overlap, the earlier one counts.
     """
     unexplained_ns = 0
     index = 0
@@ -83,14 +83,14 @@ def _share(gaps: Sequence[Interval], waits: Sequence[WaitRecord], causes_ns: dic
 
 
 Path = dict[tuple[int, str], int]
-"""Time on the path by pipeline rank and kind of task; `link` for what lies between tasks."""
+"""Time in ns on the path by pipeline rank and kind of task; `link` is the time between tasks."""
 
 _Key = tuple[int, str, int, int]
 """Replica, kind, stage and microbatch."""
 
 
 def naive_path(recording: Recording, step: int) -> Path:
-    """The owners of a step's path from the first task's start to the last one's end."""
+    """Return the time on a step's path, from the first task's start to the last task's end."""
     is_imported = "imported" in recording.settings
     starts: dict[_Key, int] = {}
     ends: dict[_Key, int] = {}
@@ -101,7 +101,7 @@ def naive_path(recording: Recording, step: int) -> Path:
     for rank in recording.ranks:
         dp_rank = rank.info.dp_rank
         for phase in rank.phases:
-            # An imported run does not tell when a rank was there.
+            # An imported run does not contain the time at which a rank entered the step.
             if (phase.step, phase.phase) == (step, "schedule") and not is_imported:
                 place = rank.info.pp_rank, dp_rank
                 entries[place] = max(entries[place], phase.start_ns)
@@ -142,13 +142,13 @@ def naive_path(recording: Recording, step: int) -> Path:
 
 
 def naive_work(recording: Recording, step: int) -> Path:
-    """What tasks own of the naive path."""
+    """Return the time of tasks on the naive path."""
     path = naive_path(recording, step)
     return {(pp_rank, kind): ns for (pp_rank, kind), ns in path.items() if kind != "link" and ns}
 
 
 def work_on_path(recording: Recording, step: int) -> Path:
-    """What tasks own of a step's path, as the workbench finds it."""
+    """Return the time of tasks on the path that rrfp's analysis finds."""
     owners = critical_path(frames_of(recording), step).owners
     return {
         (owner.pp_rank, str(owner.kind)): owner.time_ns

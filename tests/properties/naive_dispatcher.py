@@ -1,8 +1,8 @@
-"""The dispatcher's specification, executable: naive, scanning everything at every question.
+"""The executable specification of the dispatcher, which scans all tasks at every decision.
 
-State is what has run and what has arrived at each member; all else is computed from these. Written
-from the method's definitions, not from the dispatcher, for two uses: `Checked` holds a dispatcher
-against it at every stimulus, and a subclass that breaks one rule is a wrong policy on purpose.
+Its state is the tasks that have run and the inputs that have arrived at each member. It is written
+from the method's definitions, not from the dispatcher, and has two uses: `Checked` compares a
+dispatcher with it at every stimulus, and subclasses that break one rule are deliberately wrong.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 
 class NaiveDispatcher:
-    """Takes what a `Dispatcher` takes and answers what it must answer."""
+    """Takes the arguments of a `Dispatcher` and gives the instructions that it must give."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class NaiveDispatcher:
                 cause = Cause.PATIENCE if self.done else Cause.WARMUP
                 return self.wait(now_ns, Wait(cause, self.window(awaited)[1]))
 
-    # What is ready, and what may run.
+    # Ready tasks and permitted tasks.
 
     def here(self, arrived: set[Task]) -> list[Task]:
-        """The unfinished tasks of which every input is here, given what has arrived."""
+        """The unfinished tasks whose inputs are all present, given the arrived ones."""
         return [
             task
             for task in self.unfinished
@@ -127,7 +127,7 @@ class NaiveDispatcher:
         ]
 
     def permitted(self, arrived: set[Task]) -> list[Task]:
-        """Those that no bound withholds."""
+        """The tasks of `here` that no bound withholds."""
         here = self.here(arrived)
         if self.drains():
             next_one = self.next_of_smallest_microbatch()
@@ -135,7 +135,8 @@ class NaiveDispatcher:
         return [task for task in here if self.permits(self.first_of_its_chunk(task, here))]
 
     def first_of_its_chunk(self, task: Task, here: list[Task]) -> Task:
-        """The forward that this one may not overtake; a task of another kind is its own."""
+        """The present forward that must run before this one in its chunk under a hold in bytes. In
+        all other cases it is the task itself."""
         if task.kind is not F or self.budget is None:
             return task
         alike = [other for other in here if other.kind is F and other.stage == task.stage]
@@ -155,7 +156,7 @@ class NaiveDispatcher:
         return self.sizes.activations[self.shape.chunk_of(forward.stage)][forward.microbatch]
 
     def used(self) -> int:
-        """Bytes kept: of a forward until its backward all, until its W what is owed to that."""
+        """Activation bytes in memory: all from F until B, and the pending ones until W."""
         if self.sizes is None or B not in self.shape.kinds:
             return 0
         used = 0
@@ -169,7 +170,7 @@ class NaiveDispatcher:
         return used
 
     def reserve(self, stage: int) -> int:
-        """What the rank's deeper chunks may still need: of each the largest forward left."""
+        """Bytes to reserve for the rank's deeper chunks: the largest unfinished forward of each."""
         return sum(
             max(
                 (self.size(f) for f in self.unfinished if f.kind is F and f.stage == deeper),
@@ -194,7 +195,7 @@ class NaiveDispatcher:
         return self.num_done[F] - self.num_done[W if self.shape.splits_backward else B]
 
     def next_of_smallest_microbatch(self) -> Task:
-        """Of the smallest microbatch that has an F or B left, the first in F0 F1 .. B1 B0."""
+        """The next task of the smallest microbatch with an F or B left, in order F0 F1 .. B1 B0."""
 
         def place(task: Task) -> tuple[int, bool, int]:
             chunk = self.shape.chunk_of(task.stage)
@@ -202,7 +203,7 @@ class NaiveDispatcher:
 
         return min((task for task in self.unfinished if task.kind is not W), key=place)
 
-    # What runs.
+    # The choice of the next task.
 
     def choice(self) -> Task | None:
         if not self.group.leads:
@@ -224,11 +225,11 @@ class NaiveDispatcher:
             return None
         return min(candidates, key=self.place, default=None)
 
-    # What was announced.
+    # Announced tasks.
 
     def awaited(self, now_ns: int, choice: Task) -> Task | None:
-        """The announced task to wait for instead: the best of those that would be chosen now if
-        their input were here. Each rank has it in its own time; a follower's leader decides."""
+        """The announced task to wait for instead of `choice`: the best of those that would be
+        chosen now if their input had arrived. Only the leader of a group calls it."""
         if self.is_fixed or self.fills_idle_time(choice):
             return None
         arrived = self.arrived_by_rule()
@@ -241,18 +242,18 @@ class NaiveDispatcher:
         return self.first_pick(arrived | soon) if soon else None
 
     def fills_idle_time(self, task: Task) -> bool:
-        """Whether it runs only because nothing else may."""
+        """True for a weight gradient that runs only in idle time."""
         is_ranked = self.w is WeightGradients.RANKED and not self.drains()
         return task.kind is W and not is_ranked
 
     def arrived_by_rule(self) -> set[Task]:
-        """What counts as here for a pick: what is here at all members, or at the leader."""
+        """The arrived inputs that count: those at all members (intersection), or at the leader."""
         if self.rule is AgreementRule.INTERSECTION:
             return set.intersection(*self.arrived)
         return self.arrived[0]
 
     def window(self, task: Task) -> tuple[int, int]:
-        """From when, and until when, to wait for it."""
+        """The times in ns from which and until which a rank waits for the task."""
         _, expected_ns, patience_ns = self.announced[task]
         return expected_ns - patience_ns, expected_ns + patience_ns
 
@@ -261,20 +262,21 @@ class NaiveDispatcher:
         return (second, first, W) if self.round_is_half_done else (first, second, W)
 
     def preference(self, task: Task) -> tuple[int, int]:
-        """Within a kind: forwards the shallowest chunk, unless deep; the others the deepest."""
+        """Sort key within a kind: shallow chunks first for forwards, unless the hint is deep; deep
+        chunks first for other kinds."""
         assert isinstance(self.hint, Alternation)
         chunk = self.shape.chunk_of(task.stage)
         shallow = task.kind is F and not self.hint.deep
         return (chunk if shallow else -chunk, task.microbatch)
 
     def place(self, task: Task) -> tuple[bool, int]:
-        """In an order: as written, but weight gradients last when they are for idle time, or
-        while microbatches are finished one by one."""
+        """Sort key in an order: the position. Weight gradients are last if they run in idle time,
+        or while the rank finishes microbatches one by one."""
         is_last = task.kind is W and (self.w is WeightGradients.IDLE or self.drains())
         return (is_last, self.row.index(task))
 
     def run(self, task: Task) -> RunTask:
-        # A follower counts what is ready on it alone, a leader what is ready everywhere.
+        # A follower counts tasks that are ready on itself, a leader those ready at all members.
         kinds = [each.kind for each in self.permitted(set.intersection(*self.arrived))]
         position = skipped = -1
         if self.row:
@@ -332,12 +334,12 @@ class NaiveDispatcher:
         return Cause.BACKWARD_INPUT if forward in self.done else Cause.FORWARD_INPUT
 
     def best_unfinished(self) -> Task:
-        """The first task left in the order that the hint gives, or the oldest without one."""
+        """The first unfinished task of the hint's order, or without one, of the rank's tasks."""
         return next(task for task in self.row or self.unfinished if task not in self.done)
 
 
 class Checked:
-    """A dispatcher that is held against its specification at every stimulus."""
+    """A dispatcher that is compared with its specification at every stimulus."""
 
     def __init__(self, dispatcher: Decider, specification: Decider) -> None:
         self._dispatcher = dispatcher

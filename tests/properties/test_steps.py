@@ -1,4 +1,4 @@
-"""Whole random steps: nothing stalls, every bound holds, and every decision is the right one."""
+"""Tests of random steps: none stalls, every bound holds, and every decision is as specified."""
 
 import random
 from collections import Counter
@@ -47,7 +47,7 @@ def test_no_step_stalls_and_every_bound_holds(case: Case) -> None:
 @pytest.mark.timeout(1800)
 @examples(quick=60, thorough=2_000)
 @given(cases())
-def test_every_answer_is_the_specification_s(case: Case) -> None:
+def test_every_instruction_matches_the_specification(case: Case) -> None:
     check(case, case.play(case.checked_dispatchers()))
 
 
@@ -92,11 +92,11 @@ def test_random_steps_are_of_every_kind() -> None:
         numbers = {kind[1] for kind in seen if kind[0] == name}
         assert numbers == set(range(1, most + 1))
     assert max(case.shape.num_microbatches for case in drawn) == MAX_MICROBATCHES
-    # Replicas that are coupled on some stages only.
+    # Some cases have replicas that are coupled on some stages only.
     assert any(len({str(sets) for sets in case.collectives}) > 1 for case in drawn)
 
 
-def test_who_shares_a_collective_anywhere_is_in_one_group() -> None:
+def test_members_that_share_any_collective_are_in_one_group() -> None:
     assert connected(3, []) == [[0], [1], [2]]
     assert connected(4, [[[0, 1], [2, 3]]]) == [[0, 1], [2, 3]]
     assert connected(4, [[[0, 1], [2], [3]], [[0], [1, 3], [2]]]) == [[0, 1, 3], [2]]
@@ -107,13 +107,13 @@ def test_who_shares_a_collective_anywhere_is_in_one_group() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_of_the_largest_size_is_right(seed: int) -> None:
+def test_a_step_of_the_largest_size_passes_all_checks(seed: int) -> None:
     case = random_case(seed, is_largest=True)
     check(case, case.play(case.dispatchers()))
 
 
-# The paper's bound (section 7) on a readiness-first step: one chunk a rank, messages in no time,
-# no backpressure, any times. In whole nanoseconds, so that nothing is rounded.
+# The paper's bound (section 7) on a readiness-first step with one chunk per rank, instant messages,
+# no backpressure and any task times. Times are whole nanoseconds, so that nothing is rounded.
 
 
 def random_step(seed: int) -> tuple[Shape, TaskTimes]:
@@ -141,7 +141,7 @@ def test_bf_and_bfw_lie_between_the_floor_and_the_paper_s_bound(seed: int) -> No
         assert makespan_ns(name, shape, times) <= paper_bound_ns(shape, times)
 
 
-def test_one_stage_and_equal_times_take_what_the_bound_says() -> None:
+def test_the_bound_is_exact_for_one_stage_and_for_equal_times() -> None:
     alone, times = Shape(1, 3), TaskTimes([[2, 3, 4]], [[2, 3, 4]], [[2, 3, 4]])
     assert paper_bound_ns(alone, times) == 27
     assert makespan_ns("bfw", alone, times) == 27
@@ -159,15 +159,15 @@ def test_the_bound_without_its_sums_does_not_hold(name: str, seed: int) -> None:
     assert without_sums < makespan_ns(name, shape, times) <= paper_bound_ns(shape, times)
 
 
-def test_a_fixed_order_does_not_keep_the_bound() -> None:
+def test_a_fixed_order_can_exceed_the_bound() -> None:
     shape, times = random_step(6)
     assert makespan_ns("1f1b", shape, times, Dispatch.FIXED) > paper_bound_ns(shape, times)
 
 
-# Makespans that the literature gives in closed form, through the simulator, to the nanosecond.
+# Makespans in closed form from the literature, which the simulator must reproduce to the ns.
 #
-# Equal stages and microbatches, free links, the order binding. F, B and W are the times of a whole
-# rank's forward, input gradient and weight gradient; where the backward is whole, B is all of it.
+# Stages and microbatches are equal, links are free, and the order binds. F, B and W are the times
+# of a rank's forward, input gradient and weight gradient; a whole backward is all in B.
 
 
 RANKS = st.integers(1, 6)
@@ -177,7 +177,7 @@ TIMES = st.integers(1, 50)
 def makespan_and_floor(
     name: str, shape: Shape, forward: int, input_gradient: int, weight_gradient: int = 0
 ) -> tuple[int, int]:
-    """With the times of one chunk."""
+    """Simulate a step with these times of one chunk; return its makespan and floor in ns."""
     order = ORDERS[name].for_shape(shape)
     times = equal_times(order.shape, forward, input_gradient, weight_gradient)
     run = play(order.shape, Policy(order, order, Dispatch.FIXED), StepConditions(times))
@@ -187,8 +187,8 @@ def makespan_and_floor(
 @examples(quick=50, thorough=1000)
 @given(ranks=RANKS, microbatches=st.integers(1, 20), f=TIMES, b=TIMES)
 def test_gpipe_and_1f1b_fill_and_drain_once(ranks: int, microbatches: int, f: int, b: int) -> None:
-    # Huang et al. 2019; Narayanan et al. 2021, section 2.2.1. No schedule of whole backwards beats
-    # it: it is the floor.
+    # Huang et al. 2019; Narayanan et al. 2021, section 2.2.1. It equals the floor, so no schedule
+    # of whole backwards is faster.
     expected = (microbatches + ranks - 1) * (f + b)
     for name in ("gpipe", "1f1b"):
         shape = Shape(ranks, microbatches)
@@ -208,11 +208,11 @@ def test_interleaving_divides_the_bubble_by_its_chunks(
 
 @examples(quick=100, thorough=2000)
 @given(ranks=RANKS, more=st.integers(0, 20), f=TIMES, b=TIMES, w=TIMES)
-def test_zb_h1_has_its_paper_s_bubble_and_a_larger_one_where_w_is_longest(
+def test_zb_h1_has_its_paper_s_bubble_and_a_larger_one_if_w_is_longest(
     ranks: int, more: int, f: int, b: int, w: int
 ) -> None:
-    # Qi et al. 2024 (ICLR), table 2: (N - 1)(F + B - W), from N microbatches on. That fits while W
-    # is no longer than F and B are; a longer one fills no more of the bubble than these leave.
+    # Qi et al. 2024 (ICLR), table 2: (N - 1)(F + B - W) for N or more microbatches, if W is no
+    # longer than F and B. A longer W does not fill more of the bubble.
     shape = Shape(ranks, ranks + more)
     makespan, floor_ns = makespan_and_floor("zb-h1", shape, f, b, w)
     assert floor_ns <= makespan
@@ -225,8 +225,8 @@ def test_zb_h1_has_its_paper_s_bubble_and_a_larger_one_where_w_is_longest(
 def test_v_half_and_v_min_have_half_and_two_thirds_of_1f1b_s_bubble(
     ranks: int, more: int, time: int
 ) -> None:
-    # Qi et al. 2024 (arXiv 2405.15362): about N/2M and 2N/3M of the load where F, B and W are
-    # equal. On chunks of half a rank's times 1F1B idles for 6(N - 1).
+    # Qi et al. 2024 (arXiv 2405.15362): about N/2M and 2N/3M of the load if F, B and W are equal.
+    # In times of one chunk, which are half of a rank's, 1F1B idles for 6(N - 1).
     idle = {
         "v-half": max(ranks - 1, 3 * ranks - (4 if ranks % 2 else 7)),
         "v-min": max(ranks - 1, 4 * ranks - (5 if ranks % 3 else 7)),

@@ -1,5 +1,5 @@
-"""Policies that are wrong on purpose. The checks of whole steps must catch each of them, or they
-could not fail."""
+"""Tests of deliberately wrong policies, to show that the checks of steps can fail: they must catch
+each of these policies."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ from rrfp.schedule.tasks import (
 )
 from tests.properties.cases import Case, an_order, random_case, random_order
 from tests.properties.naive_dispatcher import Checked, NaiveDispatcher
-from tests.properties.virtual_time import Node, Sets, World, check_step, play
+from tests.properties.virtual_time import Node, Sets, VirtualConditions, check_step, play
 
 
 def unit(_node: Node, _task: Task) -> int:
@@ -39,14 +39,14 @@ def unit(_node: Node, _task: Task) -> int:
 
 
 class PlainCap(NaiveDispatcher):
-    """Withholds every forward alike once the slots are in use: none is kept for deeper chunks."""
+    """Withholds all forwards once the slots are in use, without a reserve for deeper chunks."""
 
     def permits(self, task: Task) -> bool:
         return task.kind is not Kind.F or self.hold is None or self.held() < self.hold
 
 
 class LimitWithoutDrain(NaiveDispatcher):
-    """Withholds forwards at the limit, and goes on ranking the backwards of every microbatch."""
+    """Withholds forwards at the limit, and still ranks the backwards of every microbatch."""
 
     def drains(self) -> bool:
         return False
@@ -59,7 +59,7 @@ class Unbounded(NaiveDispatcher):
         return self.here(arrived)
 
 
-def test_a_plain_cap_stalls_where_the_hold_does_not() -> None:
+def test_a_plain_cap_stalls_and_the_hold_does_not() -> None:
     shape = Shape(2, 2, num_chunks=2)
     bf = HINTS["bf"]
     history = play(shape, [[PlainCap(shape, rank, Policy(bf, hold=1))] for rank in range(2)], unit)
@@ -71,7 +71,7 @@ def test_a_plain_cap_stalls_where_the_hold_does_not() -> None:
     check_step(history, hold=2)
 
 
-def test_a_limit_without_drain_mode_stalls_where_chunks_are_in_use() -> None:
+def test_a_limit_without_drain_mode_stalls_with_several_chunks() -> None:
     shape = Shape(2, 2, num_chunks=2)
     bf = HINTS["bf"]
     history = play(
@@ -105,7 +105,7 @@ def stalls(case: Case, make: Callable[..., Any]) -> bool:
     return not case.play(case.deciders(make)).is_whole
 
 
-# One rule broken each, caught in some of a few random steps.
+# Policies that break one rule, which must be caught in at least one random step.
 
 
 class PrefersOtherChunks(NaiveDispatcher):
@@ -121,7 +121,7 @@ class PrefersLaterMicrobatches(NaiveDispatcher):
 
 
 class EagerWeightGradients(NaiveDispatcher):
-    """Runs W before the other direction, as if it belonged to the round."""
+    """Runs W before the second direction of a round."""
 
     def kinds_in_sequence(self, hint: Alternation) -> Iterable[Kind]:
         first, second, last = super().kinds_in_sequence(hint)
@@ -129,7 +129,7 @@ class EagerWeightGradients(NaiveDispatcher):
 
 
 class WithholdsWeightGradients(NaiveDispatcher):
-    """Lets a bound withhold W as well."""
+    """Withholds W under a bound, too."""
 
     def permitted(self, arrived: set[Task]) -> list[Task]:
         permitted = super().permitted(arrived)
@@ -157,7 +157,7 @@ class NoPatience(NaiveDispatcher):
 
 
 class BlindPatience(NaiveDispatcher):
-    """Waits for whatever was announced, be it worse than what could run."""
+    """Waits for any announced task, also for one that ranks below a ready task."""
 
     def awaited(self, now_ns: int, choice: Task) -> Task | None:
         windows = {task: self.window(task) for task in self.announced}
@@ -168,21 +168,21 @@ class BlindPatience(NaiveDispatcher):
 
 
 class EarlyPatience(NaiveDispatcher):
-    """Waits for what is farther off than its patience."""
+    """Starts to wait earlier than its patience allows."""
 
     def window(self, task: Task) -> tuple[int, int]:
         return 0, super().window(task)[1]
 
 
 class EndlessPatience(NaiveDispatcher):
-    """Waits for what was announced until it comes."""
+    """Waits for announced tasks without a deadline."""
 
     def window(self, task: Task) -> tuple[int, int]:
         return super().window(task)[0], 10**18
 
 
 class PatienceBeyondBounds(NaiveDispatcher):
-    """Waits for what the bound would withhold."""
+    """Waits for tasks that the bound would withhold."""
 
     def awaited(self, now_ns: int, choice: Task) -> Task | None:
         permitted, self.permitted = self.permitted, self.here  # type: ignore[method-assign]
@@ -198,14 +198,14 @@ class HoldOffByOne(NaiveDispatcher):
 
 
 class OwnPick(NaiveDispatcher):
-    """A leader that decides by its own arrivals alone."""
+    """A leader that decides by its own arrivals only."""
 
     def choice(self) -> Task | None:
         return self.first_pick(self.arrived[0]) if self.group.leads else None
 
 
 class IgnoresFirstPicks(NaiveDispatcher):
-    """Takes the intersection where unanimity was asked for."""
+    """Decides by the intersection although the rule is unanimous."""
 
     def choice(self) -> Task | None:
         if not self.group.leads:
@@ -242,12 +242,12 @@ def test_a_policy_that_breaks_one_rule_is_caught(wrong: type[NaiveDispatcher]) -
     for seed in range(400):
         case = random_case(seed)
         if case.shape.num_microbatches > 16:
-            continue  # slow, and not needed
+            continue  # The specification is slow on many microbatches.
         try:
             case.play(case.deciders(checked, case.order))
         except AssertionError:
             return
-    raise AssertionError("no step tells the policy from the right one")
+    raise AssertionError("no step distinguishes the policy from the correct one")
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,7 @@ def test_a_policy_that_breaks_one_rule_is_caught(wrong: type[NaiveDispatcher]) -
         (OwnPick, "which it needs"),
     ],
 )
-def test_what_a_broken_rule_does_to_a_step_is_caught(
-    wrong: type[NaiveDispatcher], fault: str
-) -> None:
+def test_the_effect_of_a_broken_rule_is_caught(wrong: type[NaiveDispatcher], fault: str) -> None:
     def check_all() -> None:
         for seed in range(400):
             case = random_case(seed)
@@ -275,7 +273,7 @@ def test_what_a_broken_rule_does_to_a_step_is_caught(
 # Groups.
 
 
-class Headstrong:
+class IndependentMember:
     """A member of a group that decides for itself."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
@@ -291,21 +289,21 @@ class Headstrong:
 
 def test_members_that_decide_for_themselves_are_caught() -> None:
     shape = Shape(3, 8)
-    deciders = [[Headstrong(shape, rank) for _ in range(2)] for rank in range(3)]
+    deciders = [[IndependentMember(shape, rank) for _ in range(2)] for rank in range(3)]
     slow = Node(1, 1)
-    world = World(unit, lambda _sender, receiver: 9 * (receiver == slow))
+    conditions = VirtualConditions(unit, lambda _sender, receiver: 9 * (receiver == slow))
     with pytest.raises(AssertionError, match="left its group's sequence"):
-        check_step(play(shape, deciders, world))
+        check_step(play(shape, deciders, conditions))
 
 
 @pytest.mark.parametrize("agrees_everywhere", [True, False])
-def test_replicas_that_agree_only_where_they_are_coupled_stall(agrees_everywhere: bool) -> None:
+def test_replicas_that_agree_only_on_coupled_stages_stall(agrees_everywhere: bool) -> None:
     shape = Shape(2, 2)
     by_index = an_order(shape, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
     by_cost = an_order(shape, "0F1 0F0 0B1 0B0", "1F0 1F1 1B0 1B1")
     coupled_on_stage_1: list[Sets] = [[[0], [1]], [[0, 1]]]
     groups = [[[0, 1]], [[0, 1]]] if agrees_everywhere else coupled_on_stage_1
-    # Each replica admits one microbatch, and they rank them differently.
+    # Each replica admits one microbatch, and the replicas rank microbatches differently.
     deciders = [
         [
             Dispatcher(
@@ -318,15 +316,15 @@ def test_replicas_that_agree_only_where_they_are_coupled_stall(agrees_everywhere
         ]
         for rank in range(2)
     ]
-    world = World(unit, groups=groups, collectives=coupled_on_stage_1)
-    assert play(shape, deciders, world).is_whole is agrees_everywhere
+    conditions = VirtualConditions(unit, groups=groups, collectives=coupled_on_stage_1)
+    assert play(shape, deciders, conditions).is_whole is agrees_everywhere
 
 
 # Readiness, stalls, idle time and hints.
 
 
-class Hasty:
-    """Runs its order without asking what has arrived."""
+class IgnoresArrivals:
+    """Runs its order without regard to arrivals."""
 
     def __init__(self, order: Order, rank: int) -> None:
         self._left = list(order.rows[rank])
@@ -342,8 +340,8 @@ class Hasty:
         return (RunTask(task, 0, -1, 1, -1, self._depth, self._depth, 0, 0),)
 
 
-class Forgetful:
-    """Ends its waits without accounting for them."""
+class OmitsWaits:
+    """Ends its waits without recording them."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -356,7 +354,7 @@ class Forgetful:
 def test_a_policy_that_ignores_readiness_is_caught() -> None:
     shape = Shape(3, 4)
     order = random_order(shape, 0, valid=True)
-    history = play(shape, [[Hasty(order, rank)] for rank in range(3)], unit)
+    history = play(shape, [[IgnoresArrivals(order, rank)] for rank in range(3)], unit)
     with pytest.raises(AssertionError, match="which it needs"):
         check_step(history)
 
@@ -373,9 +371,9 @@ def test_a_policy_that_stalls_is_caught() -> None:
         check_step(history, order=order)
 
 
-def test_an_idle_interval_left_out_is_caught() -> None:
+def test_a_missing_idle_interval_is_caught() -> None:
     shape = Shape(3, 4)
-    deciders = [[Forgetful(Dispatcher(shape, rank, Policy(HINTS["bf"])))] for rank in range(3)]
+    deciders = [[OmitsWaits(Dispatcher(shape, rank, Policy(HINTS["bf"])))] for rank in range(3)]
     with pytest.raises(AssertionError, match="is in no interval"):
         check_step(play(shape, deciders, unit))
 
@@ -387,7 +385,7 @@ IN_A_V = Shape(4, 16, num_chunks=2, placement=Placement.V)
 @pytest.mark.parametrize(
     ("shape", "ran", "claimed"),
     [
-        # As rankings of what is ready, f-first and gpipe are the same.
+        # As rankings of ready tasks, f-first and gpipe are the same.
         *[
             (ONE_CHUNK, *pair)
             for pair in permutations(("bf", "fb", "b-first", "f-first", "1f1b", "gpipe"), 2)
@@ -401,7 +399,7 @@ IN_A_V = Shape(4, 16, num_chunks=2, placement=Placement.V)
 def test_a_policy_that_follows_another_hint_is_caught(shape: Shape, ran: str, claimed: str) -> None:
     hint, other = hint_named(ran).for_shape(shape), hint_named(claimed).for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
-    # bf and fb differ only after a wait that both directions end at once.
+    # bf and fb differ only after a wait that ends with tasks of both directions ready.
     for seed in range(50):
         case = replace(
             random_case(seed, max_members=1, dispatch=Dispatch.READY),

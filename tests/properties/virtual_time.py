@@ -1,7 +1,7 @@
-"""Pipelines in virtual time: one dispatcher a member of a rank, a heap of events, no clock.
+"""Pipelines in virtual time: one dispatcher per member of a rank, and a heap of events.
 
-All events of one instant are taken in before any decision of that instant. Messages keep their
-sequence on a directed link and may overtake each other between links.
+All arrivals of an instant are processed before its decisions. Messages on a directed link keep
+their sequence; messages on different links may overtake each other.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Sets = Sequence[Sequence[int]]
 
 
 class Node(NamedTuple):
-    """One member of one pipeline rank: the rank of that number in one of several pipelines."""
+    """A member of a pipeline rank: the process with that rank in pipeline number `member`."""
 
     rank: int
     member: int
@@ -55,7 +55,7 @@ class Ran(NamedTuple):
 
 @dataclass(slots=True)
 class NodeHistory:
-    """What happened on one node, each list in the order in which it happened."""
+    """The events of one node, each list in order of time."""
 
     arrivals: list[tuple[int, Task]] = field(default_factory=list)
     ran: list[Ran] = field(default_factory=list)
@@ -69,7 +69,7 @@ class NodeHistory:
 
 @dataclass(slots=True)
 class History:
-    """What happened in one step."""
+    """The events of one step on all nodes."""
 
     shape: Shape
     groups: Sequence[Sets]
@@ -89,46 +89,55 @@ Duration = Callable[[Node, Task], int]
 Latency = Callable[[Node, Node], int]
 """Nanoseconds, at least 0, that the next message between two nodes takes."""
 Ahead = Callable[[Node], int | None]
-"""Nanoseconds after a task's start at which a node that decides does so for the next task; None:
-once the task has ended."""
+"""Nanoseconds after a task's start at which the node decides on its next task; None: at its end."""
 
 
-Said = Callable[[Node, Task, int], tuple[int, int] | None]
-"""What the member that takes this task's output is told as it begins, given the nanoseconds that it
-will take: in how long to expect it, and how long to wait for it. None: nothing."""
+Announcer = Callable[[Node, Task, int], tuple[int, int] | None]
+"""The announcement that a starting task sends to the receiver of its output, given the ns that it
+will take: the ns until the output is expected, and the patience in ns. None: no announcement."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """Everything about a step that no dispatcher decides."""
+class VirtualConditions:
+    """The conditions of a step: times, latencies, announcements, groups and collectives."""
 
     duration: Duration
     latency: Latency = lambda _sender, _receiver: 0
     ahead: Ahead = lambda _node: None
-    said: Said = lambda _node, _task, _duration: None
+    announcer: Announcer = lambda _node, _task, _duration: None
     groups: Sequence[Sets] | None = None
-    """By rank, the members that run one order; the first of a group leads. Without it all do."""
+    """The groups of members that run one order, by rank; the first member of a group leads. None:
+    all members form one group."""
     collectives: Sequence[Sets] | None = None
-    """By stage, the members that share a collective inside each task, which ends when the last of
-    them, having begun the same one, has spent its time on it. Without it every member is alone."""
+    """The members that share a collective inside each task, by stage. The task ends when the last
+    of these members, which must all start it, has spent its time on it. None: no shared
+    collectives."""
 
 
-def play(shape: Shape, deciders: Sequence[Sequence[Decider]], world: World | Duration) -> History:
-    """Run one step with `deciders[rank][member]` until nothing happens any more.
+def play(
+    shape: Shape, deciders: Sequence[Sequence[Decider]], conditions: VirtualConditions | Duration
+) -> History:
+    """Run one step with `deciders[rank][member]` until no event is left.
 
-    Member i of a rank receives from member i of the neighbouring ranks; followers report what
-    arrived to their leader, and run what it decides. A duration is a world with nothing else.
+    Member i of a rank receives from member i of the neighboring ranks. Followers report arrivals to
+    their leader, and run its decisions. A duration stands for conditions with only that duration.
     """
-    return _Step(shape, deciders, world if isinstance(world, World) else World(world)).play()
+    return _Step(
+        shape,
+        deciders,
+        conditions if isinstance(conditions, VirtualConditions) else VirtualConditions(conditions),
+    ).play()
 
 
 class _Step:
-    def __init__(self, shape: Shape, deciders: Sequence[Sequence[Decider]], world: World) -> None:
+    def __init__(
+        self, shape: Shape, deciders: Sequence[Sequence[Decider]], conditions: VirtualConditions
+    ) -> None:
         members = range(len(deciders[0]))
-        groups = world.groups or [[members]] * shape.num_ranks
-        collectives = world.collectives or [[[each] for each in members]] * shape.num_stages
+        groups = conditions.groups or [[members]] * shape.num_ranks
+        collectives = conditions.collectives or [[[each] for each in members]] * shape.num_stages
         self._shape = shape
-        self._world = world
+        self._conditions = conditions
         self._deciders = {
             Node(rank, member): decider
             for rank, of_rank in enumerate(deciders)
@@ -152,7 +161,7 @@ class _Step:
         self._link_free_at: dict[tuple[Node, Node], int] = {}
         self._to_ask: set[Node] = set()
         self._running: dict[Node, RunTask] = {}
-        self._kept: dict[Node, RunTask] = {}
+        self._decided_ahead: dict[Node, RunTask] = {}
         self._begun: dict[tuple[Task, tuple[int, ...]], list[tuple[Node, int, RunTask]]] = {}
         self._decisions: dict[Node, deque[Task]] = {node: deque() for node in self._deciders}
 
@@ -175,7 +184,7 @@ class _Step:
 
     def _send(self, now: int, sender: Node, receiver: Node, arrive: Callable[[int], None]) -> None:
         link = (sender, receiver)
-        arrival = now + self._world.latency(sender, receiver)
+        arrival = now + self._conditions.latency(sender, receiver)
         arrival = max(arrival, self._link_free_at.get(link, 0))
         self._link_free_at[link] = arrival
         self._at(arrival, 0, arrive)
@@ -194,8 +203,8 @@ class _Step:
         assert self._deciders[node].handle(now, arrival) == ()
         self._ask_at(now, node)
 
-    def _announcement(self, node: Node, task: Task, said: tuple[int, int], now: int) -> None:
-        left, patience = said
+    def _announcement(self, node: Node, task: Task, announced: tuple[int, int], now: int) -> None:
+        left, patience = announced
         self._take_in(node, Announced(task, now + left, patience), now)
 
     def _decision(self, node: Node, task: Task, now: int) -> None:
@@ -206,36 +215,36 @@ class _Step:
 
     def _ask(self, node: Node, now: int) -> None:
         self._to_ask.discard(node)
-        if node in self._kept:
-            self._start(now, node, self._kept.pop(node))
+        if node in self._decided_ahead:
+            self._start(now, node, self._decided_ahead.pop(node))
             return
         decisions = self._decisions[node]
         stimulus = TaskAgreed(decisions.popleft()) if decisions else ComputeIdle()
         for instruction in self._deciders[node].handle(now, stimulus):
             match instruction:
                 case RunTask():
-                    self._tell_followers(now, node, instruction.task)
+                    self._send_decision(now, node, instruction.task)
                     self._start(now, node, instruction)
                 case Waited():
                     self._history.nodes[node].waits.append(instruction)
                 case Wait(_, deadline) if deadline is not None:
                     assert deadline > now, "a wait whose deadline is over"
-                    self._at(deadline, 0, partial(self._lose_patience, node))
+                    self._at(deadline, 0, partial(self._end_patience, node))
                 case StepDone():
                     self._history.nodes[node].is_done = True
 
-    def _lose_patience(self, node: Node, now: int) -> None:
+    def _end_patience(self, node: Node, now: int) -> None:
         self._ask_at(now, node)
 
     def _ask_ahead(self, node: Node, running: RunTask, now: int) -> None:
         if self._running.get(node) is not running:
-            return  # it has ended, and the next decision was made then
+            return  # The task has ended, so the node has already decided.
         for instruction in self._deciders[node].handle(now, DecideAhead()):
             assert isinstance(instruction, RunTask)
-            self._tell_followers(now, node, instruction.task)
-            self._kept[node] = instruction
+            self._send_decision(now, node, instruction.task)
+            self._decided_ahead[node] = instruction
 
-    def _tell_followers(self, now: int, node: Node, task: Task) -> None:
+    def _send_decision(self, now: int, node: Node, task: Task) -> None:
         leader, *followers = self._group[node]
         if node == leader:
             for follower in followers:
@@ -245,15 +254,15 @@ class _Step:
 
     def _start(self, now: int, node: Node, run: RunTask) -> None:
         self._running[node] = run
-        ahead = self._world.ahead(node) if node == self._group[node][0] else None
+        ahead = self._conditions.ahead(node) if node == self._group[node][0] else None
         if ahead is not None:
             self._at(now + ahead, 1, partial(self._ask_ahead, node, run))
-        # Whoever begins another task than its sharers waits for them for ever.
+        # A member that starts another task than its sharers never ends it.
         sharers = self._sharers.get((run.task.stage, node.member), (node.member,))
         begun = self._begun.setdefault((run.task, sharers), [])
         begun.append((node, now, run))
         if len(begun) == len(sharers):
-            duration = self._world.duration
+            duration = self._conditions.duration
             end = max(start + duration(each, run.task) for each, start, _ in begun)
             for each, start, its_run in begun:
                 self._history.nodes[each].ran.append(Ran(start, end, its_run))
@@ -262,14 +271,14 @@ class _Step:
 
     def _announce(self, now: int, node: Node, task: Task, duration: int) -> None:
         consumer = self._shape.receiver(task)
-        said = self._world.said(node, task, duration)
-        if consumer is None or said is None:
+        announced = self._conditions.announcer(node, task, duration)
+        if consumer is None or announced is None:
             return
         receiver = Node(self._shape.rank_of(consumer.stage), node.member)
         if receiver.rank != node.rank:
-            # Not in sequence with messages, and so perhaps after the one that it announces.
-            latency = self._world.latency(node, receiver)
-            self._at(now + latency, 0, partial(self._announcement, receiver, consumer, said))
+            # Announcements are not in sequence with messages, so one may arrive after its message.
+            latency = self._conditions.latency(node, receiver)
+            self._at(now + latency, 0, partial(self._announcement, receiver, consumer, announced))
 
     def _finish(self, node: Node, task: Task, now: int) -> None:
         del self._running[node]
@@ -282,7 +291,7 @@ class _Step:
             self._send(now, node, receiver, partial(self._input, receiver, consumer))
 
 
-# What must hold of every step, under any policy, computed from its history alone.
+# Checks that apply to every step under any policy, from its history only.
 
 
 F, B, W = Kind.F, Kind.B, Kind.W
@@ -297,15 +306,17 @@ def check_step(
     sizes: ActivationSizes | None = None,
     budgets: Sequence[int] | None = None,
 ) -> None:
-    """Every task once and after its prerequisites, one at a time, D and the slots in use within
-    their bounds, idle time accounted for, the counts right, one sequence in a group; and the
-    step ended.
+    """Check that a step is valid and has ended.
 
-    `limit` is the limit on D (which chunks may overshoot by their number), `hold` is in slots,
-    `sizes` are by stage, and `budgets` in bytes by rank.
+    Each rank runs every task once, one at a time, after its prerequisites. D and the used slots
+    stay within their bounds. Waits cover all idle time, reported counts are correct, and the
+    members of a group run one sequence.
+
+    `limit` is the limit on D (with several chunks, D may exceed it by their number), `hold` is in
+    slots, `sizes` are by stage, and `budgets` in bytes by rank.
     """
     shape = history.shape
-    # D passes the limit only while a microbatch is finished whose forwards are not all run.
+    # D exceeds the limit only while a rank finishes a microbatch that has forwards left.
     limit = limit if limit is None or shape.num_chunks == 1 else limit + shape.num_chunks
     for node, happened in history.nodes.items():
         assert len(set(happened.tasks)) == len(happened.tasks), f"{node} ran a task twice"
@@ -325,7 +336,7 @@ def check_step(
 
 
 def _check_time(happened: NodeHistory) -> None:
-    """Tasks and waits, laid end to end, fill the time from 0 to the end of the last task."""
+    """Check that tasks and waits fill the time from 0 to the last end without gaps or overlaps."""
     intervals = [(start, end, 1) for start, end, _ in happened.ran]
     intervals += [(start, end, 0) for _, start, end in happened.waits]
     cursor = 0
@@ -339,7 +350,7 @@ def _check_counts(
 ) -> None:
     depth = held = 0
     frees = W if shape.splits_backward else B
-    keeps = B in shape.kinds  # Without a backward nothing is kept for it.
+    keeps = B in shape.kinds  # A forward-only step holds no activations.
     for _, _, run in happened.ran:
         task = run.task
         depth += (task.kind is F) - (task.kind is B)
@@ -358,17 +369,17 @@ def _check_bytes(
     sizes: ActivationSizes,
     budgets: Sequence[int] | None,
 ) -> None:
-    kept: dict[tuple[int, int], int] = {}
+    held_bytes: dict[tuple[int, int], int] = {}
     for _, _, run in happened.ran:
         stage, kind, microbatch = run.task
         if kind is F and B in shape.kinds:
-            kept[stage, microbatch] = sizes.activations[stage][microbatch]
+            held_bytes[stage, microbatch] = sizes.activations[stage][microbatch]
         elif kind is B and shape.splits_backward:
             if sizes.pending_w is not None:
-                kept[stage, microbatch] = sizes.pending_w[stage][microbatch]
+                held_bytes[stage, microbatch] = sizes.pending_w[stage][microbatch]
         elif kind is not F:
-            del kept[stage, microbatch]
-        used = sum(kept.values())
+            del held_bytes[stage, microbatch]
+        used = sum(held_bytes.values())
         assert run.held_bytes == used, f"{run.task} states {run.held_bytes} bytes, not {used}"
         budget = None if budgets is None else budgets[node.rank]
         assert budget is None or used <= budget, f"{node} uses {used} bytes of {budget}"

@@ -1,4 +1,4 @@
-"""Single decisions of one rank or of a group, with whole and split backwards."""
+"""Tests of single decisions of a rank or a group, with whole and split backwards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,15 +30,15 @@ from tests.properties.cases import (
     arrive,
     ask,
     ask_ahead,
+    hint_dispatcher,
     random_case,
     run_on,
     task,
-    turns,
 )
 from tests.properties.naive_dispatcher import NaiveDispatcher
 
-# Rounds and strict priorities. Rank 1 of 3; four forwards are here, and three gradients once
-# their forwards have run.
+# Rounds and strict priorities, on rank 1 of 3. Four forwards have arrived, and three gradients
+# arrive once their forwards have run.
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ from tests.properties.naive_dispatcher import NaiveDispatcher
         ("f-first", "1F3 1F4 1F5 1B0 1B1 1B2"),
     ],
 )
-def test_turns_rank_the_two_directions(name: str, expected: str) -> None:
-    dispatcher = turns(name, Shape(3, 8), 1)
+def test_round_hints_rank_the_two_directions(name: str, expected: str) -> None:
+    dispatcher = hint_dispatcher(name, Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     assert run_on(dispatcher) == "1F0 1F1 1F2"
     arrive(dispatcher, "1F3 1F4 1F5 1B0 1B1 1B2")
     assert run_on(dispatcher) == expected
 
 
-def test_bf_passes_over_a_direction_with_nothing_ready_at_once() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+def test_bf_skips_a_direction_with_nothing_ready_immediately() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert ask(dispatcher) == "1F0"
     assert ask(dispatcher) == "1F1"
@@ -68,8 +68,8 @@ def test_bf_passes_over_a_direction_with_nothing_ready_at_once() -> None:
     assert ask(dispatcher) == "1B1"
 
 
-def test_bf_goes_on_with_f_after_b() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+def test_bf_continues_with_f_after_b() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     ask(dispatcher)
     ask(dispatcher)
@@ -82,8 +82,8 @@ def test_bf_goes_on_with_f_after_b() -> None:
 @pytest.mark.parametrize(
     ("name", "ran_first", "expected"), [("bf", "1B0", "1B1"), ("fb", "1F2", "1F3")]
 )
-def test_after_a_wait_a_round_starts_at_its_top(name: str, ran_first: str, expected: str) -> None:
-    dispatcher = turns(name, Shape(3, 8), 1)
+def test_a_round_restarts_after_a_wait(name: str, ran_first: str, expected: str) -> None:
+    dispatcher = hint_dispatcher(name, Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 1F1"
     arrive(dispatcher, ran_first)
@@ -92,36 +92,36 @@ def test_after_a_wait_a_round_starts_at_its_top(name: str, ran_first: str, expec
     assert ask(dispatcher) == expected
 
 
-def test_a_direction_runs_the_smallest_microbatch_whatever_came_first() -> None:
-    dispatcher = turns("b-first", Shape(3, 8), 1)
+def test_a_direction_runs_the_smallest_microbatch_first_in_any_arrival_order() -> None:
+    dispatcher = hint_dispatcher("b-first", Shape(3, 8), 1)
     arrive(dispatcher, "1F5 1F2 1F7")
     assert run_on(dispatcher) == "1F2 1F5 1F7"
     arrive(dispatcher, "1B7 1B5 1B2")
     assert run_on(dispatcher) == "1B2 1B5 1B7"
 
 
-def test_a_backward_needs_its_local_forward_as_well() -> None:
-    dispatcher = turns("b-first", Shape(3, 8), 1)
+def test_a_backward_also_needs_its_local_forward() -> None:
+    dispatcher = hint_dispatcher("b-first", Shape(3, 8), 1)
     arrive(dispatcher, "1B0")
     assert ask(dispatcher) == "warmup"
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0 1B0"
 
 
-def test_the_first_stage_admits_and_the_last_hands_over_locally() -> None:
-    alone = turns("bf", Shape(1, 2), 0)
+def test_first_stage_admits_and_last_stage_needs_no_message() -> None:
+    alone = hint_dispatcher("bf", Shape(1, 2), 0)
     assert run_on(alone) == "0F0 0B0 0F1 0B1"
     assert ask(alone) == "done"
-    first = turns("bf", Shape(2, 2), 0)
+    first = hint_dispatcher("bf", Shape(2, 2), 0)
     assert run_on(first) == "0F0 0F1"
-    last = turns("bf", Shape(2, 2), 1)
+    last = hint_dispatcher("bf", Shape(2, 2), 1)
     arrive(last, "1F0 1F1")
     assert run_on(last) == "1F0 1B0 1F1 1B1"
     assert ask(last) == "done"
 
 
-def test_a_step_that_is_done_stays_done() -> None:
-    dispatcher = turns("bf", Shape(1, 1), 0)
+def test_a_finished_step_stays_finished() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(1, 1), 0)
     assert run_on(dispatcher) == "0F0 0B0"
     assert ask(dispatcher) == "done"
     assert dispatcher.handle(9, ComputeIdle()) == (StepDone(),)
@@ -188,8 +188,8 @@ def test_fixed_dispatch_binds_to_the_order_that_a_round_based_hint_gives() -> No
 # Waits.
 
 
-def test_nothing_ready_names_what_the_best_unfinished_task_lacks() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)  # 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
+def test_an_idle_rank_names_the_missing_input_of_its_best_unfinished_task() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)  # 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -211,8 +211,8 @@ def test_a_backward_whose_forward_did_not_run_waits_for_the_activation() -> None
     assert ask(dispatcher) == "forward_input"
 
 
-def test_an_idle_interval_is_accounted_when_it_ends() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+def test_an_idle_interval_is_recorded_when_it_ends() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     assert dispatcher.handle(100, ComputeIdle()) == (Wait(Cause.WARMUP),)
     assert dispatcher.handle(150, ComputeIdle()) == (Wait(Cause.WARMUP),)
     arrive(dispatcher, "1F0", now_ns=180)
@@ -222,7 +222,7 @@ def test_an_idle_interval_is_accounted_when_it_ends() -> None:
 
 
 def test_an_idle_interval_is_split_when_its_cause_changes() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, limit=1)
     arrive(dispatcher, "1F0")
     assert ask(dispatcher) == "1F0"
     assert dispatcher.handle(10, ComputeIdle()) == (Wait(Cause.FORWARD_INPUT),)
@@ -237,10 +237,10 @@ def test_an_idle_interval_is_split_when_its_cause_changes() -> None:
     assert isinstance(run, RunTask)
 
 
-# Counts.
+# Reported counts.
 
 
-def test_a_dispatch_states_its_place_in_the_order_and_what_it_skipped() -> None:
+def test_a_dispatch_reports_its_position_in_the_order_and_skipped_tasks() -> None:
     shape = Shape(2, 3)
     dispatcher = Dispatcher(
         shape, 1, Policy(hint_named("1f1b").for_shape(shape))
@@ -261,12 +261,12 @@ def test_a_dispatch_states_its_place_in_the_order_and_what_it_skipped() -> None:
     ]
 
 
-def test_without_an_order_a_dispatch_states_no_place() -> None:
+def test_without_an_order_a_dispatch_reports_no_position() -> None:
     dispatcher = Dispatcher(Shape(1, 1), 0, Policy(HINTS["bf"]))
     assert dispatcher.handle(0, ComputeIdle()) == (RunTask(task("0F0"), 0, -1, 1, -1, 1, 1, 1, 0),)
 
 
-# Stimuli that cannot be.
+# Impossible stimuli.
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_without_an_order_a_dispatch_states_no_place() -> None:
     ],
     ids=["twice", "after it ran", "left", "right", "microbatch", "kind", "member"],
 )
-def test_an_input_that_nobody_lacks_is_an_error(first: list[Stimulus], then: Stimulus) -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+def test_an_input_that_no_task_needs_is_an_error(first: list[Stimulus], then: Stimulus) -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     for stimulus in first:
         dispatcher.handle(0, stimulus)
     with pytest.raises(DispatchError, match="which does not lack it"):
@@ -292,24 +292,24 @@ def test_an_input_that_nobody_lacks_is_an_error(first: list[Stimulus], then: Sti
 
 def test_the_input_of_the_first_stage_never_arrives() -> None:
     with pytest.raises(DispatchError, match="which does not lack it"):
-        turns("bf", Shape(3, 4), 0).handle(0, InputArrived(task("0F0")))
+        hint_dispatcher("bf", Shape(3, 4), 0).handle(0, InputArrived(task("0F0")))
 
 
-def test_fixed_dispatch_without_an_order_is_a_mistake() -> None:
+def test_fixed_dispatch_without_an_order_is_an_error() -> None:
     with pytest.raises(ValueError, match="needs the order"):
         Dispatcher(Shape(2, 2), 0, Policy(HINTS["bf"], dispatch=Dispatch.FIXED))
 
 
-def test_an_order_of_another_shape_is_a_mistake() -> None:
+def test_an_order_of_another_shape_is_an_error() -> None:
     with pytest.raises(ValueError, match="order 1f1b is for"):
         Dispatcher(Shape(2, 2), 0, Policy(hint_named("1f1b").for_shape(Shape(2, 3))))
 
 
-# What a rank tells about itself when it stalls.
+# The status that a stalled rank reports.
 
 
 def best_waiting(dispatcher: Dispatcher) -> tuple[str, list[str]] | None:
-    """The hint's best task that lacks an input, and what it lacks."""
+    """Return the hint's best task that lacks an input, and its missing inputs."""
     best = dispatcher.status().best_waiting
     return None if best is None else (str(best.task), [str(needed) for needed in best.lacks])
 
@@ -318,8 +318,8 @@ def ready(dispatcher: Dispatcher) -> list[str]:
     return [str(each) for each in dispatcher.status().ready]
 
 
-def test_a_rank_tells_what_is_ready_and_what_its_best_waiting_task_lacks() -> None:
-    dispatcher = turns("bf", Shape(3, 3), 1, limit=1)  # 1F0 1F1 1B0 1F2 1B1 1B2
+def test_status_lists_ready_tasks_and_the_missing_inputs_of_the_best_waiting_task() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 3), 1, limit=1)  # 1F0 1F1 1B0 1F2 1B1 1B2
     assert best_waiting(dispatcher) == ("1F0", ["0F0"])
     arrive(dispatcher, "1F0 1F2")
     assert ready(dispatcher) == ["1F0 may run", "1F2 may run"]
@@ -332,18 +332,18 @@ def test_a_rank_tells_what_is_ready_and_what_its_best_waiting_task_lacks() -> No
 
 def test_a_waiting_backward_lacks_its_forward_too() -> None:
     shape = Shape(2, 1)
-    dispatcher = turns("bf", shape, 1)
+    dispatcher = hint_dispatcher("bf", shape, 1)
     arrive(dispatcher, "1F0")
     assert best_waiting(dispatcher) == ("1B0", ["1F0"])
     assert run_on(dispatcher) == "1F0 1B0"
     assert best_waiting(dispatcher) is None
 
 
-def test_who_withholds_a_task_is_told() -> None:
-    held = turns("bf", Shape(2, 2, num_chunks=2), 0, hold=2)
+def test_status_names_the_cause_that_withholds_a_task() -> None:
+    held = hint_dispatcher("bf", Shape(2, 2, num_chunks=2), 0, hold=2)
     ask(held)
     assert ready(held) == ["0F1 is here, withheld by hold"]
-    draining = turns("bf", Shape(2, 2, num_chunks=2), 0, limit=1)
+    draining = hint_dispatcher("bf", Shape(2, 2, num_chunks=2), 0, limit=1)
     ask(draining)
     arrive(draining, "2F0")
     assert ready(draining) == ["0F1 is here, withheld by limit", "2F0 may run"]
@@ -357,8 +357,8 @@ def test_who_withholds_a_task_is_told() -> None:
     assert ready(leader) == ["1F1 is here, withheld by coordination"]
 
 
-def test_a_story_tells_the_last_stimuli_and_an_error_has_it() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+def test_an_error_message_ends_with_the_state_and_the_last_stimuli() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     arrive(dispatcher, "1F0", now_ns=5)
     ask(dispatcher, 7)
     with pytest.raises(DispatchError) as raised:
@@ -381,8 +381,8 @@ def test_a_story_tells_the_last_stimuli_and_an_error_has_it() -> None:
     ]
 
 
-def test_a_dispatcher_is_told_in_a_line() -> None:
-    assert repr(turns("bf", Shape(3, 4), 1)) == (
+def test_repr_of_a_dispatcher_is_one_line() -> None:
+    assert repr(hint_dispatcher("bf", Shape(3, 4), 1)) == (
         "<Dispatcher of pipeline rank 1: bf ready, 8 of 8 tasks left>"
     )
 
@@ -406,17 +406,15 @@ def test_a_dispatcher_is_told_in_a_line() -> None:
         (lambda tracker: setattr(tracker, "num_unfinished", 3), "the count of unfinished tasks"),
     ],
 )
-def test_books_that_contradict_themselves_are_found(
-    spoil: Callable[[Any], object], what: str
-) -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1)
+def test_inconsistent_tracker_state_is_detected(spoil: Callable[[Any], object], what: str) -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1)
     arrive(dispatcher, "1F0 1F1")
     spoil(dispatcher._tracker)
     with pytest.raises(DispatchError, match=f"the dispatcher's state is inconsistent: {what}"):
         arrive(dispatcher, "1F2")
 
 
-# Weight gradients that are split off, and ranks that hold several chunks.
+# Split-off weight gradients, and ranks that hold several chunks.
 
 
 # Split backwards.
@@ -424,7 +422,7 @@ def test_books_that_contradict_themselves_are_found(
 
 def test_a_weight_gradient_runs_only_when_neither_direction_is_ready() -> None:
     shape = Shape(3, 4, kinds=SPLIT_BACKWARD)
-    dispatcher = turns("bfw", shape, 1)
+    dispatcher = hint_dispatcher("bfw", shape, 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     ask(dispatcher)
     arrive(dispatcher, "1B0")
@@ -432,7 +430,7 @@ def test_a_weight_gradient_runs_only_when_neither_direction_is_ready() -> None:
 
 
 def test_after_a_weight_gradient_a_new_round_starts() -> None:
-    dispatcher = turns("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1)
+    dispatcher = hint_dispatcher("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1)
     arrive(dispatcher, "1F0 1F1 1B0 1B1")
     assert run_on(dispatcher) == "1F0 1B0 1F1 1B1 1W0 1W1"
     arrive(dispatcher, "1F2 1B2")
@@ -443,10 +441,10 @@ def test_after_a_weight_gradient_a_new_round_starts() -> None:
     assert ask(dispatcher) == "1F3"
 
 
-def test_activations_are_held_until_the_weight_gradient_where_it_is_split_off() -> None:
+def test_activations_are_held_until_a_split_off_weight_gradient() -> None:
     def held(kinds: tuple[Kind, ...]) -> list[int]:
         name = "bfw" if kinds == SPLIT_BACKWARD else "bf"
-        dispatcher = turns(name, Shape(1, 2, kinds=kinds), 0)
+        dispatcher = hint_dispatcher(name, Shape(1, 2, kinds=kinds), 0)
         runs = [dispatcher.handle(0, ComputeIdle())[-1] for _ in range(2 * len(kinds))]
         return [run.held for run in runs if isinstance(run, RunTask)]
 
@@ -455,7 +453,7 @@ def test_activations_are_held_until_the_weight_gradient_where_it_is_split_off() 
     assert held(FORWARD_ONLY) == [0, 0]
 
 
-def test_an_order_as_a_hint_keeps_weight_gradients_for_idle_time() -> None:
+def test_an_order_as_a_hint_runs_weight_gradients_in_idle_time() -> None:
     shape = Shape(1, 2, kinds=SPLIT_BACKWARD)
     order = an_order(shape, "0F0 0B0 0W0 0F1 0B1 0W1")
     assert run_on(Dispatcher(shape, 0, Policy(order))) == "0F0 0B0 0F1 0B1 0W0 0W1"
@@ -464,7 +462,7 @@ def test_an_order_as_a_hint_keeps_weight_gradients_for_idle_time() -> None:
     assert ask(fixed) == "done"
 
 
-def test_an_order_ranks_weight_gradients_by_place_when_told_to() -> None:
+def test_an_order_ranks_weight_gradients_by_position_with_w_ranked() -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
     order = an_order(shape, "0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1W0 1F1 1B1 1W1")
     first = Dispatcher(shape, 0, Policy(order, w=WeightGradients.RANKED))
@@ -483,10 +481,10 @@ def test_weight_gradients_run_when_a_bound_withholds_the_forwards(
     limit: int | None, hold: int | None
 ) -> None:
     shape = Shape(2, 3, kinds=SPLIT_BACKWARD)
-    dispatcher = turns("bfw", shape, 1, limit=limit, hold=hold)
+    dispatcher = hint_dispatcher("bfw", shape, 1, limit=limit, hold=hold)
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0 1B0 1W0"
-    first = turns("bfw", shape, 0, limit=limit, hold=hold)
+    first = hint_dispatcher("bfw", shape, 0, limit=limit, hold=hold)
     assert run_on(first).split() == ["0F0", "0F1"][: limit or hold]
     arrive(first, "0B0")
     assert run_on(first).startswith("0B0 0F1" if limit else "0B0 0W0 0F2")
@@ -497,7 +495,7 @@ def test_weight_gradients_run_when_a_bound_withholds_the_forwards(
 
 def test_forwards_prefer_the_smallest_chunk_and_backwards_the_largest() -> None:
     shape = Shape(2, 2, num_chunks=2)  # rank 0 holds stages 0 and 2
-    dispatcher = turns("bf", shape, 0)
+    dispatcher = hint_dispatcher("bf", shape, 0)
     arrive(dispatcher, "2F0")
     assert run_on(dispatcher) == "0F0 0F1 2F0"
     arrive(dispatcher, "2F1 0B0 2B0")
@@ -506,7 +504,7 @@ def test_forwards_prefer_the_smallest_chunk_and_backwards_the_largest() -> None:
 
 def test_the_deep_hints_prefer_the_deepest_chunk_in_both_directions() -> None:
     shape = Shape(2, 3, num_chunks=2)
-    dispatcher = turns("bf-deep", shape, 0)  # stages 0 and 2
+    dispatcher = hint_dispatcher("bf-deep", shape, 0)  # stages 0 and 2
     assert ask(dispatcher) == "0F0"
     arrive(dispatcher, "2F0")
     assert ask(dispatcher) == "2F0"
@@ -517,16 +515,16 @@ def test_the_deep_hints_prefer_the_deepest_chunk_in_both_directions() -> None:
     assert run_on(dispatcher) == "2B1 0F2 0B0"
 
 
-def test_a_deep_hint_in_a_v_takes_a_microbatch_to_its_end_first() -> None:
+def test_a_deep_hint_in_a_v_finishes_a_microbatch_first() -> None:
     shape = Shape(2, 3, num_chunks=2, placement=Placement.V)
-    dispatcher = turns("bf-deep", shape, 1)  # stages 1 and 2
+    dispatcher = hint_dispatcher("bf-deep", shape, 1)  # stages 1 and 2
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 2F0 1F1 2F1"
 
 
-def test_the_turn_of_a_v_is_handed_over_locally() -> None:
+def test_the_turn_of_a_v_needs_no_message() -> None:
     shape = Shape(2, 1, num_chunks=2, placement=Placement.V)  # rank 1 holds stages 1 and 2
-    dispatcher = turns("bf", shape, 1)
+    dispatcher = hint_dispatcher("bf", shape, 1)
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0 2F0"
     arrive(dispatcher, "2B0")
@@ -534,22 +532,22 @@ def test_the_turn_of_a_v_is_handed_over_locally() -> None:
     assert ask(dispatcher) == "done"
 
 
-def test_the_end_of_a_v_hands_its_forward_over_to_its_backward() -> None:
+def test_the_end_of_a_v_starts_its_backward_without_a_message() -> None:
     shape = Shape(2, 1, num_chunks=2, placement=Placement.V)  # rank 0 holds stages 0 and 3
-    dispatcher = turns("bf", shape, 0)
+    dispatcher = hint_dispatcher("bf", shape, 0)
     assert run_on(dispatcher) == "0F0"
     arrive(dispatcher, "3F0")
     assert run_on(dispatcher) == "3F0 3B0"
 
 
 def test_chunks_on_one_rank_need_no_messages() -> None:
-    dispatcher = turns("bf", Shape(1, 1, num_chunks=3), 0)
+    dispatcher = hint_dispatcher("bf", Shape(1, 1, num_chunks=3), 0)
     assert run_on(dispatcher) == "0F0 1F0 2F0 2B0 1B0 0B0"
     assert ask(dispatcher) == "done"
 
 
-# Groups: one order among the ranks that share a collective inside a task, decided by a leader,
-# also ahead of the running task's end.
+# Groups: the ranks that share a collective inside a task run one order. A leader decides it, also
+# ahead of the running task's end.
 
 
 LEADER_OF_2 = Group(num_members=2, leads=True)
@@ -580,8 +578,8 @@ def test_a_leader_of_the_first_stage_needs_no_reports_to_admit() -> None:
     assert run_on(dispatcher).startswith("0F0 0F1")
 
 
-def test_a_follower_runs_what_was_agreed_and_nothing_else() -> None:
-    dispatcher = turns_of_follower()
+def test_a_follower_runs_only_agreed_tasks() -> None:
+    dispatcher = follower_dispatcher()
     arrive(dispatcher, "1F0 1F1")
     assert ask(dispatcher) == "warmup"
     (waited, run) = dispatcher.handle(7, TaskAgreed(task("1F1")))
@@ -592,7 +590,7 @@ def test_a_follower_runs_what_was_agreed_and_nothing_else() -> None:
 
 
 def test_a_follower_at_the_limit_waits_for_the_limit() -> None:
-    dispatcher = turns_of_follower(limit=1)
+    dispatcher = follower_dispatcher(limit=1)
     arrive(dispatcher, "1F0 1F1")
     dispatcher.handle(0, TaskAgreed(task("1F0")))
     assert ask(dispatcher) == "limit"
@@ -600,12 +598,12 @@ def test_a_follower_at_the_limit_waits_for_the_limit() -> None:
     assert ask(dispatcher) == "coordination"
 
 
-def turns_of_follower(limit: int | None = None) -> Dispatcher:
+def follower_dispatcher(limit: int | None = None) -> Dispatcher:
     return Dispatcher(Shape(3, 4), 1, Policy(HINTS["bf"], limit=limit), group=FOLLOWER_OF_2)
 
 
 @pytest.mark.parametrize("group", [LEADER_OF_2, FOLLOWER_OF_2])
-def test_fixed_dispatch_in_a_group_tells_the_order_from_the_group(group: Group) -> None:
+def test_fixed_dispatch_in_a_group_distinguishes_order_and_coordination_waits(group: Group) -> None:
     shape = Shape(3, 4)
     order = hint_named("1f1b").for_shape(shape)
     dispatcher = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED), group=group)
@@ -622,10 +620,10 @@ def test_fixed_dispatch_in_a_group_tells_the_order_from_the_group(group: Group) 
     assert ask(dispatcher) == "coordination"
 
 
-# The paper's rule: a task runs only if it is every member's own first pick.
+# Unanimous agreement, the paper's rule: a task runs only if it is every member's own first pick.
 
 
-def test_unanimous_members_run_what_each_of_them_would_pick() -> None:
+def test_unanimous_members_run_their_common_first_pick() -> None:
     dispatcher = Dispatcher(
         Shape(3, 4), 1, Policy(HINTS["bf"], agreement=AgreementRule.UNANIMOUS), group=LEADER_OF_2
     )
@@ -647,7 +645,7 @@ def test_unanimous_members_with_different_first_picks_run_nothing() -> None:
     assert agrees_by(AgreementRule.UNANIMOUS) == "warmup"
 
 
-def test_a_first_pick_of_a_member_counts_the_bounds_and_the_round_of_the_group() -> None:
+def test_a_first_pick_of_a_member_respects_the_bounds_and_the_round_of_the_group() -> None:
     dispatcher = Dispatcher(
         Shape(3, 4),
         1,
@@ -668,26 +666,26 @@ def test_a_first_pick_of_a_member_counts_the_bounds_and_the_round_of_the_group()
     assert ask(dispatcher) == "1F1"
 
 
-def test_unanimous_members_need_no_report_for_what_comes_from_their_own_rank() -> None:
+def test_unanimous_members_need_no_report_for_inputs_from_their_own_rank() -> None:
     dispatcher = Dispatcher(
         Shape(1, 2), 0, Policy(HINTS["bf"], agreement=AgreementRule.UNANIMOUS), group=LEADER_OF_2
     )
     assert run_on(dispatcher) == "0F0 0B0 0F1 0B1"
 
 
-# Deciding ahead: everything advances by position in the sequence, nothing by completion.
+# Decisions ahead: state advances with each decision of the sequence, not with completed tasks.
 
 
-def test_a_decision_ahead_counts_what_the_running_task_makes_ready() -> None:
-    dispatcher = turns("bf", Shape(1, 2), 0)
+def test_a_decision_ahead_includes_tasks_that_the_running_task_makes_ready() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(1, 2), 0)
     assert ask(dispatcher) == "0F0"
     assert ask_ahead(dispatcher) == "0B0"
     assert ask_ahead(dispatcher) == "0F1"
 
 
-def test_a_decision_ahead_counts_the_running_task_in_d_and_what_is_held() -> None:
+def test_a_decision_ahead_counts_the_running_task_in_d_and_held_activations() -> None:
     for bound in ("limit", "hold"):
-        dispatcher = turns("f-first", Shape(3, 4), 1, **{bound: 2})
+        dispatcher = hint_dispatcher("f-first", Shape(3, 4), 1, **{bound: 2})
         arrive(dispatcher, "1F0 1F1 1F2")
         assert [ask(dispatcher), ask_ahead(dispatcher), ask_ahead(dispatcher)] == [
             "1F0",
@@ -697,8 +695,8 @@ def test_a_decision_ahead_counts_the_running_task_in_d_and_what_is_held() -> Non
         assert ask(dispatcher) == bound
 
 
-def test_the_round_goes_on_over_a_decision_ahead() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+def test_the_round_continues_across_a_decision_ahead() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1 1F2")
     assert run_on(dispatcher) == "1F0 1F1 1F2"
     arrive(dispatcher, "1B0 1B1 1F3 1F4")
@@ -706,18 +704,18 @@ def test_the_round_goes_on_over_a_decision_ahead() -> None:
 
 
 def test_a_decision_ahead_that_finds_nothing_changes_nothing() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 1F1"
     arrive(dispatcher, "1B0")
     assert ask(dispatcher) == "1B0"
     assert ask_ahead(dispatcher) == "nothing"
     arrive(dispatcher, "1B1 1F2")
-    assert ask(dispatcher) == "1F2"  # the round that 1B0 began goes on
+    assert ask(dispatcher) == "1F2"  # the round that 1B0 began continues
 
 
 def test_a_decision_ahead_ends_no_wait() -> None:
-    dispatcher = turns("bf", Shape(3, 2), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 2), 1)
     assert ask(dispatcher) == "warmup"
     arrive(dispatcher, "1F0 1F1", now_ns=5)
     assert ask(dispatcher, 5) == "1F0"
@@ -726,7 +724,7 @@ def test_a_decision_ahead_ends_no_wait() -> None:
 
 
 def test_the_last_task_may_be_decided_ahead() -> None:
-    dispatcher = turns("bf", Shape(1, 1), 0)
+    dispatcher = hint_dispatcher("bf", Shape(1, 1), 0)
     assert ask(dispatcher) == "0F0"
     assert ask_ahead(dispatcher) == "0B0"
     assert ask_ahead(dispatcher) == "nothing"
@@ -734,13 +732,13 @@ def test_the_last_task_may_be_decided_ahead() -> None:
 
 
 def test_a_follower_decides_nothing_ahead() -> None:
-    dispatcher = turns_of_follower()
+    dispatcher = follower_dispatcher()
     arrive(dispatcher, "1F0 1F1")
     dispatcher.handle(0, TaskAgreed(task("1F0")))
     assert ask_ahead(dispatcher) == "nothing"
 
 
-# Stimuli that cannot be.
+# Impossible stimuli.
 
 
 def test_a_member_that_reports_twice_is_an_error_and_not_another_member() -> None:
@@ -752,14 +750,14 @@ def test_a_member_that_reports_twice_is_an_error_and_not_another_member() -> Non
 
 @pytest.mark.parametrize("agreed", ["1F1", "1B0", "0F0", "1F9"])
 def test_an_agreed_task_that_is_not_ready_is_an_error(agreed: str) -> None:
-    dispatcher = turns_of_follower()
+    dispatcher = follower_dispatcher()
     arrive(dispatcher, "1F0")
     with pytest.raises(DispatchError, match=f"agreed on {agreed}"):
         dispatcher.handle(0, TaskAgreed(task(agreed)))
 
 
 def test_a_task_agreed_on_twice_is_an_error() -> None:
-    dispatcher = turns_of_follower()
+    dispatcher = follower_dispatcher()
     arrive(dispatcher, "1F0")
     dispatcher.handle(0, TaskAgreed(task("1F0")))
     with pytest.raises(DispatchError, match="agreed on 1F0"):
@@ -767,13 +765,13 @@ def test_a_task_agreed_on_twice_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("group", [None, LEADER_OF_2])
-def test_a_rank_that_decides_is_told_nothing(group: Group | None) -> None:
+def test_an_agreed_task_is_an_error_on_a_rank_that_decides(group: Group | None) -> None:
     dispatcher = Dispatcher(Shape(2, 2), 0, Policy(HINTS["bf"]), group=group)
     with pytest.raises(DispatchError, match="agreed on 0F1"):
         dispatcher.handle(0, TaskAgreed(task("0F1")))
 
 
-def test_unfinished_tells_what_is_ready_and_at_which_members_inputs_lack() -> None:
+def test_unfinished_lists_tasks_and_the_members_that_lack_inputs() -> None:
     dispatcher = Dispatcher(Shape(3, 2), 1, Policy(HINTS["bf"]), group=Group(3, leads=True))
     for member in range(3):
         arrive(dispatcher, "1F0", member=member)
@@ -788,11 +786,11 @@ def test_unfinished_tells_what_is_ready_and_at_which_members_inputs_lack() -> No
     assert dispatcher.unfinished()[0] == (task("1F1"), 0b011)
 
 
-# The intersection of the ready sets against the paper's unanimous first picks.
+# Agreement on the intersection of the ready sets, compared with unanimous first picks.
 
 
 class Both(NaiveDispatcher):
-    """Decides by the intersection and asks, at the same moments, what unanimity would decide."""
+    """Decides by the intersection, and compares each decision with the unanimous one."""
 
     num_deferred_by_unanimity_alone = 0
 
@@ -810,7 +808,7 @@ class Both(NaiveDispatcher):
         return first_picks.pop() if len(first_picks) == 1 else None
 
 
-def test_the_intersection_runs_whatever_unanimity_runs_and_more() -> None:
+def test_the_intersection_runs_more_than_unanimity() -> None:
     num_deferred = 0
     for seed in range(40):
         case = random_case(seed, num_chunks=1)

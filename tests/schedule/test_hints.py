@@ -1,4 +1,4 @@
-"""The hints have names, rehearse into orders, and V-Half and V-Min keep what they promise."""
+"""Tests of the names of hints, the orders that they give, and the memory of V-Half and V-Min."""
 
 import re
 from dataclasses import replace
@@ -38,11 +38,11 @@ FIRST_NAMES = (
     *("bf", "fb", "b-first", "f-first", "bfw", "bf-deep", "bfw-deep"),
     *("1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min", "interleaved"),
 )
-"""The names that commands of users have; each must stay."""
+"""The names that users' commands contain; each must stay valid."""
 
 
 def documented_names() -> tuple[str, ...]:
-    """The names in the table of hints of docs/reference/training.md."""
+    """Return the names in the table of hints of docs/reference/training.md."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "training.md").read_text()
     table = page.partition("\n## Hints\n")[2].partition("\n\nAmong")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -75,7 +75,7 @@ def test_every_name_gives_the_hint_of_that_name(name: str) -> None:
         ("bfw-deep", Kind.B, Kind.F, True, True),
     ],
 )
-def test_alternations_are_those_of_the_method(
+def test_alternations_match_the_method(
     name: str, first: Kind, second: Kind, in_rounds: bool, deep: bool
 ) -> None:
     hint = HINTS[name]
@@ -84,7 +84,7 @@ def test_alternations_are_those_of_the_method(
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_an_order_is_made_for_the_shape_whatever_its_kinds(name: str) -> None:
+def test_an_order_hint_fits_a_shape_of_any_kinds(name: str) -> None:
     shape = SHAPES.get(name, Shape(2, 3))
     hint = hint_named(name).for_shape(shape)
     assert not isinstance(hint, Alternation)
@@ -129,7 +129,7 @@ def rows_of(history: History) -> tuple[tuple[Task, ...], ...]:
     forward_ns=st.integers(1, 1000),
     backward_ns=st.integers(1, 1000),
 )
-def test_without_jitter_1f1b_and_gpipe_take_their_closed_form(
+def test_without_jitter_1f1b_and_gpipe_match_their_closed_form(
     name: str, num_ranks: int, num_microbatches: int, forward_ns: int, backward_ns: int
 ) -> None:
     order = ORDERS[name].for_shape(Shape(num_ranks, num_microbatches))
@@ -151,13 +151,13 @@ def test_the_rehearsal_is_the_step_in_which_every_task_takes_one_unit(seed: int)
         lambda _node, _task: 1,
     )
     assert order.rows == rows_of(history)
-    # Bound to the order that it gives, the same step takes the same time.
+    # With that order binding, the same step takes the same time.
     assert rehearse(order).num_units == history.makespan_ns
 
 
 @pytest.mark.parametrize("name", list(ALTERNATIONS))
 @given(SEEDS)
-def test_the_order_of_a_round_based_hint_can_be_bound_to(name: str, seed: int) -> None:
+def test_the_order_of_a_round_based_hint_can_be_binding(name: str, seed: int) -> None:
     shape = random_case(seed).shape
     order = order_of(HINTS[name], shape)
     assert (order.name, order.shape.kinds) == (name, kinds_of(HINTS[name]))
@@ -166,7 +166,7 @@ def test_the_order_of_a_round_based_hint_can_be_bound_to(name: str, seed: int) -
     check_binding(order, Policy(order))
 
 
-def test_an_order_gives_itself() -> None:
+def test_the_order_of_an_order_hint_is_itself() -> None:
     order = random_order(Shape(2, 3), 0, valid=False)
     assert order_of(order, order.shape) is order
 
@@ -179,7 +179,7 @@ def test_bf_is_1f1b_on_the_last_rank_and_runs_ahead_on_the_others() -> None:
     assert [binding.peak_depth(rank) for rank in range(3)] == [3, 2, 1]
 
 
-def test_an_order_that_deadlocks_is_refused_with_the_place() -> None:
+def test_an_order_that_deadlocks_is_refused_with_the_location() -> None:
     order = parse_order("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", Shape(2, 2), "mine")
     with pytest.raises(UsageError) as refusal:
         check_binding(order, Policy(order))
@@ -189,7 +189,7 @@ def test_an_order_that_deadlocks_is_refused_with_the_place() -> None:
     )
 
 
-def test_a_deadlock_tells_what_each_rank_lacks() -> None:
+def test_a_deadlock_lists_missing_inputs_by_rank() -> None:
     order = parse_order("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", Shape(2, 2), "mine")
     rehearsal = rehearse(order)
     first_f, second_f = Task(0, Kind.F, 0), Task(1, Kind.F, 0)
@@ -200,7 +200,7 @@ def test_a_deadlock_tells_what_each_rank_lacks() -> None:
     )
 
 
-def test_a_deadlock_of_a_split_backward_is_told_in_its_own_letters() -> None:
+def test_a_deadlock_of_a_split_backward_is_described_in_its_own_letters() -> None:
     order = parse_order("0F0,0W0,0I0\n", Shape(1, 1), "mine")
     with pytest.raises(UsageError, match="rank 0 at 0W0"):
         check_binding(order, Policy(order))
@@ -220,7 +220,7 @@ def test_an_order_is_refused_exactly_when_it_stalls(
         return
     with pytest.raises(UsageError, match="deadlocks as a fixed order"):
         check_binding(order, Policy(order))
-    # It stands where it does whatever the tasks take, and each rank lacks what never ran.
+    # It stalls at the same task under any task times, and each rank lacks tasks that never ran.
     ran = {task for row in rows_of(history) for task in row}
     assert {b.rank: b.task for b in rehearsal.blocked} == {
         rank: row[len(done)]
@@ -233,7 +233,7 @@ def test_an_order_is_refused_exactly_when_it_stalls(
 
 
 def nearly_valid_order(shape: Shape, seed: int) -> Order:
-    """A valid order in whose first row two neighbours are exchanged: some still run."""
+    """Return a valid order with two neighbors swapped in its first row; some of these still run."""
     order = random_order(shape, seed, valid=True)
     first, *others = order.rows
     place = seed % len(first)
@@ -272,7 +272,7 @@ def test_a_v_has_an_order() -> None:
     )
 
 
-# V-Half and V-Min: what Qi et al. 2024 (arXiv 2405.15362) and the authors' own generator say.
+# V-Half and V-Min, against Qi et al. 2024 (arXiv 2405.15362) and the authors' generator.
 
 
 NAMES = ("v-half", "v-min")
@@ -280,7 +280,7 @@ SIZES = st.integers(1, 16), st.integers(1, 40)
 
 PUBLISHED = {
     # sail-sg/zero-bubble-pipeline-parallelism at 39f2c186, zbv_greedy.py with all times 1 and free
-    # links: units of time, and what a rank holds in slots of a chunk and a microbatch.
+    # links: the time in units, and a rank's peak in slots of one chunk and one microbatch.
     ("v-half", 2, 8): (49, 4),
     ("v-half", 3, 12): (77, 4),
     ("v-half", 4, 8): (53, 6),
@@ -311,8 +311,8 @@ def peaks_held(order: Order) -> list[int]:
 
 
 def most_microbatches(name: str, num_ranks: int) -> int:
-    """The authors' table beside their simulator (the Hugging Face space
-    sail/pipeline-parallelism-with-controllable-memory): activation memory by microbatches."""
+    """Return the peak activation memory in microbatches, from the table of the authors' simulator
+    (the Hugging Face space sail/pipeline-parallelism-with-controllable-memory)."""
     return (num_ranks + 2) // 2 if name == "v-half" else (num_ranks + 4) // 3
 
 
@@ -337,25 +337,27 @@ def test_any_number_of_microbatches_on_any_number_of_ranks(
     ("name", "microbatches"),
     [("v-half", {4: 3, 8: 5, 16: 9, 32: 17}), ("v-min", {4: 2, 8: 4, 16: 6, 32: 12})],
 )
-def test_what_is_held_is_the_papers_half_and_third(name: str, microbatches: dict[int, int]) -> None:
+def test_held_activations_are_the_papers_half_and_third(
+    name: str, microbatches: dict[int, int]
+) -> None:
     for num_ranks, most in microbatches.items():
         assert most == most_microbatches(name, num_ranks)
         assert max(peaks_held(on_a_v(name, num_ranks, 2 * num_ranks))) == 2 * most
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 17))
-def test_ranks_hold_alike(num_ranks: int) -> None:
+def test_all_ranks_hold_nearly_the_same(num_ranks: int) -> None:
     for num_microbatches in (num_ranks + 2, 3 * num_ranks):
         for name in NAMES:
             peaks = peaks_held(on_a_v(name, num_ranks, num_microbatches))
             most = 2 * most_microbatches(name, num_ranks)
-            # Where 3 divides N + 1, the gaps of some ranks come early enough to save a microbatch.
+            # If 3 divides N + 1, the gaps of some ranks are early enough to save a microbatch.
             less = 2 if name == "v-min" and num_ranks % 3 == 2 else 0
             assert (min(peaks), max(peaks)) == (most - less, most)
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), PUBLISHED)
-def test_it_takes_and_holds_what_the_authors_generator_does(
+def test_times_and_peaks_match_the_authors_generator(
     name: str, num_ranks: int, num_microbatches: int
 ) -> None:
     order = on_a_v(name, num_ranks, num_microbatches)
@@ -365,7 +367,7 @@ def test_it_takes_and_holds_what_the_authors_generator_does(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_microbatch_adds_a_bubble_once_the_pipeline_is_full(name: str) -> None:
-    # 1F1B idles for 6(N - 1) units of one chunk; here it is about a half, 3N, and two thirds, 4N.
+    # 1F1B idles for 6(N - 1) units of one chunk. These idle for about half, 3N, and two thirds, 4N.
     for num_ranks in range(2, 17):
         idle = {
             rehearse(on_a_v(name, num_ranks, num_microbatches)).num_units - 6 * num_microbatches

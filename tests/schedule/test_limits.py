@@ -1,4 +1,4 @@
-"""The limit on D and the hold are never exceeded, and nothing stalls under them."""
+"""Tests that no rank exceeds the limit on D or the hold, and that no step stalls under them."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -27,27 +27,27 @@ from tests.properties.cases import (
     arrive,
     ask,
     examples,
+    hint_dispatcher,
     random_case,
     random_case_in_bytes,
     run_on,
     task,
-    turns,
 )
 from tests.properties.naive_dispatcher import NaiveDispatcher
 from tests.properties.virtual_time import History, check_step
 
-# What withholds tasks that are here: the limit on D with its drain mode, and the hold.
+# The bounds that withhold arrived tasks: the limit on D with its drain mode, and the hold.
 
 
 LOOP = Shape(2, 4, num_chunks=2)  # rank 0 holds stages 0 and 2, rank 1 stages 1 and 3
 V = Shape(2, 4, num_chunks=2, placement=Placement.V)  # rank 0 holds 0 and 3, rank 1 holds 1 and 2
 
 
-# The limit, one chunk a rank.
+# The limit, with one chunk per rank.
 
 
 def test_at_the_limit_only_backwards_run_and_a_forward_here_is_withheld() -> None:
-    dispatcher = turns("f-first", Shape(3, 4), 1, limit=2)
+    dispatcher = hint_dispatcher("f-first", Shape(3, 4), 1, limit=2)
     arrive(dispatcher, "1F0 1F1")
     assert run_on(dispatcher) == "1F0 1F1"
     arrive(dispatcher, "1F2")
@@ -57,7 +57,7 @@ def test_at_the_limit_only_backwards_run_and_a_forward_here_is_withheld() -> Non
 
 
 def test_at_the_limit_without_a_forward_here_the_cause_is_the_missing_input() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, limit=1)
     arrive(dispatcher, "1F0")
     assert ask(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -66,7 +66,7 @@ def test_at_the_limit_without_a_forward_here_the_cause_is_the_missing_input() ->
 
 
 def test_withheld_forwards_are_not_counted_as_ready() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, limit=1)
     arrive(dispatcher, "1F0 1F1 1F2 1B0")
     ask(dispatcher)
     (run,) = dispatcher.handle(0, ComputeIdle())
@@ -84,20 +84,20 @@ def test_withheld_forwards_are_not_counted_as_ready() -> None:
 
 
 def test_a_forward_only_step_has_no_limit() -> None:
-    dispatcher = turns("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, limit=1)
+    dispatcher = hint_dispatcher("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, limit=1)
     assert run_on(dispatcher) == "0F0 0F1 0F2"
     assert ask(dispatcher) == "done"
 
 
-# The limit with chunks: microbatches are finished one by one, in index order.
+# The limit with several chunks: a rank at it finishes microbatches one by one, in index order.
 
 
 def test_at_the_limit_chunks_finish_the_smallest_microbatch_and_nothing_else() -> None:
-    dispatcher = turns("bf", LOOP, 0, limit=2)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, limit=2)
     arrive(dispatcher, "2F1 2F2")
     assert ask(dispatcher) == "0F0"
     assert ask(dispatcher) == "0F1"
-    assert ask(dispatcher) == "limit"  # 2F0 is next, and 2F1 is here
+    assert ask(dispatcher) == "limit"  # 2F0 is next, and 2F1 has arrived
     arrive(dispatcher, "2F0 2B1")
     assert ask(dispatcher) == "2F0"
     assert ask(dispatcher) == "limit"
@@ -110,13 +110,13 @@ def test_at_the_limit_chunks_finish_the_smallest_microbatch_and_nothing_else() -
 
 
 def test_the_microbatch_after_the_smallest_takes_its_turn_when_that_one_is_finished() -> None:
-    dispatcher = turns("f-first", Shape(1, 3, num_chunks=2), 0, limit=1)
+    dispatcher = hint_dispatcher("f-first", Shape(1, 3, num_chunks=2), 0, limit=1)
     assert run_on(dispatcher) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0F2 1F2 1B2 0B2"
     assert ask(dispatcher) == "done"
 
 
-def test_d_passes_the_limit_by_at_most_the_number_of_chunks() -> None:
-    dispatcher = turns("f-first", V, 0, limit=3)
+def test_d_exceeds_the_limit_by_at_most_the_number_of_chunks() -> None:
+    dispatcher = hint_dispatcher("f-first", V, 0, limit=3)
     arrive(dispatcher, "3F0 3F1 3F2")
     runs = [dispatcher.handle(0, ComputeIdle())[-1] for _ in range(4)]
     assert [(str(run.task), run.depth) for run in runs if isinstance(run, RunTask)] == [
@@ -131,7 +131,7 @@ def test_d_passes_the_limit_by_at_most_the_number_of_chunks() -> None:
 
 def test_weight_gradients_run_while_a_rank_waits_for_its_smallest_microbatch() -> None:
     shape = Shape(2, 4, num_chunks=2, kinds=SPLIT_BACKWARD)
-    dispatcher = turns("bfw", shape, 0, limit=3)
+    dispatcher = hint_dispatcher("bfw", shape, 0, limit=3)
     arrive(dispatcher, "2F0")
     assert [ask(dispatcher) for _ in range(4)] == ["0F0", "0F1", "0F2", "2F0"]
     arrive(dispatcher, "2F1 2B0")
@@ -141,8 +141,8 @@ def test_weight_gradients_run_while_a_rank_waits_for_its_smallest_microbatch() -
     assert run_on(dispatcher) == "0B0 0F3 2F1 0W0"
 
 
-def test_what_is_counted_ready_while_a_rank_drains_is_what_may_run() -> None:
-    dispatcher = turns("bf", LOOP, 0, limit=1)
+def test_a_draining_rank_counts_only_permitted_tasks_as_ready() -> None:
+    dispatcher = hint_dispatcher("bf", LOOP, 0, limit=1)
     ask(dispatcher)
     arrive(dispatcher, "2F0 2F1")
     (run,) = dispatcher.handle(0, ComputeIdle())
@@ -154,7 +154,7 @@ def test_what_is_counted_ready_while_a_rank_drains_is_what_may_run() -> None:
 
 
 def test_a_hold_bounds_the_slots_in_use() -> None:
-    dispatcher = turns("f-first", Shape(3, 4), 1, hold=2)
+    dispatcher = hint_dispatcher("f-first", Shape(3, 4), 1, hold=2)
     arrive(dispatcher, "1F0 1F1 1F2")
     assert run_on(dispatcher) == "1F0 1F1"
     assert ask(dispatcher) == "hold"
@@ -163,7 +163,7 @@ def test_a_hold_bounds_the_slots_in_use() -> None:
 
 
 def test_a_hold_keeps_slots_for_the_deeper_chunks() -> None:
-    dispatcher = turns("bf", LOOP, 0, hold=3)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, hold=3)
     assert run_on(dispatcher) == "0F0 0F1"  # the third slot is for stage 2
     assert ask(dispatcher) == "hold"
     arrive(dispatcher, "2F1")
@@ -177,18 +177,18 @@ def test_a_hold_keeps_slots_for_the_deeper_chunks() -> None:
 
 
 def test_a_hold_of_a_slot_a_chunk_carries_one_microbatch_at_a_time() -> None:
-    dispatcher = turns("f-first", Shape(1, 2, num_chunks=3), 0, hold=3)
+    dispatcher = hint_dispatcher("f-first", Shape(1, 2, num_chunks=3), 0, hold=3)
     assert run_on(dispatcher) == "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
 
 
-def test_a_slot_is_in_use_until_the_weight_gradient_where_it_is_split_off() -> None:
-    dispatcher = turns("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1, hold=1)
+def test_a_slot_is_in_use_until_a_split_off_weight_gradient() -> None:
+    dispatcher = hint_dispatcher("bfw", Shape(3, 4, kinds=SPLIT_BACKWARD), 1, hold=1)
     arrive(dispatcher, "1F0 1F1 1B0")
     assert run_on(dispatcher) == "1F0 1B0 1W0 1F1"
 
 
 def test_forwards_that_the_hold_withholds_are_not_counted_as_ready() -> None:
-    dispatcher = turns("bf", LOOP, 0, hold=2)
+    dispatcher = hint_dispatcher("bf", LOOP, 0, hold=2)
     ask(dispatcher)
     arrive(dispatcher, "2F0")
     (run,) = dispatcher.handle(0, ComputeIdle())
@@ -197,7 +197,7 @@ def test_forwards_that_the_hold_withholds_are_not_counted_as_ready() -> None:
 
 
 def test_at_the_hold_without_a_forward_here_the_cause_is_the_missing_input() -> None:
-    dispatcher = turns("bf", Shape(3, 4), 1, hold=1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 4), 1, hold=1)
     arrive(dispatcher, "1F0")
     assert ask(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -212,11 +212,11 @@ def test_fixed_dispatch_ignores_both_bounds() -> None:
 
 
 def test_a_forward_only_step_has_no_hold() -> None:
-    dispatcher = turns("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, hold=1)
+    dispatcher = hint_dispatcher("bf", Shape(2, 3, kinds=FORWARD_ONLY), 0, hold=1)
     assert run_on(dispatcher) == "0F0 0F1 0F2"
 
 
-# Bounds that cannot be.
+# Invalid bounds.
 
 
 @pytest.mark.parametrize("limit", [0, -3])
@@ -224,7 +224,7 @@ def test_a_limit_below_1_is_refused(limit: int) -> None:
     with pytest.raises(
         UsageError, match=f"the limit is {limit}; it must be a whole number, at least 1"
     ):
-        turns("bf", Shape(2, 2), 0, limit=limit)
+        hint_dispatcher("bf", Shape(2, 2), 0, limit=limit)
 
 
 @pytest.mark.parametrize(("hold", "num_chunks"), [(0, 1), (1, 2), (3, 4)])
@@ -235,10 +235,10 @@ def test_a_hold_below_one_slot_a_chunk_is_refused(hold: int, num_chunks: int) ->
 
 def test_a_limit_and_a_hold_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="exclude each other"):
-        turns("bf", Shape(2, 2), 0, limit=2, hold=2)
+        hint_dispatcher("bf", Shape(2, 2), 0, limit=2, hold=2)
 
 
-# What is written.
+# Bounds as text.
 
 
 @pytest.mark.parametrize(
@@ -269,17 +269,17 @@ def test_a_hold_is_read_and_written(text: str, hold: object, again: str) -> None
     "text",
     ["", "0", "-3", "1.5", "12G", "12  GiB", "0B", "0GB", "0x", "nan", "1e3GiB", "9" * 30 + "B"],
 )
-def test_what_is_no_hold_is_refused(text: str) -> None:
+def test_an_invalid_hold_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"the hold is '.*'; write 12 \(microbatches\), 1500000B"):
         parse_hold(text)
 
 
-def test_auto_is_refused_where_there_is_no_device() -> None:
+def test_auto_is_refused_without_a_device() -> None:
     with pytest.raises(UsageError, match="the hold is 'auto'; write"):
         parse_hold("auto", auto=False)
 
 
-def test_bytes_are_told_in_the_unit_a_person_reads() -> None:
+def test_bytes_are_formatted_in_readable_units() -> None:
     assert [format_bytes(num) for num in (0, 999, 1536, 40 * 2**30, 123 * 2**20)] == [
         "0 B",
         "999 B",
@@ -289,20 +289,20 @@ def test_bytes_are_told_in_the_unit_a_person_reads() -> None:
     ]
 
 
-# The rule, by hand: two ranks of two chunks (0: stages 0 and 2), three microbatches.
+# The hold in bytes by hand: two ranks of two chunks (rank 0: stages 0 and 2), three microbatches.
 
 SHORT_LOOP = Shape(2, 3, num_chunks=2)
-KEPT = ActivationSizes([[10, 50, 20], [5, 30, 40]])
+SIZES = ActivationSizes([[10, 50, 20], [5, 30, 40]])
 
 
-def dispatcher_of(budget: int, hint: str = "f-first", sizes: ActivationSizes = KEPT) -> Dispatcher:
+def dispatcher_of(budget: int, hint: str = "f-first", sizes: ActivationSizes = SIZES) -> Dispatcher:
     policy = Policy(HINTS[hint], hold=Bytes(budget))
     return Dispatcher(SHORT_LOOP, 0, policy, sizes=sizes, validate=True)
 
 
-def test_a_forward_leaves_room_for_the_largest_one_left_in_each_deeper_chunk() -> None:
+def test_a_forward_reserves_bytes_for_the_largest_unfinished_one_of_each_deeper_chunk() -> None:
     dispatcher = dispatcher_of(110)
-    # 40 are kept for 2F2: 10 + 50 fit into 70, 20 more do not.
+    # 40 bytes are reserved for 2F2: 10 + 50 fit into the other 70, 20 more do not.
     assert run_on(dispatcher) == "0F0 0F1"
     assert ask(dispatcher) == "hold"
     arrive(dispatcher, "2F0")
@@ -317,12 +317,12 @@ def test_a_reserve_shrinks_once_the_heaviest_has_run() -> None:
     sizes = ActivationSizes([[10, 50, 20], [40, 5, 5]])
     dispatcher = dispatcher_of(115, sizes=sizes)
     assert run_on(dispatcher) == "0F0 0F1"
-    assert ask(dispatcher) == "hold"  # 20 more do not fit beside the 40 kept for 2F0
+    assert ask(dispatcher) == "hold"  # 20 more do not fit beside the 40 reserved for 2F0
     arrive(dispatcher, "2F0")
     assert ask(dispatcher) == "2F0"
     assert ask(dispatcher) == "hold"
     arrive(dispatcher, "2B0")
-    assert run_on(dispatcher) == "2B0 0F2"  # beside the 5 kept for 2F1 they do
+    assert run_on(dispatcher) == "2B0 0F2"  # they fit beside the 5 reserved for 2F1
 
 
 def test_a_light_forward_does_not_overtake_one_that_does_not_fit() -> None:
@@ -332,7 +332,7 @@ def test_a_light_forward_does_not_overtake_one_that_does_not_fit() -> None:
     assert run_on(dispatcher) == "0F0 0B0 0F1 0F2 0B1 0B2"
 
 
-def test_what_w_is_owed_counts_until_it_has_run() -> None:
+def test_pending_weight_gradient_bytes_count_until_w_has_run() -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
     policy = Policy(HINTS["bfw"], hold=Bytes(100))
     sizes = ActivationSizes([[60, 60]], [[30, 45]])
@@ -344,7 +344,7 @@ def test_what_w_is_owed_counts_until_it_has_run() -> None:
     assert dispatcher.peak_held_bytes == 90
 
 
-def test_a_budget_below_the_heaviest_way_is_refused_with_the_figure() -> None:
+def test_a_budget_below_the_least_possible_is_refused_with_the_figure() -> None:
     with pytest.raises(UsageError, match=r"the hold of 89 B \(89 bytes\) .* set it to 90B or more"):
         dispatcher_of(89)
     dispatcher_of(90)
@@ -360,10 +360,12 @@ def test_a_binding_order_has_no_hold_in_bytes() -> None:
         Policy(HINTS["bf"], dispatch=Dispatch.FIXED, hold=Bytes(9))
 
 
-@pytest.mark.parametrize(("kept", "owed"), [([[1, -1]], None), ([[3, 3]], [[3, 4]])])
-def test_sizes_that_cannot_be_are_refused(kept: list[list[int]], owed: list[list[int]]) -> None:
+@pytest.mark.parametrize(("activations", "pending_w"), [([[1, -1]], None), ([[3, 3]], [[3, 4]])])
+def test_impossible_sizes_are_refused(
+    activations: list[list[int]], pending_w: list[list[int]]
+) -> None:
     with pytest.raises(ValueError, match=r"negative|more bytes are pending for W"):
-        ActivationSizes(kept, owed)
+        ActivationSizes(activations, pending_w)
 
 
 # Random steps.
@@ -376,14 +378,14 @@ def check(case: Case, history: History) -> None:
 @pytest.mark.timeout(1200)
 @examples(quick=80, thorough=20_000)
 @given(SEEDS)
-def test_no_step_stalls_or_passes_its_budget(seed: int) -> None:
+def test_no_step_stalls_or_exceeds_its_budget(seed: int) -> None:
     case = random_case_in_bytes(seed)
     check(case, case.play(case.dispatchers()))
 
 
 @examples(quick=30, thorough=2_000)
 @given(SEEDS)
-def test_every_answer_is_the_specifications(seed: int) -> None:
+def test_every_answer_matches_the_specification(seed: int) -> None:
     case = random_case_in_bytes(seed)
     if case.shape.num_microbatches <= 16:
         check(case, case.play(case.checked_dispatchers()))
@@ -391,8 +393,9 @@ def test_every_answer_is_the_specifications(seed: int) -> None:
 
 @examples(quick=30, thorough=2_000)
 @given(SEEDS)
-def test_with_equal_sizes_it_is_the_hold_in_microbatches(seed: int) -> None:
-    """Every dispatch, wait and count, with whatever is left of a size to spare."""
+def test_with_equal_sizes_it_equals_the_hold_in_microbatches(seed: int) -> None:
+    """Every dispatch, wait and count is the same, also if the budget exceeds the hold by less than
+    one microbatch."""
     case = random_case(seed, dispatch=Dispatch.READY)
     shape = case.shape
     hold = case.hold or shape.num_chunks
@@ -410,14 +413,14 @@ def test_with_equal_sizes_it_is_the_hold_in_microbatches(seed: int) -> None:
 
 
 class PlainCapInBytes(NaiveDispatcher):
-    """Lets in what fits now; nothing is kept for deeper chunks."""
+    """Runs any forward that fits now, without a reserve for deeper chunks."""
 
     def reserve(self, stage: int) -> int:
         return 0
 
 
-class ReserveOfThisMicrobatch(NaiveDispatcher):
-    """Keeps for deeper chunks what the smallest forward left there needs."""
+class ReserveOfSmallest(NaiveDispatcher):
+    """Reserves for each deeper chunk the bytes of its smallest unfinished forward."""
 
     def reserve(self, stage: int) -> int:
         return sum(
@@ -430,13 +433,15 @@ class ReserveOfThisMicrobatch(NaiveDispatcher):
         )
 
 
-class OffByOne(NaiveDispatcher):
+class OffByOneByte(NaiveDispatcher):
+    """Counts one byte too few."""
+
     def used(self) -> int:
         return super().used() - 1
 
 
-class KeepsNothingForW(NaiveDispatcher):
-    """Frees everything at B."""
+class FreesAllAtB(NaiveDispatcher):
+    """Counts no pending weight-gradient bytes."""
 
     def used(self) -> int:
         if self.sizes is None:
@@ -448,11 +453,9 @@ class KeepsNothingForW(NaiveDispatcher):
         )
 
 
-@pytest.mark.parametrize(
-    "wrong", [PlainCapInBytes, ReserveOfThisMicrobatch, OffByOne, KeepsNothingForW]
-)
+@pytest.mark.parametrize("wrong", [PlainCapInBytes, ReserveOfSmallest, OffByOneByte, FreesAllAtB])
 def test_a_wrong_rule_is_caught(wrong: type[NaiveDispatcher]) -> None:
-    """A plain cap in bytes stalls in the same trials, for one."""
+    """For example, a plain cap in bytes stalls in some of these trials."""
     num_caught = num_tried = 0
     for seed in range(60):
         case = random_case_in_bytes(seed)

@@ -1,4 +1,4 @@
-"""Tasks, shapes and orders: how they are written, what they hold, and whom they refuse."""
+"""Tests of tasks, shapes and orders: their texts, contents, and the errors of invalid ones."""
 
 import json
 import pickle
@@ -46,13 +46,13 @@ any_task = st.builds(
         ("7W10", Task(7, Kind.W, 10), True),
     ],
 )
-def test_letters_are_those_of_torch(text: str, task: Task, split: bool) -> None:
+def test_letters_match_torch(text: str, task: Task, split: bool) -> None:
     assert parse_task(text) == (task, split)
     assert format_task(task, split=split) == text
 
 
 @given(any_task, st.booleans())
-def test_what_is_written_is_read_back(task: Task, split: bool) -> None:
+def test_a_written_task_is_read_back(task: Task, split: bool) -> None:
     read, is_split = parse_task(format_task(task, split=split))
     assert read == task
     assert is_split == (task.kind is Kind.W or (split and task.kind is Kind.B))
@@ -61,7 +61,7 @@ def test_what_is_written_is_read_back(task: Task, split: bool) -> None:
 @pytest.mark.parametrize(
     "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 ", "2F0.1", "2FF0", "2F-1", "2F0\n", "two"]
 )
-def test_anything_else_is_no_task(text: str) -> None:
+def test_other_texts_are_no_tasks(text: str) -> None:
     with pytest.raises(ValueError, match="is not a task such as 2F0"):
         parse_task(text)
 
@@ -70,7 +70,7 @@ def test_a_task_prints_as_its_whole_backward() -> None:
     assert str(Task(1, Kind.B, 4)) == "1B4"
 
 
-def test_a_number_too_long_to_read_is_no_task() -> None:
+def test_an_oversized_number_is_no_task() -> None:
     with pytest.raises(ValueError, match=r"^'9{30}\.\.\.' is not a task such as 2F0"):
         parse_task("9" * 5000 + "F0")
 
@@ -117,7 +117,7 @@ def test_tasks_come_by_kind_chunk_and_microbatch() -> None:
         ("1W1", "1B1"),
     ],
 )
-def test_prerequisites_are_those_of_the_method(task: str, needed: str) -> None:
+def test_prerequisites_match_the_method(task: str, needed: str) -> None:
     shape = Shape(3, 2, kinds=SPLIT_BACKWARD)
     assert shape.prerequisites(*tasks(task)) == tasks(needed)
 
@@ -133,7 +133,7 @@ def test_stages_chunks_and_ranks_map_onto_each_other(shape: Shape) -> None:
 
 
 @given(shapes())
-def test_every_task_is_held_by_exactly_one_rank(shape: Shape) -> None:
+def test_every_task_belongs_to_exactly_one_rank(shape: Shape) -> None:
     every = all_tasks(shape)
     assert len(set(every)) == len(every) == shape.num_ranks * shape.num_tasks_of_a_rank
     for task in every:
@@ -156,7 +156,7 @@ def test_senders_and_receivers_mirror_each_other_and_are_prerequisites(shape: Sh
 
 
 @given(shapes())
-def test_prerequisites_are_tasks_of_the_step_and_make_no_circle(shape: Shape) -> None:
+def test_prerequisites_are_tasks_of_the_step_and_form_no_cycle(shape: Shape) -> None:
     every = set(all_tasks(shape))
     done: set[Task] = set()
     while done != every:
@@ -168,7 +168,7 @@ def test_prerequisites_are_tasks_of_the_step_and_make_no_circle(shape: Shape) ->
 @pytest.mark.parametrize(
     "task", [Task(3, Kind.F, 0), Task(-1, Kind.F, 0), Task(1, Kind.F, 2), Task(1, Kind.W, 0)]
 )
-def test_what_is_not_in_the_step_is_held_by_nobody(task: Task) -> None:
+def test_tasks_outside_the_step_belong_to_no_rank(task: Task) -> None:
     shape = Shape(3, 2)
     assert not any(shape.holds(rank, task) for rank in range(3))
 
@@ -182,7 +182,7 @@ def test_sizes_below_1_are_refused() -> None:
         Shape(1, 1, num_chunks=0)
 
 
-def test_numbers_of_any_library_are_taken() -> None:
+def test_integers_of_any_library_are_accepted() -> None:
     shape = Shape(np.int64(2), torch.tensor(3), np.array(2))
     assert shape == Shape(2, 3, 2)
     assert json.dumps([shape.num_ranks, shape.num_microbatches, shape.num_chunks]) == "[2, 3, 2]"
@@ -261,11 +261,11 @@ def test_an_order_that_is_written_is_read_back(order: Order) -> None:
     ],
     ids=["empty cells", "blanks and line ends", "quotes and empty lines at the end"],
 )
-def test_spreadsheets_ways_are_read(text: str) -> None:
+def test_csv_variants_of_spreadsheets_are_read(text: str) -> None:
     assert parse_order(text, SHAPE, "mine") == parse_order(GOOD, SHAPE, "mine")
 
 
-def test_letters_tell_a_split_backward() -> None:
+def test_letters_distinguish_a_split_backward() -> None:
     order = parse_order("0F0,0I0,0W0\n", Shape(1, 1), "mine")
     assert order.shape.kinds == SPLIT_BACKWARD
     assert [task.kind for task in order.rows[0]] == [Kind.F, Kind.B, Kind.W]
@@ -317,7 +317,7 @@ def test_a_malformed_file_is_refused_with_its_line(text: str, message: str) -> N
 
 
 @given(st.text(alphabet="0123FBIW, \n\"'x", max_size=60))
-def test_no_text_gives_anything_but_an_order_or_a_sentence(text: str) -> None:
+def test_every_text_gives_an_order_or_an_error_message(text: str) -> None:
     outcome = parsed_or_refused(text)
     if isinstance(outcome, str):
         assert outcome.startswith("mine")
@@ -400,7 +400,7 @@ def test_an_order_has_every_task_once_and_runs_to_its_end(
     ],
 )
 def test_the_layouts_of_an_order(name: str, layouts: list[tuple[int, Placement]]) -> None:
-    # As few microbatches as can be, where the order does not go around in whole rounds of them.
+    # The fewest possible microbatches, unless the order needs whole rounds of them.
     num_microbatches = 4 if name == "interleaved" else 1
     fitting = [
         layout for layout in LAYOUTS if ORDERS[name].fits(Shape(4, num_microbatches, *layout))
@@ -445,23 +445,25 @@ def test_the_layouts_of_an_order(name: str, layouts: list[tuple[int, Placement]]
         ),
     ],
 )
-def test_what_an_order_is_not_for_is_refused(name: str, shape: Shape, sentence: str) -> None:
+def test_shapes_that_an_order_does_not_support_are_refused(
+    name: str, shape: Shape, sentence: str
+) -> None:
     with pytest.raises(UsageError) as refusal:
         ORDERS[name].for_shape(shape)
     assert str(refusal.value) == sentence
 
 
 @pytest.mark.parametrize("kinds", [FORWARD_ONLY, WHOLE_BACKWARD, SPLIT_BACKWARD])
-def test_the_order_says_how_the_backward_is_split(kinds: tuple[Kind, ...]) -> None:
+def test_the_kinds_of_an_order_match_its_backward(kinds: tuple[Kind, ...]) -> None:
     for name, expected in (("1f1b", WHOLE_BACKWARD), ("zb-h1", SPLIT_BACKWARD)):
         assert ORDERS[name].for_shape(Shape(3, 4, kinds=kinds)).shape.kinds == expected
 
 
-# What is held.
+# Held activations.
 
 
 @given(*SIZES)
-def test_1f1b_keeps_as_many_in_flight_as_ranks_follow(
+def test_1f1b_has_one_microbatch_in_flight_per_remaining_rank(
     num_ranks: int, num_microbatches: int
 ) -> None:
     order = ORDERS["1f1b"].for_shape(Shape(num_ranks, num_microbatches))
@@ -471,7 +473,7 @@ def test_1f1b_keeps_as_many_in_flight_as_ranks_follow(
 
 
 @given(*SIZES)
-def test_gpipe_keeps_everything_in_flight(num_ranks: int, num_microbatches: int) -> None:
+def test_gpipe_has_all_microbatches_in_flight(num_ranks: int, num_microbatches: int) -> None:
     for shape in (Shape(num_ranks, num_microbatches), v(num_ranks, num_microbatches)):
         assert set(peaks_held(ORDERS["gpipe"].for_shape(shape))) == {
             num_microbatches * shape.num_chunks
@@ -501,7 +503,7 @@ def test_zb_v_holds_at_most_two_chunks_a_rank(num_ranks: int, num_microbatches: 
         assert set(peaks_held(order)) == {2 * num_ranks}
 
 
-# How long it takes when all times are equal, so that a whole backward is as long as I is.
+# Makespans with equal times of all tasks, so that a whole backward takes as long as an I.
 
 
 @given(*SIZES)
@@ -513,7 +515,7 @@ def test_1f1b_and_gpipe_fill_and_drain_once(num_ranks: int, num_microbatches: in
 
 @given(SIZES[0], SIZES[1])
 def test_zb_h1_has_a_third_of_1f1bs_bubble(num_ranks: int, num_microbatches: int) -> None:
-    # With B and W one unit each, 1F1B would idle for 3 units a rank but one (Qi et al., table 2).
+    # With B and W of one unit each, 1F1B would idle for 3(N - 1) units (Qi et al., table 2).
     num_units = rehearse(ORDERS["zb-h1"].for_shape(Shape(num_ranks, num_microbatches))).num_units
     if num_microbatches >= num_ranks:
         assert num_units == 3 * num_microbatches + num_ranks - 1
@@ -542,7 +544,9 @@ def test_zb_v_at_8_x_32_takes_a_twenty_fifth_more_than_its_load() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "num_microbatches"), [(2, 2), (2, 6), (3, 6), (4, 4), (8, 32)]
 )
-def test_interleaved_is_megatrons(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+def test_interleaved_matches_megatron(
+    num_ranks: int, num_microbatches: int, num_chunks: int
+) -> None:
     shape = Shape(num_ranks, num_microbatches, num_chunks)
     order = ORDERS["interleaved"].for_shape(shape)
     for rank, row in enumerate(order.rows):
@@ -550,13 +554,13 @@ def test_interleaved_is_megatrons(num_ranks: int, num_microbatches: int, num_chu
 
 
 def megatrons_row(shape: Shape, rank: int) -> tuple[Task, ...]:
-    """What Megatron's interleaved schedule runs, from its own table and warm-up count."""
+    """Return the tasks of Megatron's interleaved schedule, from its own table and warm-up count."""
     from megatron.core.pipeline_parallel.schedules import (
         get_pp_rank_microbatches,
         get_schedule_table,
     )
 
-    group_size = shape.num_ranks  # what microbatch_group_size_per_vp_stage is by default
+    group_size = shape.num_ranks  # the default of microbatch_group_size_per_vp_stage
     table = get_schedule_table(shape.num_microbatches, shape.num_chunks, group_size)
     total, _, num_warmup, num_remaining = get_pp_rank_microbatches(
         shape.num_microbatches,

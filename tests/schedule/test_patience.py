@@ -1,5 +1,5 @@
-"""Patience: single decisions about announced tasks, what ranks learn from announcements, and what
-it makes of simulated steps. Whole random steps are those of `properties/test_steps.py`."""
+"""Tests of patience: decisions about announced tasks, the statistics that ranks keep of
+announcements, and simulated steps. `properties/test_steps.py` tests random steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.trace.records import Recording, StimulusRecord, stimulus_of, stimulus_record
 from tests.analyze.simulated_runs import equal_times
-from tests.properties.cases import an_order, arrive, ask, replayed, task, turns
+from tests.properties.cases import an_order, arrive, ask, hint_dispatcher, replayed, task
 
 MS = 10**6
 AUTO = AutoPatience.AUTO
@@ -72,7 +72,7 @@ def test_a_patience_is_read(text: str, patience: Patience) -> None:
 
 
 @given(st.integers(0, LONGEST_NS))
-def test_what_describes_a_patience_is_read_back(patience: int) -> None:
+def test_a_formatted_patience_is_read_back(patience: int) -> None:
     assert parse_patience(patience_as_json(patience)) == patience
 
 
@@ -90,14 +90,14 @@ def test_another_value_is_refused(patience: object) -> None:
         Policy(hint_named("bf"), patience=patience)  # type: ignore[arg-type]
 
 
-def test_an_order_that_binds_takes_none() -> None:
+def test_a_binding_order_refuses_patience() -> None:
     shape = Shape(2, 2)
     order = an_order(shape, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     with pytest.raises(UsageError, match="leave --patience out"):
         Policy(order, dispatch=Dispatch.FIXED, patience=AUTO)
 
 
-# Single decisions. Rank 1 of 2 or of 3.
+# Single decisions, on rank 1 of 2 or 3.
 
 
 def announce(
@@ -112,7 +112,7 @@ def by_order(*rows: str, num_microbatches: int = 3, **policy: object) -> Dispatc
 
 
 def last_of_three() -> Dispatcher:
-    """After 1F0, with 1F2 ready; its order wants 1F1 before."""
+    """Return the dispatcher of rank 1 after 1F0, with 1F2 ready; its order has 1F1 before 1F2."""
     dispatcher = by_order("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     arrive(dispatcher, "1F0 1F2")
     assert ask(dispatcher) == "1F0"
@@ -131,7 +131,7 @@ def test_a_rank_waits_for_a_better_task_that_is_due_within_its_patience(
     assert ask(dispatcher, now_ns) == answer
 
 
-def test_a_wait_for_it_has_a_deadline_and_a_cause_and_ends_with_it() -> None:
+def test_a_patient_wait_has_a_deadline_and_a_cause_and_ends_on_arrival() -> None:
     dispatcher = last_of_three()
     announce(dispatcher, "1F1", 100, 10)
     assert dispatcher.handle(95, ComputeIdle()) == (Wait("patience", 110),)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_wait_for_it_has_a_deadline_and_a_cause_and_ends_with_it() -> None:
     assert run.task == task("1F1")
 
 
-def test_what_does_not_come_is_given_up_for_good() -> None:
+def test_a_late_task_is_not_waited_for_again() -> None:
     dispatcher = last_of_three()
     announce(dispatcher, "1F1", 100, 10)
     assert ask(dispatcher, 100) == "patience"
@@ -151,37 +151,37 @@ def test_what_does_not_come_is_given_up_for_good() -> None:
     assert waited == Waited("patience", 100, 110)  # type: ignore[arg-type]
     assert isinstance(run, RunTask)
     assert run.task == task("1F2")
-    # Announced again, it is waited for no longer.
+    # A second announcement does not make the rank wait again.
     announce(dispatcher, "1F1", 200, 100)
     assert ask(dispatcher, 150) == "1B0"
 
 
-def test_a_rank_does_not_wait_for_what_its_hint_puts_later() -> None:
+def test_a_rank_does_not_wait_for_tasks_that_its_hint_ranks_later() -> None:
     dispatcher = by_order("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2")
     arrive(dispatcher, "1F0 1F1")
     assert [ask(dispatcher), ask(dispatcher)] == ["1F0", "1F1"]
     announce(dispatcher, "1F2", 100, 10)
     assert ask(dispatcher, 95) == "1B0"
-    # It is next now, before 1B1, which is ready.
+    # Now it is next, before 1B1, which is ready.
     assert ask(dispatcher, 96) == "patience"
 
 
-def test_a_rank_with_nothing_ready_waits_as_ever() -> None:
+def test_a_rank_with_nothing_ready_waits_as_without_patience() -> None:
     dispatcher = by_order("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     announce(dispatcher, "1F0", 100, 10)
     assert dispatcher.handle(95, ComputeIdle()) == (Wait("warmup"),)  # type: ignore[arg-type]
     arrive(dispatcher, "1F1", now_ns=96)
-    # Before its first task every wait is of the warm-up, patient or not.
+    # Before a rank's first task the cause of every wait is the warm-up, also with patience.
     assert dispatcher.handle(96, ComputeIdle()) == (Wait("warmup", 110),)  # type: ignore[arg-type]
 
 
 def test_a_wait_keeps_the_round() -> None:
-    dispatcher = turns("bf", Shape(3, 8), 1)
+    dispatcher = hint_dispatcher("bf", Shape(3, 8), 1)
     arrive(dispatcher, "1F0 1F1")
     assert [ask(dispatcher), ask(dispatcher)] == ["1F0", "1F1"]
     arrive(dispatcher, "1B0 1B1")
     assert ask(dispatcher) == "1B0"
-    # After a backward bf prefers a forward, also while it waits for one.
+    # After a backward, bf prefers a forward, also while it waits for one.
     announce(dispatcher, "1F2", 50, 10)
     assert ask(dispatcher, 45) == "patience"
     arrive(dispatcher, "1F2", now_ns=50)
@@ -190,7 +190,7 @@ def test_a_wait_keeps_the_round() -> None:
 
 
 @pytest.mark.parametrize("w", WeightGradients)
-def test_a_weight_gradient_is_put_off_only_by_an_order_that_ranks_it(w: WeightGradients) -> None:
+def test_a_weight_gradient_is_postponed_only_by_an_order_that_ranks_it(w: WeightGradients) -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
     order = an_order(shape, "0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1W0 1I1 1W1")
     dispatcher = Dispatcher(shape, 1, Policy(order, w=w), validate=True)
@@ -200,8 +200,8 @@ def test_a_weight_gradient_is_put_off_only_by_an_order_that_ranks_it(w: WeightGr
     assert ask(dispatcher, 95) == ("patience" if w is WeightGradients.RANKED else "1W0")
 
 
-def test_a_rank_does_not_wait_for_what_its_bound_withholds() -> None:
-    dispatcher = turns("f-first", Shape(3, 8), 1, hold=2)
+def test_a_rank_does_not_wait_for_tasks_that_its_bound_withholds() -> None:
+    dispatcher = hint_dispatcher("f-first", Shape(3, 8), 1, hold=2)
     arrive(dispatcher, "1F0 1F1")
     assert [ask(dispatcher), ask(dispatcher)] == ["1F0", "1F1"]
     arrive(dispatcher, "1B0")
@@ -209,7 +209,7 @@ def test_a_rank_does_not_wait_for_what_its_bound_withholds() -> None:
     assert ask(dispatcher, 95) == "1B0"
 
 
-def test_a_leader_waits_and_its_followers_leave_it_to_it() -> None:
+def test_a_leader_waits_on_behalf_of_its_followers() -> None:
     shape = Shape(2, 3)
     order = an_order(shape, "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     leader, follower = (
@@ -221,7 +221,7 @@ def test_a_leader_waits_and_its_followers_leave_it_to_it() -> None:
     for member in (leader, follower):
         announce(member, "1F1", 100, 10)
     assert ask(follower, 95) == "warmup"
-    # Nothing is decided ahead of the end of a task either.
+    # It also decides nothing ahead of the end of a task.
     assert leader.handle(95, DecideAhead()) == ()
     arrive(leader, "1F1", now_ns=99)
     assert leader.handle(99, ComputeIdle()) == (Wait("warmup", 110),)  # type: ignore[arg-type]
@@ -229,61 +229,62 @@ def test_a_leader_waits_and_its_followers_leave_it_to_it() -> None:
     assert ask(leader, 104) == "1F1"
 
 
-def test_what_is_announced_to_the_wrong_rank_is_an_error() -> None:
-    dispatcher = turns("bf", Shape(3, 2), 1)
+def test_an_announcement_to_the_wrong_rank_is_an_error() -> None:
+    dispatcher = hint_dispatcher("bf", Shape(3, 2), 1)
     for text in ("2F0", "1F7"):
         with pytest.raises(DispatchError, match="went to the wrong rank"):
             dispatcher.handle(0, Announced(task(text), 10, 10))
     with pytest.raises(DispatchError, match="went to the wrong rank"):
-        turns("bf", Shape(3, 2), 0).handle(0, Announced(task("0F0"), 10, 10))
+        hint_dispatcher("bf", Shape(3, 2), 0).handle(0, Announced(task("0F0"), 10, 10))
 
 
-# What ranks learn.
+# Statistics of announcements.
 
 
-def heard(
+def punctuality_after(
     errors: Sequence[float], patience: Patience = AUTO, trust: Trust = TRUST_IN_ORDERS
 ) -> Punctuality:
-    """A rank that heard of as many tasks of 100 ns, each late by that share of it."""
+    """Return a rank's punctuality after one announced 100 ns task per error, each late by that
+    fraction of 100 ns."""
     punctuality = Punctuality(patience, trust)
     for number, error in enumerate(errors):
-        wanted, heard_ns = Task(1, Kind.F, number), 1000 * number
-        punctuality.announced(wanted, heard_ns, 100)
-        punctuality.arrived(wanted, heard_ns + 100 + round(100 * error))
+        wanted, announced_ns = Task(1, Kind.F, number), 1000 * number
+        punctuality.announced(wanted, announced_ns, 100)
+        punctuality.arrived(wanted, announced_ns + 100 + round(100 * error))
     return punctuality
 
 
-def test_auto_waits_half_a_task_where_announcements_hold() -> None:
+def test_auto_waits_half_a_task_if_announcements_are_accurate() -> None:
     assert Punctuality(AUTO, TRUST_IN_ORDERS).patience_ns == 0
-    assert heard([0.0] * 50).patience_ns == 50
-    assert heard([0.0] * 50, trust=TRUST_IN_RULES).patience_ns == 25
+    assert punctuality_after([0.0] * 50).patience_ns == 50
+    assert punctuality_after([0.0] * 50, trust=TRUST_IN_RULES).patience_ns == 25
 
 
-def test_auto_does_not_wait_where_they_do_not() -> None:
-    assert heard([0.6, -0.6] * 50).patience_ns == 0
-    assert 0 < heard([0.3, -0.3] * 50).patience_ns < 50
-    assert heard([0.3, -0.3] * 50, trust=TRUST_IN_RULES).patience_ns == 0
+def test_auto_does_not_wait_if_announcements_are_inaccurate() -> None:
+    assert punctuality_after([0.6, -0.6] * 50).patience_ns == 0
+    assert 0 < punctuality_after([0.3, -0.3] * 50).patience_ns < 50
+    assert punctuality_after([0.3, -0.3] * 50, trust=TRUST_IN_RULES).patience_ns == 0
 
 
-def test_a_number_is_waited_whatever_was_heard() -> None:
-    assert heard([0.6, -0.6] * 50, 7).patience_ns == 7
+def test_a_fixed_patience_does_not_depend_on_earlier_announcements() -> None:
+    assert punctuality_after([0.6, -0.6] * 50, 7).patience_ns == 7
 
 
-def test_one_stop_does_not_decide_for_long() -> None:
-    punctuality = heard([0.0] * 100 + [1e6] + [0.0] * 200)
+def test_one_stop_has_no_lasting_effect() -> None:
+    punctuality = punctuality_after([0.0] * 100 + [1e6] + [0.0] * 200)
     assert punctuality.noise < TRUST_IN_ORDERS.noisy
 
 
-def test_the_time_that_messages_take_is_learnt() -> None:
-    punctuality = heard([0.3] * 100)
+def test_the_latency_of_messages_is_learned() -> None:
+    punctuality = punctuality_after([0.3] * 100)
     assert punctuality.announced(Task(1, Kind.F, 0), 0, 100).expected_ns == 130
     assert punctuality.noise < 0.1
-    # Of another stage nothing was heard.
+    # The other stage has no announcements yet.
     assert punctuality.announced(Task(2, Kind.F, 0), 0, 100).expected_ns == 100
 
 
-def test_an_input_that_nobody_announced_says_nothing() -> None:
-    punctuality = heard([0.0] * 50)
+def test_an_unannounced_input_changes_nothing() -> None:
+    punctuality = punctuality_after([0.0] * 50)
     before = punctuality.noise
     punctuality.arrived(Task(1, Kind.B, 0), 12345)
     assert punctuality.noise == before
@@ -307,7 +308,7 @@ def test_auto_never_waits_under_rules_that_put_shallow_chunks_first(
 HOP = Links(latency_ns=MS // 2)
 
 
-def steered(
+def policy_and_shape(
     name: str, shape: Shape, hold: Hold, patience: Patience, w: str = "idle"
 ) -> tuple[Policy, Shape]:
     policy = Policy(hint_named(name), hold=hold, w=WeightGradients(w), patience=patience)
@@ -315,56 +316,56 @@ def steered(
 
 
 def jittered(shape: Shape, sigma: float, seed: int) -> tuple[TaskTimes, TaskTimes]:
-    """Equal times, before and after jitter."""
+    """Return equal times, before and after jitter."""
     shape = replace(shape, kinds=SPLIT_BACKWARD)
     times = equal_times(shape, 10 * MS, 10 * MS, 10 * MS)
     return times, parse_jitter(f"lognormal:{sigma}").times(times, shape, seed, 0)
 
 
 def ratio(name: str, w: str, sigma: float, patience: Patience, num_seeds: int = 4) -> float:
-    """Mean time of steps of a V of eight ranks over the load."""
+    """Return the mean step time of a V of eight ranks, divided by the load."""
     shape = Shape(8, 32, 2, Placement.V)
-    policy, shape = steered(name, shape, 8, patience, w)
+    policy, shape = policy_and_shape(name, shape, 8, patience, w)
     total_ns = load_ns = 0
     for seed in range(num_seeds if sigma else 1):
-        known, times = jittered(shape, sigma, seed)
-        done = play(shape, policy, StepConditions(times, HOP, expected=known))
+        expected, times = jittered(shape, sigma, seed)
+        done = play(shape, policy, StepConditions(times, HOP, expected=expected))
         total_ns += done.makespan_ns
         load_ns += max(done.busy_ns)
     return total_ns / load_ns
 
 
-def test_patience_pays_where_tasks_take_what_they_take() -> None:
+def test_patience_helps_if_task_times_are_predictable() -> None:
     assert ratio("zb-v", "ranked", 0.0, 0) > 1.09
     assert ratio("zb-v", "ranked", 0.0, AUTO) < 1.05
     assert ratio("zb-v", "ranked", 0.1, AUTO) < 1.06
 
 
-def test_auto_costs_nothing_where_they_do_not() -> None:
+def test_auto_costs_nothing_if_task_times_are_unpredictable() -> None:
     assert ratio("zb-v", "ranked", 1.0, AUTO, 2) == ratio("zb-v", "ranked", 1.0, 0, 2)
 
 
-def test_ranks_that_know_only_what_their_tasks_took_wait_as_well() -> None:
+def test_ranks_that_know_only_measured_times_also_wait() -> None:
     shape = Shape(4, 16, 2, Placement.V)
-    policy, shape = steered("zb-v", shape, 4, AUTO, "ranked")
+    policy, shape = policy_and_shape("zb-v", shape, 4, AUTO, "ranked")
     times = equal_times(shape, 10 * MS, 10 * MS, 10 * MS)
-    known = play(shape, policy, StepConditions(times, HOP, expected=times))
-    assert play(shape, policy, StepConditions(times, HOP)) == known
+    with_forecast = play(shape, policy, StepConditions(times, HOP, expected=times))
+    assert play(shape, policy, StepConditions(times, HOP)) == with_forecast
     assert (
-        known.makespan_ns
+        with_forecast.makespan_ns
         < play(shape, replace(policy, patience=0), StepConditions(times, HOP)).makespan_ns
     )
 
 
 def a_recording(patience: Patience, num_members: int = 1) -> tuple[Recording, Policy, Shape]:
     shape = Shape(4, 8, 2, Placement.V)
-    policy, shape = steered("zb-v", shape, 4, patience, "ranked")
-    known, times = jittered(shape, 0.1, 5)
-    world = StepConditions(
-        times, HOP, num_members=num_members, expected=known, agreement_ns=MS // 10
+    policy, shape = policy_and_shape("zb-v", shape, 4, patience, "ranked")
+    expected, times = jittered(shape, 0.1, 5)
+    conditions = StepConditions(
+        times, HOP, num_members=num_members, expected=expected, agreement_ns=MS // 10
     )
     recording = new_recording(shape, num_members, 1, {})
-    simulate_step(shape, policy, [world], recording=recording)
+    simulate_step(shape, policy, [conditions], recording=recording)
     return recording, policy, shape
 
 
@@ -408,60 +409,62 @@ def test_an_arrival_before_its_announcement_is_not_waited_for() -> None:
     assert ask(dispatcher, 95) == "1F1"
 
 
-def test_every_hint_keeps_its_books_with_patience() -> None:
+def test_every_hint_respects_its_hold_with_patience() -> None:
     for name in ("bf", "bfw", "zb-h1", "1f1b"):
         shape = Shape(4, 8)
         hint = hint_named(name).for_shape(shape)
-        policy, shape = steered(name, replace(shape, kinds=kinds_of(hint)), 3, 5 * MS)
-        known, times = jittered(shape, 0.3, 1)
-        done = play(shape, policy, StepConditions(times, HOP, expected=known))
+        policy, shape = policy_and_shape(name, replace(shape, kinds=kinds_of(hint)), 3, 5 * MS)
+        expected, times = jittered(shape, 0.3, 1)
+        done = play(shape, policy, StepConditions(times, HOP, expected=expected))
         assert max(done.peak_held) <= 3
 
 
-# When a rank decides on its next task while its device runs one.
+# The time at which a rank decides on its next task while its device runs one.
 
 
-def taught(noise: float, launch_ns: int, risk: float = RISK, mean_ns: int = 20 * MS) -> JustInTime:
-    """What a rank knows after many tasks of this mean, with so much noise."""
+def trained_just_in_time(
+    noise: float, launch_ns: int, risk: float = RISK, mean_ns: int = 20 * MS
+) -> JustInTime:
+    """Return a rank's statistics after 2,000 tasks of this mean time, with lognormal noise."""
     draw = Random(0)
-    known = JustInTime(risk)
+    just_in_time = JustInTime(risk)
     for _ in range(2000):
         factor = draw.lognormvariate(-(noise**2) / 2, noise)
-        known.ran(Kind.F, 0, round(mean_ns * factor), known_ns=mean_ns)
-        known.launched(Kind.F, 0, launch_ns)
-    return known
+        just_in_time.ran(Kind.F, 0, round(mean_ns * factor), known_ns=mean_ns)
+        just_in_time.launched(Kind.F, 0, launch_ns)
+    return just_in_time
 
 
-def test_nothing_known_decides_at_once() -> None:
+def test_without_measurements_a_rank_decides_immediately() -> None:
     assert JustInTime().due_ns(Kind.F, 0, 7) == 7
 
 
-def test_tasks_that_take_what_is_expected_are_launched_upon_just_in_time() -> None:
-    due_ns = taught(0.0, 5 * MS).due_ns(Kind.F, 0, 100, known_ns=20 * MS)
+def test_a_rank_decides_one_launch_before_the_end_of_a_predictable_task() -> None:
+    due_ns = trained_just_in_time(0.0, 5 * MS).due_ns(Kind.F, 0, 100, known_ns=20 * MS)
     assert due_ns is not None
-    # A search in steps of a 64th of the task.
+    # The search has a step of 1/64 of the task.
     assert 100 + 14 * MS <= due_ns <= 100 + 15 * MS
 
 
-def test_a_launch_that_takes_no_time_waits_for_the_end() -> None:
-    assert taught(0.5, 0).due_ns(Kind.F, 0, 0, known_ns=20 * MS) is None
+def test_with_an_instant_launch_a_rank_decides_at_the_end() -> None:
+    assert trained_just_in_time(0.5, 0).due_ns(Kind.F, 0, 0, known_ns=20 * MS) is None
 
 
-def test_no_risk_decides_at_once_and_any_risk_at_the_end() -> None:
-    assert taught(0.5, MS, risk=0.0).due_ns(Kind.F, 0, 9, known_ns=20 * MS) == 9
-    assert taught(0.5, MS, risk=inf).due_ns(Kind.F, 0, 9, known_ns=20 * MS) is None
+def test_zero_risk_decides_immediately_and_infinite_risk_at_the_end() -> None:
+    assert trained_just_in_time(0.5, MS, risk=0.0).due_ns(Kind.F, 0, 9, known_ns=20 * MS) == 9
+    assert trained_just_in_time(0.5, MS, risk=inf).due_ns(Kind.F, 0, 9, known_ns=20 * MS) is None
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("launch_ns", [MS, 5 * MS])
-def test_the_chance_is_that_of_drawn_times(noise: float, launch_ns: int) -> None:
-    """Among many drawn times, those that end within a launch of the decision are as many as risked,
-    of those that have not ended by then."""
-    known = taught(noise, launch_ns)
-    due_ns = known.due_ns(Kind.F, 0, 0, known_ns=20 * MS)
+def test_the_risk_matches_drawn_times(noise: float, launch_ns: int) -> None:
+    """The risk is the share of drawn times that end within one launch after the decision, among
+    those that have not ended before."""
+    just_in_time = trained_just_in_time(noise, launch_ns)
+    due_ns = just_in_time.due_ns(Kind.F, 0, 0, known_ns=20 * MS)
     assert due_ns is not None
     draw = Random(1)
-    mean_ns, sigma = 20 * MS, known.noise
+    mean_ns, sigma = 20 * MS, just_in_time.noise
     times = [mean_ns * draw.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(200_000)]
 
     def chance(at_ns: float) -> float:
@@ -474,32 +477,32 @@ def test_the_chance_is_that_of_drawn_times(noise: float, launch_ns: int) -> None
         assert chance(due_ns - step_ns) <= RISK * 1.1
 
 
-def test_the_longest_launch_counts_as_it_is_not_known_which_will_come() -> None:
-    known = taught(0.0, MS)
+def test_the_longest_launch_of_all_kinds_counts() -> None:
+    just_in_time = trained_just_in_time(0.0, MS)
     for _ in range(50):
-        known.launched(Kind.B, 0, 6 * MS)
-    assert known.launch_ns == 6 * MS
+        just_in_time.launched(Kind.B, 0, 6 * MS)
+    assert just_in_time.launch_ns == 6 * MS
 
 
 def test_a_launch_that_compiles_is_forgotten_with_the_next() -> None:
-    known = JustInTime()
-    known.launched(Kind.F, 0, 3_000 * MS)
-    assert known.launch_ns == 3_000 * MS
-    known.launched(Kind.F, 0, MS)
-    assert known.launch_ns == MS
+    just_in_time = JustInTime()
+    just_in_time.launched(Kind.F, 0, 3_000 * MS)
+    assert just_in_time.launch_ns == 3_000 * MS
+    just_in_time.launched(Kind.F, 0, MS)
+    assert just_in_time.launch_ns == MS
     for _ in range(20):
-        known.launched(Kind.F, 0, MS)
-    known.launched(Kind.F, 0, 500 * MS)
-    assert known.launch_ns == MS
+        just_in_time.launched(Kind.F, 0, MS)
+    just_in_time.launched(Kind.F, 0, 500 * MS)
+    assert just_in_time.launch_ns == MS
     for _ in range(9):
-        known.launched(Kind.F, 0, 4 * MS)
-    assert known.launch_ns == 4 * MS
+        just_in_time.launched(Kind.F, 0, 4 * MS)
+    assert just_in_time.launch_ns == 4 * MS
 
 
 # Simulated steps.
 
 
-def world_of(shape: Shape, seed: int, launch_ns: int, risk: float = RISK) -> StepConditions:
+def conditions_of(shape: Shape, seed: int, launch_ns: int, risk: float = RISK) -> StepConditions:
     draw = Random(seed)
 
     def rows() -> list[list[int]]:
@@ -529,9 +532,9 @@ def test_every_task_runs_once_and_launches_take_their_time(
     shape = replace(shape, kinds=kinds_of(hint))
     policy = Policy(hint, hold=hold)
     recording = new_recording(shape, 1, 1, {})
-    world = world_of(shape, seed, launch_ns, risk)
-    step = simulate_step(shape, policy, [world], recording=recording)
-    assert play(shape, policy, world_of(shape, seed, launch_ns, risk)).makespan_ns == (
+    conditions = conditions_of(shape, seed, launch_ns, risk)
+    step = simulate_step(shape, policy, [conditions], recording=recording)
+    assert play(shape, policy, conditions_of(shape, seed, launch_ns, risk)).makespan_ns == (
         step.makespan_ns
     )
     for rank in recording.ranks:
@@ -544,9 +547,9 @@ def test_every_task_runs_once_and_launches_take_their_time(
                 assert after.start_ns >= before.end_ns + launch_ns
 
 
-def test_a_rank_with_enough_to_do_hides_its_launches() -> None:
-    """One rank, equal times: after the first launch, and a task of each kind to learn from, the
-    device is never idle; deciding at the end leaves it idle each time."""
+def test_a_rank_with_enough_work_hides_its_launches() -> None:
+    """On one rank with equal times, the device is never idle after the first launch and one task of
+    each kind. A rank that decides at the end leaves it idle each time."""
     shape = Shape(1, 40)
     rows = [[20 * MS] * 40]
     times = TaskTimes(rows, rows, rows)

@@ -1,4 +1,4 @@
-"""Costs: what tables, rows and presets come to, and that wrong ones are refused with a sentence."""
+"""Tests of costs from tables, rows and presets, and of the errors of invalid ones."""
 
 import os
 import re
@@ -45,17 +45,17 @@ def rows(tmp_path: Path) -> Path:
 
 
 def by_stage(times: TaskTimes) -> list[tuple[int, int, int]]:
-    """F, B and W of microbatch 0 on every stage, in ms."""
+    """Return the times of F, B and W of microbatch 0 on every stage, in ms."""
     kinds = (times.forward, times.input_gradient, times.weight_gradient)
     return [tuple(row[0] // MS for row in of_stage) for of_stage in zip(*kinds, strict=True)]  # type: ignore[misc]
 
 
-# Dividing.
+# Division of times.
 
 
 @given(whole_ns=st.integers(0, 10**15), num_parts=st.integers(1, 9))
 @examples(quick=50, thorough=1000)
-def test_nothing_is_lost_in_dividing(whole_ns: int, num_parts: int) -> None:
+def test_parts_add_up_to_the_whole(whole_ns: int, num_parts: int) -> None:
     parts = [part_of(whole_ns, num_parts, part) for part in range(num_parts)]
     assert sum(parts) == whole_ns
     assert max(parts) - min(parts) <= 1
@@ -63,7 +63,7 @@ def test_nothing_is_lost_in_dividing(whole_ns: int, num_parts: int) -> None:
 
 @given(num_ranks=st.integers(1, 4), num_chunks=st.integers(1, 3), seed=st.integers(0, 9))
 @examples(quick=20, thorough=200)
-def test_a_rank_takes_the_same_whatever_its_chunks(
+def test_the_time_of_a_rank_does_not_depend_on_its_chunks(
     num_ranks: int, num_chunks: int, seed: int
 ) -> None:
     def of_ranks(num_chunks: int) -> list[int]:
@@ -80,7 +80,7 @@ def test_a_rank_takes_the_same_whatever_its_chunks(
 # Tables.
 
 
-def test_a_table_says_what_ranks_take(table: Path) -> None:
+def test_a_table_gives_the_times_of_ranks(table: Path) -> None:
     costs = step(
         table,
         """
@@ -102,7 +102,7 @@ def test_a_table_says_what_ranks_take(table: Path) -> None:
     assert costs.links.is_free
 
 
-def test_a_chunk_has_seconds_of_its_own(table: Path) -> None:
+def test_a_chunk_can_have_its_own_seconds(table: Path) -> None:
     costs = step(
         table,
         """
@@ -117,7 +117,7 @@ def test_a_chunk_has_seconds_of_its_own(table: Path) -> None:
         """,
         Shape(2, 1, 2, Placement.V),
     )
-    # Rank 0 holds stages 0 and 3. What is said of a chunk counts more than what is said later.
+    # Rank 0 holds stages 0 and 3. Entries for a chunk take precedence over later entries.
     assert [row[0] // MS for row in costs.times.forward] == [20, 20, 20, 50]
 
 
@@ -159,14 +159,14 @@ def test_a_length_is_shared_by_all_tasks_of_a_microbatch(table: Path) -> None:
     ):
         assert of_f == of_w
         assert all(abs(b - 2 * f) <= 1 for f, b in zip(of_f, of_b, strict=True))
-    # The mean of a length is 1, whatever its sigma.
+    # The mean of a length is 1 with any sigma.
     assert sum(text_rows[0]) / 200 == pytest.approx(20 * MS, rel=0.1)
     assert step(table, text, shape, seed=1).times.forward[0] != images[0]
     assert step(table, text, shape, replica=1).times.forward[0] != images[0]
     assert step(table, text, shape).times == times
 
 
-def test_a_table_says_what_messages_and_groups_take(table: Path) -> None:
+def test_a_table_gives_the_times_of_messages_and_groups(table: Path) -> None:
     costs = step(
         table,
         """
@@ -270,7 +270,7 @@ SLOW = "[[links.slow]]\nsender = {}\nreceiver = {}\nfactor = {}\n"
         ("a = " + "[" * 5000, "costs.toml is "),
     ],
 )
-def test_a_wrong_table(table: Path, text: str, words: str) -> None:
+def test_an_invalid_table_is_refused(table: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         step(table, text, Shape(4, 2))
     assert words in str(caught.value)
@@ -281,14 +281,15 @@ def test_a_wrong_table(table: Path, text: str, words: str) -> None:
 # Rows.
 
 
-def test_the_more_specific_row_counts(rows: Path) -> None:
+def test_the_most_specific_row_counts(rows: Path) -> None:
     others = "".join(f"{kind},{rank},,,0.010\n" for kind in "BW" for rank in (0, 1))
     costs = step(
         rows,
         HEADING + others + "F,0,,,0.020\nF,1,,,0.020\nF,0,1,,0.030\nF,0,,1,0.040\nF,0,1,2,0.050\n",
         Shape(2, 3, 2),
     )
-    # Stages 0 and 2 are rank 0's chunks. A row for a chunk counts before one for a microbatch.
+    # Stages 0 and 2 are rank 0's chunks. A row for a chunk takes precedence over one for a
+    # microbatch.
     assert costs.times.forward == [
         [10 * MS, 20 * MS, 10 * MS],
         [10 * MS] * 3,
@@ -298,7 +299,7 @@ def test_the_more_specific_row_counts(rows: Path) -> None:
     assert costs.times.input_gradient == [[5 * MS] * 3] * 4
 
 
-def test_columns_stand_in_any_order_after_a_byte_order_mark(rows: Path) -> None:
+def test_columns_in_any_order_after_a_byte_order_mark(rows: Path) -> None:
     text = "\ufeffseconds, kind, pp_rank, microbatch, chunk\r\n"
     text += "".join(f"0.02, {kind}, 0,,\r\n" for kind in "FBW") + "\r\n"
     rows.write_text(text, encoding="utf-8")
@@ -306,7 +307,7 @@ def test_columns_stand_in_any_order_after_a_byte_order_mark(rows: Path) -> None:
     assert times == TaskTimes(*[[[20 * MS] * 2]] * 3)
 
 
-def test_a_step_takes_the_first_of_the_microbatches_that_there_are_rows_for(rows: Path) -> None:
+def test_a_step_uses_the_first_microbatches_of_the_rows(rows: Path) -> None:
     text = HEADING + "".join(f"{kind},0,,{m},0.0{m + 1}\n" for kind in "FBW" for m in range(4))
     assert step(rows, text, Shape(1, 2)).times.forward == [[10 * MS, 20 * MS]]
 
@@ -325,7 +326,7 @@ def test_the_first_task_without_a_row_is_named(rows: Path, missing: str, microba
         step(rows, text, Shape(2, 3))
 
 
-def test_without_any_w_a_backward_is_whole_and_cannot_be_split(rows: Path) -> None:
+def test_without_w_rows_a_backward_is_whole_and_cannot_be_split(rows: Path) -> None:
     text = HEADING + "F,0,,,0.02\nB,0,,,0.03\n"
     times = step(rows, text, Shape(1, 2)).times
     assert times.by_kind(split=False)[Kind.B] == [[30 * MS, 30 * MS]]
@@ -363,7 +364,7 @@ def test_without_any_w_a_backward_is_whole_and_cannot_be_split(rows: Path) -> No
         ),
     ],
 )
-def test_wrong_rows(rows: Path, text: str, words: str) -> None:
+def test_invalid_rows_are_refused(rows: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         step(rows, text, Shape(4, 2))
     assert words in str(caught.value)
@@ -371,10 +372,10 @@ def test_wrong_rows(rows: Path, text: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# Where costs are found.
+# Names and files of costs.
 
 TOO_LONG = ["x" * 300, *(start + "x" * 300 + end for start, end in (("drawn:", ""), ("", ".csv")))]
-"""For a file's name."""
+"""Texts that exceed the length of a file name."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -389,7 +390,9 @@ def test_a_preset_fits_any_pipeline(name: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"F\x80", None, "directory"])
 @pytest.mark.parametrize("name", ["costs.csv", "costs.toml", "costs", "costs.pftrace"])
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | str | None) -> None:
+def test_an_unreadable_file_is_refused(
+    tmp_path: Path, name: str, content: bytes | str | None
+) -> None:
     path = tmp_path / name
     if content == "directory":
         path.mkdir()
@@ -411,18 +414,18 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, drawn: str, name: str) -> None
 
 
 @pytest.mark.parametrize("text", ["", "unifrom", "drawn:", "\0.csv", "drawn:uniform", *TOO_LONG])
-def test_costs_that_are_not_there(text: str) -> None:
+def test_unknown_costs_are_refused(text: str) -> None:
     with pytest.raises(RrfpError):
         resolve_costs(text)
 
 
 @pytest.mark.parametrize("text", ["", "drawn:"])
-def test_the_directory_that_one_is_in_is_not_meant_by_nothing(text: str) -> None:
+def test_an_empty_name_does_not_mean_the_current_directory(text: str) -> None:
     with pytest.raises(UsageError, match=f"'{text}' is not costs: choose uniform, language"):
         resolve_costs(text)
 
 
-def test_settled_costs_are_those_of_the_run_that_was_the_newest(
+def test_a_stable_name_of_costs_names_the_newest_run_by_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -462,21 +465,21 @@ EXAMPLES = re.findall(
 
 
 @pytest.mark.parametrize(("language", "example"), EXAMPLES, ids=["table", "rows", "bytes", "model"])
-def test_the_examples_of_the_documentation(tmp_path: Path, language: str, example: str) -> None:
+def test_examples_of_the_documentation(tmp_path: Path, language: str, example: str) -> None:
     shape = Shape(8, 2, 2) if language == "toml" else Shape(1, 4)
     times = step(tmp_path / f"costs.{language}", example, shape).times
     if language == "csv":
         assert times.forward == [[20 * MS, 20 * MS, 20 * MS, 45 * MS]]
     else:
-        # Images and texts, and what is particular about the last stage.
+        # Stages of images and texts differ, and so does the last stage.
         assert times.forward[0] != times.forward[12]
         assert times.input_gradient[15] != times.input_gradient[14]
 
 
-# What is made of them.
+# Operations on costs.
 
 
-def test_permuted_costs_are_those_of_the_microbatches_admitted() -> None:
+def test_permuted_costs_follow_the_admitted_microbatches() -> None:
     costs = StepCosts(
         TaskTimes([[1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]]),
         Links(ns_per_byte=1.0, num_bytes=[10, 20, 30]),
@@ -489,21 +492,21 @@ def test_permuted_costs_are_those_of_the_microbatches_admitted() -> None:
     assert StepCosts(costs.times).permuted([2, 0, 1]).links.is_free
 
 
-def test_links_are_free_where_no_message_takes_time() -> None:
+def test_links_are_free_if_no_message_takes_time() -> None:
     assert Links().is_free
     assert Links(ns_per_byte=1.0, num_bytes=[0, 0]).is_free
     assert not Links(latency_ns=1).is_free
     assert not Links(ns_per_byte=0.5, num_bytes=[0, 1]).is_free
 
 
-# Costs by layer: of stages that are cut anew, and of microbatches joined or divided.
+# Costs by layer: with another split of layers into stages, and joined or divided microbatches.
 
 
 __all__ = ["run"]
 
 
 def assert_same(found: StepCosts, expected: StepCosts, off_ns: int = 0) -> None:
-    """The same times but for rounding, and the same of everything else."""
+    """Check that two costs have the same times, up to `off_ns`, and are otherwise equal."""
     for name in ("forward", "input_gradient", "weight_gradient"):
         for row, other in zip(
             getattr(found.times, name), getattr(expected.times, name), strict=True
@@ -515,10 +518,12 @@ def assert_same(found: StepCosts, expected: StepCosts, off_ns: int = 0) -> None:
 
 
 class TestCosts:
-    """Costs by layer."""
+    """Tests of costs by layer."""
 
     @pytest.mark.parametrize("uneven", Uneven)
-    def test_stages_cut_as_they_were_cost_the_same(self, uneven: Uneven, tmp_path: Path) -> None:
+    def test_an_unchanged_split_of_layers_costs_the_same(
+        self, uneven: Uneven, tmp_path: Path
+    ) -> None:
         for text, split in (
             (str(written(tmp_path, UNEVEN)), (4, 4, 3, 4)),
             ("multimodal", (2,) * 4),
@@ -528,24 +533,25 @@ class TestCosts:
             for seed in range(3):
                 assert_same(cut.step(shape, seed, 0), costs.step(shape, seed, 0))
 
-    def test_a_models_stages_are_the_same(self, tmp_path: Path) -> None:
+    def test_the_split_of_a_model_costs_the_same(self, tmp_path: Path) -> None:
         costs = resolve_costs(str(written(tmp_path, MODEL)))
         assert isinstance(costs, FlopCosts)
         for num_ranks, chunks in product((2, 5), (1, 2)):
             shape = Shape(num_ranks, 4, chunks)
             cut = CutCosts(costs, costs.split_over(shape.num_stages))
-            # Sums in another order differ in their last bit.
+            # Sums in another order can differ in the last bit.
             assert_same(cut.step(shape, 7, 1), costs.step(shape, 7, 1), off_ns=1)
 
-    def test_a_recorded_run_is_the_same(self) -> None:
+    def test_the_split_of_a_recorded_run_costs_the_same(self) -> None:
         costs = costs_of(read_trace(TRACE))
         shape, split = costs.shape, (2,) * costs.shape.num_stages
         cut = CutCosts(layered_of(costs, shape, split), split)
         assert_same(cut.step(shape, 1, 0), costs.step(shape, 1, 0), off_ns=1)
 
     def test_a_slow_rank_stays_slow_and_heavy_layers_stay_heavy(self, tmp_path: Path) -> None:
-        """Rank 1 takes half as long again. With one layer less, it takes a quarter less as a slow
-        rank; and its neighbour, which gets the layer, what its own take, or that much more."""
+        """Rank 1 takes 1.5 times as long as the others. With 3 instead of 4 layers it takes a
+        quarter less. On its new stage the moved layer takes as long as that stage's layers if rank
+        1 is slow ('ranks'), or 1.5 times as long if its layers are heavy ('layers')."""
         costs, shape = resolve_costs(str(written(tmp_path, UNEVEN))), Shape(4, 3)
         forward = costs.step(shape, 0, 0).times.forward
         for uneven, factor in ((Uneven.RANKS, 1.0), (Uneven.LAYERS, 1.5)):
@@ -556,7 +562,7 @@ class TestCosts:
             assert after[2] == pytest.approx(grown, abs=1)
 
     def test_the_head_stays_on_the_last_stage(self, tmp_path: Path) -> None:
-        """The last stage takes 8 ms of F more than four layers: without any it takes these."""
+        """The last stage's F takes 8 ms more than four layers. Without layers it takes 8 ms."""
         costs, shape = resolve_costs(str(written(tmp_path, UNEVEN))), Shape(4, 3)
         layered = layered_of(costs, shape, (4, 4, 4, 4))
         before = costs.step(shape, 0, 0)
@@ -565,11 +571,11 @@ class TestCosts:
         assert after.times.forward[3] == pytest.approx(head, abs=1)
         assert after.sizes is not None
         assert before.sizes is not None
-        kept = [num / 3 for num in before.sizes.activations[3]]
-        assert after.sizes.activations[3] == pytest.approx(kept, abs=1)
+        expected = [num / 3 for num in before.sizes.activations[3]]
+        assert after.sizes.activations[3] == pytest.approx(expected, abs=1)
 
-    def test_a_vision_layer_stays_one(self) -> None:
-        """On a stage of text, a layer of images grows with the images."""
+    def test_a_vision_layer_stays_a_vision_layer(self) -> None:
+        """On a stage of text layers, the time of a vision layer still depends on the images."""
         costs, shape = resolve_costs("multimodal"), Shape(8, 6)
         layered = layered_of(costs, shape, (4,) * 8)
         before = costs.step(shape, 3, 0).times.forward
@@ -578,7 +584,7 @@ class TestCosts:
         assert after[3] == pytest.approx(joint, abs=1)
 
     def test_joined_and_divided_microbatches(self, tmp_path: Path) -> None:
-        """Two become one: all their work, and what each task takes anyhow once."""
+        """Two joined microbatches take the work of both, and the fixed time of a task once."""
         costs = resolve_costs(str(written(tmp_path, MODEL)))
         assert isinstance(costs, FlopCosts)
         split = costs.split_over(4)
@@ -594,12 +600,12 @@ class TestCosts:
             assert joined.times.forward[stage] == pytest.approx(pairs, abs=2)
             halves = [(row[i // 2] - fixed_ns) / 2 + fixed_ns for i in range(12)]
             assert divided.times.forward[stage] == pytest.approx(halves, abs=2)
-            kept = given.sizes.activations[stage]
-            sums = [kept[2 * i] + kept[2 * i + 1] for i in range(3)]
+            activations = given.sizes.activations[stage]
+            sums = [activations[2 * i] + activations[2 * i + 1] for i in range(3)]
             assert joined.sizes.activations[stage] == pytest.approx(sums, abs=2)
         assert sum(joined.links.num_bytes) == sum(given.links.num_bytes)
 
-    def test_a_document_that_cuts(self, run: Run, tmp_path: Path) -> None:
+    def test_a_document_with_another_split(self, run: Run, tmp_path: Path) -> None:
         written(tmp_path, UNEVEN)
         document = """
 [cut]
@@ -616,7 +622,7 @@ microbatches = 3
         assert_same(found.step(Shape(4, 3), 5, 0), expected.step(Shape(4, 3), 5, 0))
         code, _, err = run("simulate", "--costs", "cut.toml", "--pp", "4", "--microbatches", "3")
         assert (code, err) == (0, "")
-        for wrong, told in (
+        for wrong, message in (
             (document.replace("4,3,5,4", "4,3,5,5"), "17 layers in all and the model has 16"),
             (document.replace("4,3,5,4", "4,0,8,4"), "leaves a stage in the middle without layers"),
             (document.replace("4,3,5,4", "four"), "write the layers of each stage"),
@@ -624,7 +630,7 @@ microbatches = 3
             (document.replace("costs.toml", "cut.toml"), "is to be cut itself"),
         ):
             written(tmp_path, wrong, "cut.toml")
-            with pytest.raises(UsageError, match=told):
+            with pytest.raises(UsageError, match=message):
                 resolve_costs("cut.toml")
 
     def test_costs_of_another_pipeline_are_refused(self) -> None:
@@ -635,7 +641,7 @@ microbatches = 3
             CutCosts(layered, (4, 4)).step(Shape(4, 2), 0, 0)
 
 
-def test_fixed_times_are_those_of_every_kind(tmp_path: Path) -> None:
+def test_every_kind_has_its_fixed_times(tmp_path: Path) -> None:
     costs = resolve_costs(str(written(tmp_path, MODEL)))
     assert isinstance(costs, FlopCosts)
     for kind in Kind:

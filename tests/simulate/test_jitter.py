@@ -1,5 +1,5 @@
-"""Jitter: what each part does to tasks and links, that its draws are the task's own, and the
-paper's levels worked out by hand."""
+"""Tests of jitter: the effect of each part on tasks and links, random draws that depend only on
+their task, and the paper's levels by hand."""
 
 import ast
 import math
@@ -31,7 +31,7 @@ from rrfp.simulate.jitter import (
 )
 from tests.properties.cases import examples
 
-# Draws: the same to the bit everywhere, distributed as they say, keyed by what they are for.
+# Random draws: bit-identical on every machine, with the stated distribution, keyed by purpose.
 
 
 NUM = 100_000
@@ -41,7 +41,7 @@ NORMALS = ["-0x1.889a4e409ee78p-1", "0x1.2a94a7e61d9a8p-2", "0x1.9f71c44fb4c28p-
 LOGNORMALS = ["0x1.33f219f00a24ep-1", "0x1.0560d87ad0422p+0", "0x1.14ba1726e3e9fp+0"]
 
 
-def test_draws_are_those_that_every_machine_makes() -> None:
+def test_draws_are_the_same_on_every_machine() -> None:
     key = (7, 0, "lognormal", 3, "F")
     assert [each.hex() for each in uniforms(3, *key).tolist()] == UNIFORMS
     assert [each.hex() for each in normals(3, *key).tolist()] == NORMALS
@@ -55,13 +55,13 @@ def test_the_first_draws_do_not_depend_on_how_many_follow(num: int, more: int, s
         assert draw(num + more, seed, "key")[:num].tolist() == draw(num, seed, "key").tolist()
 
 
-def test_draws_in_parts_are_the_same_ones() -> None:
+def test_draws_in_parts_are_the_same() -> None:
     draw = uniforms_in_parts(7, "key")
     drawn = [each for num in (3, 0, 1, 8) for each in draw(num).tolist()]
     assert drawn == uniforms(12, 7, "key").tolist()
 
 
-def test_another_key_draws_something_else() -> None:
+def test_another_key_gives_other_draws() -> None:
     keys: list[tuple[int | str, ...]] = [(1, "2"), (1, 2), ("1", 2), (12,), (2, 1), ("1", "2"), ()]
     assert len({uniforms(1, *key)[0] for key in keys}) == len(keys)
 
@@ -71,14 +71,14 @@ def test_uniforms_fill_the_interval_evenly() -> None:
     assert drawn.min() >= 0
     assert drawn.max() < 1
     counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
-    # Chi-squared with 19 degrees of freedom: 43.8 in one of 1,000 such tests.
+    # Chi-squared with 19 degrees of freedom exceeds 43.8 in one of 1,000 such tests.
     assert ((counts - NUM / 20) ** 2 / (NUM / 20)).sum() < 43.8
 
 
 def test_normals_have_the_normal_distribution() -> None:
     drawn = np.sort(normals(NUM, "normal"))
     expected = np.array([(1 + math.erf(each / math.sqrt(2))) / 2 for each in drawn.tolist()])
-    # Kolmogorov and Smirnov: above 1.95 / sqrt(n) in one of 1,000 such tests.
+    # The Kolmogorov-Smirnov distance exceeds 1.95 / sqrt(n) in one of 1,000 such tests.
     assert np.abs(expected - np.arange(NUM) / NUM).max() < 1.95 / math.sqrt(NUM)
 
 
@@ -107,16 +107,16 @@ INEXACT = {
     *("sin", "cos", "tan", "atan2", "erf", "gamma", "sum", "dot", "matmul", "mean", "prod"),
     *("gauss", "normalvariate", "lognormvariate", "paretovariate", "expovariate", "normal"),
 }
-"""What rounds differently from machine to machine: C libraries, and sums in an order that depends
-on the processor."""
+"""Functions whose rounding depends on the machine: they call the C library, or sum in an order that
+depends on the processor."""
 METHODS = {"sum", "dot", "mean", "prod", "std", "var"}
-"""Of arrays: such sums, too."""
+"""Methods of arrays that contain such sums."""
 EXACT = {"is_inside.sum"}
-"""A count of what is true, so of whole numbers."""
+"""Exact calls of these methods: this one counts booleans."""
 
 
 def inexact_calls(source: str) -> list[str]:
-    """What `source` calls or imports that is not exactly rounded, in the order of its lines."""
+    """Return the calls and imports in `source` that are not exactly rounded, in line order."""
     nodes = sorted(
         (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr)),
         key=lambda node: (node.lineno, node.col_offset),
@@ -147,7 +147,7 @@ def inexact_calls(source: str) -> list[str]:
 
 
 def _is_literal(power: ast.BinOp) -> bool:
-    """Whether a power is that of a number by a whole number, both written down."""
+    """Return True for a power of two literals with an integer as exponent."""
     exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
     return (
         isinstance(power.left, ast.Constant)
@@ -187,7 +187,7 @@ def test_nothing_in_the_simulator_depends_on_the_machine(path: Path) -> None:
         ("y = is_inside.sum() + sum(x)", []),
     ],
 )
-def test_what_depends_on_the_machine_is_seen(source: str, seen: list[str]) -> None:
+def test_machine_dependent_code_is_detected(source: str, seen: list[str]) -> None:
     assert inexact_calls(source) == seen
 
 
@@ -236,7 +236,7 @@ def test_every_task_draws_its_own_lognormal_factor() -> None:
 
 def test_pareto_has_a_heavy_tail() -> None:
     drawn = sorted(jittered("pareto:2", Shape(1, 20_000)).forward[0])
-    # Above the factor x lies (0.5 / x)**2 of all, so above 5 one in 100, and none below 0.5.
+    # A factor exceeds x with probability (0.5 / x)**2: 5 with 0.01, and always 0.5.
     assert sum(time_ns > 100 * MS for time_ns in drawn) / 20_000 == pytest.approx(0.01, rel=0.3)
     assert drawn[0] >= 10 * MS
 
@@ -247,13 +247,13 @@ def test_a_length_is_shared_by_all_tasks_of_a_microbatch() -> None:
     assert all(row == rows[0] for row in rows)
 
 
-def test_a_slow_stage_is_slow_in_all_it_does() -> None:
+def test_a_slow_stage_is_slow_in_all_tasks() -> None:
     shape = Shape(2, 1, 2, Placement.V)
     slow = jittered("slow-stage:0:2.5", shape)
     assert [row[0] // MS for row in slow.weight_gradient] == [50, 20, 20, 50]
 
 
-def test_parts_are_bound_to_ranks() -> None:
+def test_jitter_is_limited_to_its_ranks() -> None:
     times = jittered("lognormal:0.5@0,2-3")
     is_touched = [row != [20 * MS] * SHAPE.num_microbatches for row in times.forward]
     assert is_touched == [True, False, True, True]
@@ -266,7 +266,7 @@ def test_parts_add_up() -> None:
     assert set(other.forward[1]) == {40 * MS}
     assert list(both.forward[1]) == pytest.approx([2 * each for each in one.forward[1]], abs=2)
     twice = jittered("lognormal:0.5+lognormal:0.5").forward[0]
-    # Two parts of one name draw independently: their product is not one factor's square.
+    # Two parts of the same name draw independently, so their product is not a square.
     squares = [a * a / (20 * MS) for a in one.forward[0]]
     assert mean([abs(a - b) for a, b in zip(twice, squares, strict=True)]) > MS
 
@@ -295,7 +295,7 @@ def test_a_slow_link_is_slow_in_one_direction() -> None:
     assert parse_jitter("lognormal:1").links(links) is links
 
 
-def test_links_that_are_free_cannot_be_slow() -> None:
+def test_free_links_cannot_be_slow() -> None:
     with pytest.raises(UsageError, match=r"slows a link and messages take no time; choose --costs"):
         parse_jitter("slow-link:0-1:3").links(Links())
 
@@ -304,12 +304,12 @@ def test_links_that_are_free_cannot_be_slow() -> None:
 
 
 def run_in_turn(stretch: Stretch, rank: int, tasks: Sequence[tuple[Task, int]]) -> list[int]:
-    """What tasks take that a rank runs one after the other."""
-    now_ns, taken = 0, []
+    """Run tasks one after the other on a rank; return their stretched times in ns."""
+    now_ns, stretched = 0, []
     for task, time_ns in tasks:
-        taken.append(stretch(rank, now_ns, task, time_ns))
-        now_ns += taken[-1]
-    return taken
+        stretched.append(stretch(rank, now_ns, task, time_ns))
+        now_ns += stretched[-1]
+    return stretched
 
 
 def stretch_of(spec: str, shape: Shape = SHAPE, *, seed: int = 0) -> Stretch:
@@ -318,7 +318,7 @@ def stretch_of(spec: str, shape: Shape = SHAPE, *, seed: int = 0) -> Stretch:
     return stretch
 
 
-def test_the_levels_are_the_papers() -> None:
+def test_the_levels_match_the_paper() -> None:
     assert LEVELS == {
         "J0": (0.0, 0.0, 0.0),
         "J1": (0.1, 5e6, 0.5),
@@ -332,22 +332,22 @@ def test_the_levels_are_the_papers() -> None:
 def test_a_level_delays_by_the_papers_rule(level: str, time_ms: int) -> None:
     probability, base_ns, alpha = LEVELS[level]
     rank, num = 1, SHAPE.num_microbatches
-    # Every other task takes half as long again, so that the running mean moves.
+    # Every other task takes 1.5 times as long, so that the running mean changes.
     costs_ns = [time_ms * MS * (2 + m % 2) // 2 for m in range(num)]
     tasks = [(Task(rank, Kind.F, m), costs_ns[m]) for m in range(num)]
-    taken = run_in_turn(stretch_of(level), rank, tasks)
+    stretched = run_in_turn(stretch_of(level), rank, tasks)
     is_hit = uniforms(num, 0, 0, "delays", 0, rank, "F", "whether").tolist()
     sizes = uniforms(num, 0, 0, "delays", 0, rank, "F", "how much").tolist()
     e = float(costs_ns[0])
     for m, cost_ns in enumerate(costs_ns):
         e = 0.9 * e + 0.1 * cost_ns
         delay = alpha * max(base_ns, e) * (0.5 + sizes[m]) if is_hit[m] < probability else 0
-        assert taken[m] - cost_ns == pytest.approx(delay, abs=1)
-    num_delayed = sum(a > b for a, b in zip(taken, costs_ns, strict=True))
+        assert stretched[m] - cost_ns == pytest.approx(delay, abs=1)
+    num_delayed = sum(a > b for a, b in zip(stretched, costs_ns, strict=True))
     assert num_delayed / num == pytest.approx(probability, abs=0.06)
 
 
-def test_delays_do_not_depend_on_the_order_of_tasks_that_take_the_same() -> None:
+def test_delays_do_not_depend_on_the_order_of_equal_tasks() -> None:
     tasks = [(Task(0, kind, m), 20 * MS) for kind in Kind for m in range(20)]
     there = run_in_turn(stretch_of("J3"), 0, tasks)
     back = run_in_turn(stretch_of("J3"), 0, tasks[::-1])
@@ -355,15 +355,15 @@ def test_delays_do_not_depend_on_the_order_of_tasks_that_take_the_same() -> None
     assert there != run_in_turn(stretch_of("J3", seed=1), 0, tasks)
 
 
-def test_a_harder_level_delays_what_an_easier_one_delays() -> None:
+def test_a_higher_level_also_delays_the_tasks_of_a_lower_one() -> None:
     tasks = [(Task(0, Kind.F, m), 20 * MS) for m in range(200)]
-    taken = [run_in_turn(stretch_of(level), 0, tasks) for level in LEVELS]
-    for easier, harder in pairwise(taken):
+    stretched = [run_in_turn(stretch_of(level), 0, tasks) for level in LEVELS]
+    for easier, harder in pairwise(stretched):
         assert all(a <= b for a, b in zip(easier, harder, strict=True))
         assert easier != harder
 
 
-def test_delays_are_bound_to_ranks() -> None:
+def test_delays_are_limited_to_their_ranks() -> None:
     tasks = [(Task(0, Kind.F, m), 20 * MS) for m in range(50)]
     assert run_in_turn(stretch_of("J3@1"), 0, tasks) == [20 * MS] * 50
     assert run_in_turn(stretch_of("J3@0-1"), 0, tasks) == run_in_turn(stretch_of("J3"), 0, tasks)
@@ -380,26 +380,26 @@ def test_delays_are_bound_to_ranks() -> None:
         ("stop:1:0.1:0.05", 100, 10, 10),
         ("stop:0:0.1:0.05+stop:0:0.2:0.05", 90, 100, 200),
         ("stop:0:0.2:0.05+stop:0:0.1:0.05", 90, 20, 70),
-        # Stops that overlap are one.
+        # Overlapping stops count as one.
         ("stop:0:0.1:0.05+stop:0:0.12:0.05", 90, 20, 90),
         ("stop:0:0.1:0.1+stop:0:0.12:0.02", 90, 20, 120),
     ],
 )
-def test_a_rank_that_stops_does_nothing_meanwhile(
+def test_a_stopped_rank_makes_no_progress(
     spec: str, start_ms: int, time_ms: int, taken_ms: int
 ) -> None:
     task = Task(0, Kind.F, 0)
     assert stretch_of(spec)(0, start_ms * MS, task, time_ms * MS) == taken_ms * MS
 
 
-def test_a_stop_comes_on_top_of_delays() -> None:
+def test_a_stop_adds_to_delays() -> None:
     task = Task(0, Kind.F, 0)
     seed = next(s for s in range(99) if stretch_of("J3", seed=s)(0, 0, task, 20 * MS) > 20 * MS)
     delayed = stretch_of("J3", seed=seed)(0, 0, task, 20 * MS)
     assert stretch_of("J3+stop:0:0.02:1", seed=seed)(0, 0, task, 20 * MS) == delayed + 1000 * MS
 
 
-# Specs.
+# Jitter specifications.
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_stop_comes_on_top_of_delays() -> None:
         ("none+J1", "jitter none stands alone; leave it out"),
         ("J1+none", "jitter none stands alone; leave it out"),
         ("none@0", "'none@0' is not jitter; write none"),
-        # What --sweep leaves of "J1@0,2-3+J2".
+        # The part that --sweep leaves of "J1@0,2-3+J2".
         ("1", "'1' is not jitter; put a value with commas, such as J1@0,2, into --row"),
         ("2-3+J2", "'2-3' is not jitter; put a value with commas"),
         ("lognormal", "'lognormal' is not jitter"),
@@ -438,13 +438,13 @@ def test_a_stop_comes_on_top_of_delays() -> None:
         ("J1@0-1,x", "'0-1,x' names no pipeline ranks"),
     ],
 )
-def test_a_wrong_spec(spec: str, words: str) -> None:
+def test_an_invalid_spec_is_refused(spec: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_jitter(spec)
     assert words in str(caught.value)
 
 
-def test_jitter_that_leaves_no_time() -> None:
+def test_jitter_that_leaves_no_time_is_refused() -> None:
     shape = Shape(1, 3)
     spec = "slow-stage:0:0.001"
     jitter = parse_jitter(spec)
@@ -465,13 +465,13 @@ def test_jitter_that_leaves_no_time() -> None:
         ("slow-link:1-1:2", "from rank 1 to rank 1, which carries no message"),
     ],
 )
-def test_a_spec_that_does_not_fit_the_pipeline(spec: str, words: str) -> None:
+def test_a_spec_that_does_not_fit_the_pipeline_is_refused(spec: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         jittered(spec)
     assert words in str(caught.value)
 
 
-def test_the_last_rank_sends_to_the_first_where_chunks_go_around() -> None:
+def test_with_chunks_the_last_rank_has_a_link_to_the_first() -> None:
     links = "slow-link:3-0:2"
     assert jittered(links, Shape(4, 1, 2)) == flat(Shape(4, 1, 2))
     with pytest.raises(UsageError, match="carries no message"):

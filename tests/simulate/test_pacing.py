@@ -1,4 +1,4 @@
-"""Paced runs meet what the simulator meets: held against its own records, without processes."""
+"""Tests that paced runs have the task times of the simulator, by comparison with its records."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ MS = 1_000_000
 
 
 class FakeTime:
-    """A clock that only sleeping and working move on."""
+    """A clock that advances only by sleeping and working."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -86,10 +86,10 @@ def pacer_of(
     seed=st.integers(0, 2**32 - 9),
 )
 @examples(quick=10, thorough=200)
-def test_tasks_take_as_long_as_those_of_the_simulator(
+def test_paced_tasks_take_as_long_as_simulated_ones(
     hint: str, costs: str, jitter: str, admit: Admit, seed: int
 ) -> None:
-    """Two steps of two replicas, task by task, in the order in which the simulator ran them."""
+    """Compare two steps of two replicas task by task, in the simulator's order."""
     shape = Shape(3, 5)
     chosen = hint_named(hint).for_shape(shape)
     setting = Setting(
@@ -126,7 +126,7 @@ def test_tasks_take_as_long_as_those_of_the_simulator(
             assert pacer.tally == PaceTally(setting.shape.num_tasks_of_a_rank)
 
 
-def test_the_admission_order_is_the_simulators() -> None:
+def test_the_admission_order_matches_the_simulator() -> None:
     shape = Shape(4, 8)
     pacer = pacer_of(
         FakeTime(), resolve_costs("multimodal"), shape=shape, admit=Admit.PYRAMID, seed=5
@@ -157,7 +157,7 @@ def test_work_that_takes_longer_than_its_model_is_counted() -> None:
     assert pacer.tally == PaceTally()
 
 
-def test_work_of_a_task_without_a_time_is_over_it(tmp_path: Path) -> None:
+def test_work_of_a_task_with_zero_time_counts_as_over(tmp_path: Path) -> None:
     costs = tmp_path / "mine.toml"
     costs.write_text("seconds = { F = 0.02, B = 0.02, W = 0 }\n")
     time, shape = FakeTime(), Shape(2, 4, kinds=SPLIT_BACKWARD)
@@ -180,19 +180,19 @@ def test_a_task_that_fails_is_neither_stretched_nor_counted() -> None:
     ("jitter", "taken_ms"),
     [("none", 10.0), ("slow-stage:0:3", 30.0), ("slow-stage:1:3", 10.0), ("stop:0:0.004:0.1", 110)],
 )
-def test_without_costs_real_work_is_made_longer(jitter: str, taken_ms: float) -> None:
+def test_without_costs_jitter_extends_measured_work(jitter: str, taken_ms: float) -> None:
     time, shape = FakeTime(), Shape(2, 4)
     pacer = pacer_of(time, None, jitter, shape=shape)
     with pacer.start_step(0, shape).task(Task(0, Kind.B, 1)):
         time.now_ns += 10 * MS
     assert time.now_ns == taken_ms * MS
-    # Nothing is known of how long it should have taken.
+    # Without costs the expected time is unknown, so no task is counted.
     assert pacer.tally == PaceTally()
 
 
 def test_the_papers_delays_follow_measured_times() -> None:
-    """Section 9: after a tenth of the tasks, half of what the rank's tasks take lately, or of 5 ms,
-    from half to one and a half times."""
+    """Section 9 of the paper: a tenth of the tasks is delayed by half of the rank's recent mean
+    task time (at least 5 ms), times a factor from 0.5 to 1.5."""
     shape = Shape(1, 4000, kinds=FORWARD_ONLY)
     time = FakeTime()
     step = pacer_of(time, None, "J1", shape=shape).start_step(0, shape)
@@ -208,8 +208,9 @@ def test_the_papers_delays_follow_measured_times() -> None:
     assert 14 < max(hit) <= 15
 
 
-def test_a_device_is_kept_busy_for_what_its_work_is_expected_to_lack() -> None:
-    """Its pace is asked before the work is done, and told afterwards how long it took."""
+def test_a_device_is_busy_for_the_difference_to_its_expected_time() -> None:
+    """A device gets the time that is left before its work is done, and reports the real time of
+    the work afterwards."""
     time = FakeTime()
     shape = Shape(2, 3, kinds=FORWARD_ONLY)
     costs = resolve_costs("uniform")
@@ -221,12 +222,12 @@ def test_a_device_is_kept_busy_for_what_its_work_is_expected_to_lack() -> None:
     assert step.left_ns(tasks[1], times[1] + 1) == 0
     step.worked(tasks[0], times[0] - 1)
     assert pacer.tally == PaceTally(1)
-    # Not what was expected of it counts, but what it took.
+    # The tally counts the real time, not the expected one.
     step.worked(tasks[1], times[1] + 5)
     assert pacer.tally == PaceTally(2, 1, 5)
 
 
-def test_jitter_without_costs_lengthens_what_a_device_is_expected_to_take() -> None:
+def test_jitter_without_costs_extends_the_expected_time_of_a_device() -> None:
     time = FakeTime()
     shape = Shape(2, 2, kinds=FORWARD_ONLY)
     slow = pacer_of(time, None, "slow-stage:1:2", shape=shape, pp_rank=1).start_step(0, shape)
@@ -234,16 +235,16 @@ def test_jitter_without_costs_lengthens_what_a_device_is_expected_to_take() -> N
     assert slow.left_ns(Task(1, Kind.F, 1), 0) == 0
 
 
-def test_nothing_to_stretch_is_no_pace() -> None:
+def test_without_costs_and_jitter_there_is_no_pace() -> None:
     assert make_pace(None, NO_JITTER, Admit.GIVEN, 0, Shape(2, 2), 0, 0) is None
     assert make_pace(None, parse_jitter("J0"), Admit.GIVEN, 0, Shape(2, 2), 0, 0) is not None
 
 
-# What Megatron's own schedule sends and receives.
+# Messages of Megatron's own schedule.
 
 
 class _Latencies:
-    """A `StepPace` that keeps what it was asked for."""
+    """A `StepPace` that records the tasks whose latency is requested."""
 
     def __init__(self) -> None:
         self.asked: list[Task] = []
@@ -266,7 +267,7 @@ class _Latencies:
 
 
 def exchanged(shape: Shape, pp_rank: int, name: str, count: int) -> list[Task]:
-    """The messages of the first calls of `_communicate` with that argument."""
+    """Return the messages of the first `count` calls of `_communicate` with the argument `name`."""
     pace = _Latencies()
 
     def communicate(**_: object) -> str:
@@ -280,13 +281,13 @@ def exchanged(shape: Shape, pp_rank: int, name: str, count: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 8), Shape(4, 8, 2), Shape(3, 6, 2)])
-def test_both_ends_of_a_native_transfer_know_its_message(shape: Shape) -> None:
-    """What a rank's n-th send in a direction is, is the n-th that the next one receives."""
+def test_both_ends_of_a_native_transfer_agree_on_its_message(shape: Shape) -> None:
+    """A rank's n-th send in a direction is the n-th message that its neighbor receives."""
     for rank in range(shape.num_ranks):
         following = (rank + 1) % shape.num_ranks
         if shape.num_chunks == 1 and following == 0:
             continue
-        # The first stage receives no forward, so that of rank 0's chunks one has none.
+        # The first stage receives no forward, so one of rank 0's chunks receives none.
         count = shape.num_microbatches * (shape.num_chunks - (following == 0))
         sent = exchanged(shape, rank, "tensor_send_next", count)
         assert sent == exchanged(shape, following, "recv_prev", count)
@@ -296,7 +297,7 @@ def test_both_ends_of_a_native_transfer_know_its_message(shape: Shape) -> None:
         assert len(set(sent)) == count
 
 
-# What is refused.
+# Valid and invalid settings.
 
 
 def settings(**chosen: Any) -> TrainSettings:
@@ -309,7 +310,7 @@ def csv_of(path: Path, *rows: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "says"),
+    ("chosen", "message"),
     [
         ({"jitter": "lognormal:0.5"}, "add --pace"),
         ({"jitter": "J2+pareto:1.5"}, "add --pace"),
@@ -325,8 +326,8 @@ def csv_of(path: Path, *rows: str) -> str:
         ({"pace": "language", "jitter": "stop:9:1:1"}, "names pipeline rank 9"),
     ],
 )
-def test_what_cannot_be_paced_is_refused(chosen: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_pace_settings_are_refused(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_pace(settings(**chosen))
 
 
@@ -341,7 +342,7 @@ def test_costs_must_fit_the_pipeline_and_the_hint(tmp_path: Path) -> None:
         check_pace(settings(pace=short, hint="bfw"))
 
 
-def test_what_can_be_paced_is_taken() -> None:
+def test_valid_pace_settings_are_accepted() -> None:
     for chosen in (
         {"jitter": "J3+slow-stage:3:1.5+stop:0:0.5:0.1"},
         {"pace": "language", "jitter": "lognormal:0.5"},
@@ -352,7 +353,7 @@ def test_what_can_be_paced_is_taken() -> None:
         check_pace(settings(**chosen))
 
 
-# Real ranks at a pace: tasks take what the simulator drew for them, and training is unchanged.
+# Paced training in processes: tasks take their simulated times, and training is unchanged.
 
 
 PACED: dict[str, Any] = {
@@ -366,16 +367,16 @@ PACED: dict[str, Any] = {
 
 
 def over_ms(run: RankRun) -> list[float]:
-    """By how much each task of a run took longer than the simulator's, stops left aside."""
+    """Return the ms by which each task took longer than in the simulator without stops."""
     settings = TrainSettings(**PACED)
     costs, jitter = resolve_costs("multimodal"), parse_jitter(PACED["jitter"])
-    met: dict[int, Conditions] = {
+    conditions_of_step: dict[int, Conditions] = {
         step: conditions(costs, jitter, Admit.GIVEN, settings.shape, 11 + step, 0, step)
         for step in range(settings.num_steps)
     }
 
     def over_of(task: TaskRecord) -> float:
-        rows = met[task.step].times.by_kind(split=False)[Kind(task.kind)]
+        rows = conditions_of_step[task.step].times.by_kind(split=False)[Kind(task.kind)]
         return (task.end_ns - task.start_ns - rows[task.stage][task.microbatch]) / MS
 
     return [over_of(task) for task in run.tasks()]
@@ -390,19 +391,20 @@ def test_tasks_take_their_modelled_times_under_every_dispatch() -> None:
             times_ms = over_ms(run)
             assert len(times_ms) == 2 * 2 * 4
             assert min(times_ms) >= 0
-            # Two cores may be late for single tasks, not for most.
+            # On two cores single tasks may be late, but not most of them.
             assert median(times_ms) < 5
             for task in run.tasks() if pp_rank == 2 else ():
                 summary = run.summaries[task.step]
                 assert summary is not None
-                # That rank is stopped at first; its pace begins shortly before its entry is noted.
+                # This rank begins with a stop of 200 ms. Its pace starts shortly before the
+                # recorded start of the step.
                 assert task.end_ns - summary.start_ns > 190 * MS
         assert {tuple(run.losses) for run in runs} == {tuple(runs[0].losses)}
         assert len({run.parameters_sha256 for run in runs}) == 1
 
 
 @pytest.mark.slow
-def test_a_pace_does_not_change_what_is_learned() -> None:
+def test_a_pace_does_not_change_losses_and_parameters() -> None:
     settings = {**SMALL, "pp": 2, "steps": 2, "seed": 11}
     paced = {"pace": "uniform", "jitter": "J3", "hint": "bfw"}
     (paced_runs, native_runs) = (
@@ -422,7 +424,7 @@ links = { latency_s = 3e-3 }
 
 
 @pytest.mark.slow
-def test_patience_does_not_change_what_is_learned(tmp_path: Path) -> None:
+def test_patience_does_not_change_losses_and_parameters(tmp_path: Path) -> None:
     costs = tmp_path / "hops.toml"
     costs.write_text(HOPS)
     settings = {**SMALL, "pp": 4, "layers": 8, "microbatches": 8, "chunks": 2, "placement": "v"}
@@ -439,7 +441,7 @@ def test_patience_does_not_change_what_is_learned(tmp_path: Path) -> None:
             num_waits[number] += len(waits)
             names = [r.name for r in run.records if isinstance(r, StimulusRecord)]
             assert ("Announced" in names) is (number > 0)
-            # Announcements are no messages.
+            # Announcements are not recorded as messages.
             assert sum(isinstance(r, SendRecord) for r in run.records) < len(run.tasks())
     assert num_waits[0] == 0
     assert num_waits[2] > 0

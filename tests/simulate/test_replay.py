@@ -1,4 +1,4 @@
-"""A recorded run, fed to the dispatcher again, decides as it did and takes as long as it took."""
+"""Tests that the replay of a recorded run repeats its decisions and its step times."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.train.trained import rrfp
 
 
 def errors(run: RecordedRun) -> list[float]:
-    """How far the replay of each step is from what was measured, as a share of it."""
+    """Return the relative error of each step's replayed time."""
     return [
         abs(replay(run, step).makespan_ns - step.window_ns) / step.window_ns
         for step in measure(run)
@@ -36,7 +36,8 @@ def errors(run: RecordedRun) -> list[float]:
 
 
 def check_decisions(run: RecordedRun) -> int:
-    """Every rank's stimuli make it run what it ran; how many ranks' steps were looked at."""
+    """Check that every rank's stimuli reproduce its tasks; return the number of checked ranks of
+    steps."""
     num_checked = 0
     for step in run.steps:
         for replica in step.replicas:
@@ -50,7 +51,8 @@ def check_decisions(run: RecordedRun) -> int:
 
 
 def check_error(run: RecordedRun) -> None:
-    """A replay has every message and delay from the run; of Megatron's own only the waits."""
+    """Check the median error of the replayed step times. It is larger for Megatron's schedule,
+    whose recording has waits but no messages and delays."""
     assert median(errors(run)) <= (0.05 if run.is_blocking else 1e-3)
 
 
@@ -61,7 +63,7 @@ def test_the_stimuli_of_a_real_run_reproduce_its_dispatch_sequence() -> None:
     assert check_decisions(read_run(read_trace(OURS))) == 4 * 4
 
 
-def test_a_run_that_would_have_decided_otherwise_is_refused() -> None:
+def test_a_run_with_other_decisions_is_refused() -> None:
     recording = read_trace(OURS)
     recording.settings["settings"]["hint"] = "f-first"  # type: ignore[index]
     run = read_run(recording)
@@ -72,10 +74,10 @@ def test_a_run_that_would_have_decided_otherwise_is_refused() -> None:
         measure(run)
 
 
-def test_a_member_that_would_have_run_otherwise_is_refused() -> None:
+def test_a_member_with_other_decisions_is_refused() -> None:
     policy, shape = policy_of("bf", Shape(2, 4), limit=32)
-    world = StepConditions(random_times(Random(1), shape), num_members=2)
-    recording = simulated_run(policy, shape, [world])
+    conditions = StepConditions(random_times(Random(1), shape), num_members=2)
+    recording = simulated_run(policy, shape, [conditions])
     follower = next(rank for rank in recording.ranks if rank.info.tp_rank == 1)
     tasks = follower.tasks
     tasks[0], tasks[1] = tasks[1], tasks[0]
@@ -85,7 +87,7 @@ def test_a_member_that_would_have_run_otherwise_is_refused() -> None:
 
 
 @pytest.mark.parametrize("path", [OURS, MEGATRONS])
-def test_a_real_run_replays_in_its_own_time(path: Path) -> None:
+def test_a_real_run_replays_in_its_measured_time(path: Path) -> None:
     check_error(read_run(read_trace(path)))
 
 
@@ -151,7 +153,7 @@ def test_a_fresh_run_is_replayed(tmp_path: Path, flags: tuple[str, ...]) -> None
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
-    """A policy, a shape, and the worlds of its replicas."""
+    """Draw a policy, a shape, and the conditions of its replicas."""
     num_ranks = draw(st.integers(1, 4))
     num_chunks = draw(st.sampled_from([1, 1, 2]))
     placement = draw(st.sampled_from(list(Placement))) if num_chunks == 2 else Placement.LOOP
@@ -172,7 +174,7 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
         for m in range(shape.num_microbatches)
     }
     num_members = draw(st.sampled_from([1, 1, 2]))
-    worlds = [
+    conditions_by_replica = [
         StepConditions(
             random_times(rng, shape),
             lambda sender, receiver, task: way_ns[task],
@@ -180,7 +182,7 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
         )
         for _ in range(draw(st.integers(1, 2)))
     ]
-    return policy, shape, worlds
+    return policy, shape, conditions_by_replica
 
 
 @given(runs())
@@ -188,17 +190,17 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[StepConditions]]:
 def test_a_simulated_run_is_replayed_to_the_ns(
     made: tuple[Policy, Shape, list[StepConditions]],
 ) -> None:
-    policy, shape, worlds = made
-    run = read_run(simulated_run(policy, shape, worlds, num_steps=2))
+    policy, shape, conditions_by_replica = made
+    run = read_run(simulated_run(policy, shape, conditions_by_replica, num_steps=2))
     assert run.shape.kinds == shape.kinds
     assert (run.policy.limit, run.policy.hold) == (policy.limit, policy.hold)
-    assert run.num_members == worlds[0].num_members
+    assert run.num_members == conditions_by_replica[0].num_members
     check_decisions(run)
     assert errors(run) == [0, 0]
     for step in measure(run):
-        for replica, world in zip(step.replicas, worlds, strict=True):
+        for replica, conditions in zip(step.replicas, conditions_by_replica, strict=True):
             assert set(replica.overheads_ns.values()) <= {0}
-            assert task_times(replica.durations_ns, shape, 0.4).forward == world.times.forward
+            assert task_times(replica.durations_ns, shape, 0.4).forward == conditions.times.forward
 
 
 @pytest.mark.parametrize(
@@ -207,20 +209,20 @@ def test_a_simulated_run_is_replayed_to_the_ns(
         ("1f1b", Shape(4, 8)),
         ("zb-h1", Shape(4, 8)),
         ("interleaved", Shape(4, 8, 2)),
-        # Some ranks warm up with every forward that they have.
+        # Some ranks run all of their forwards as warm-up.
         ("interleaved", Shape(4, 4, 2)),
     ],
 )
 def test_a_simulated_run_over_blocking_links_is_replayed(hint: str, whole: Shape) -> None:
     policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
     times = random_times(Random(5), shape)
-    world = StepConditions(times, lambda sender, receiver, task: 30, blocking=True)
-    run = read_run(simulated_run(policy, shape, [world], links="blocking"))
+    conditions = StepConditions(times, lambda sender, receiver, task: 30, blocking=True)
+    run = read_run(simulated_run(policy, shape, [conditions], links="blocking"))
     assert run.is_blocking
     assert max(errors(run)) <= 0.01
 
 
-def test_the_order_of_a_file_is_read_from_the_places_of_its_tasks() -> None:
+def test_the_order_of_a_file_is_reconstructed_from_recorded_positions() -> None:
     policy, shape = policy_of("zb-h1", Shape(3, 6), limit=32)
     assert isinstance(policy.hint, Order)
     times = random_times(Random(1), shape)
@@ -230,18 +232,18 @@ def test_the_order_of_a_file_is_read_from_the_places_of_its_tasks() -> None:
     assert run.policy.hint.name == run.hint_name == "mine.csv"
 
 
-def test_only_a_simulated_run_can_have_no_bound() -> None:
+def test_only_a_simulated_run_can_be_unbounded() -> None:
     policy, shape = policy_of("f-first", Shape(2, 40))
     recording = simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))])
     run = read_run(recording)
-    assert run.told == "f-first ready"
+    assert run.policy_description == "f-first ready"
     assert errors(run) == [0]
     assert run.bounds_under(Dispatch.READY) == run.bounds_under(Dispatch.FIXED) == (None, None)
     trained = read_run(replace(recording, settings=recording.settings | {"simulated": False}))
-    assert trained.told == "f-first ready, limit 32"
-    # The limit that nobody asked for does not bind an order.
+    assert trained.policy_description == "f-first ready, limit 32"
+    # The default limit does not apply to a binding order.
     assert trained.bounds_under(Dispatch.FIXED) == (None, None)
-    # One that was run with an order that binds becomes ready as usual.
+    # A run with a binding order gets the usual limit under ready dispatch.
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED)
     run = read_run(simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))]))
     assert Change(dispatch=Dispatch.READY).policy(run)[0].limit == 32
@@ -252,7 +254,7 @@ def test_only_a_simulated_run_can_have_no_bound() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"limit": 5}, {"hold": 4}])
-def test_an_order_that_binds_is_held_to_the_bound_that_was_given(bounds: dict[str, int]) -> None:
+def test_a_binding_order_respects_the_given_bound(bounds: dict[str, int]) -> None:
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED, **bounds)
     run = read_run(simulated_run(policy, shape, [StepConditions(random_times(Random(1), shape))]))
     given = bounds.get("limit"), bounds.get("hold")
@@ -266,7 +268,7 @@ def one_step() -> Recording:
     )
 
 
-def test_a_step_that_is_not_whole_is_left_out() -> None:
+def test_an_incomplete_step_is_left_out() -> None:
     recording = one_step()
     last = recording.ranks[1].tasks.pop()
     run = read_run(recording)
@@ -279,7 +281,7 @@ def test_a_step_that_is_not_whole_is_left_out() -> None:
         read_run(recording, range(2, 3))
 
 
-def test_what_a_trace_does_not_tell_is_said() -> None:
+def test_missing_or_invalid_contents_of_a_trace_are_refused() -> None:
     recording = one_step()
     recording.ranks[0].stimuli = recording.ranks[0].stimuli[:4]
     with pytest.raises(RrfpError, match="rank 0 took in leads to 3 of the 6 tasks"):
@@ -304,7 +306,7 @@ def test_what_a_trace_does_not_tell_is_said() -> None:
         read_run(replace(recording, ranks=[]))
 
 
-def test_steps_without_backward_are_no_training() -> None:
+def test_steps_without_backward_are_refused() -> None:
     recording = one_step()
     for rank in recording.ranks:
         rank.tasks = [task for task in rank.tasks if task.kind == "F"]
@@ -316,7 +318,7 @@ def test_steps_without_backward_are_no_training() -> None:
 # Costs.
 
 
-def test_costs_are_the_tasks_own_times_step_by_step() -> None:
+def test_costs_are_the_recorded_times_step_by_step() -> None:
     recording = read_trace(OURS)
     costs = costs_of(recording)
     shape = Shape(4, 8)
@@ -354,7 +356,7 @@ def test_drawn_costs_are_recorded_times_of_the_same_stage_and_kind() -> None:
     assert drawn == costs.step(Shape(4, 50), 3, 0)
     assert drawn != costs.step(Shape(4, 50), 4, 0)
     assert drawn.times.forward != costs.step(Shape(4, 50), 3, 1).times.forward
-    # A longer step begins with the draws of a shorter one.
+    # A longer step begins with the same draws as a shorter one.
     assert costs.step(Shape(4, 5), 3, 0).times.forward[2] == drawn.times.forward[2][:5]
 
 
@@ -366,12 +368,12 @@ def test_drawn_costs_are_recorded_times_of_the_same_stage_and_kind() -> None:
         (Shape(4, 9), "--microbatches 8"),
     ],
 )
-def test_costs_fit_their_own_shape_only(shape: Shape, flag: str) -> None:
+def test_costs_fit_only_their_own_shape(shape: Shape, flag: str) -> None:
     with pytest.raises(UsageError, match=f"choose {flag} or other costs"):
         costs_of(read_trace(OURS)).step(shape, 0, 0)
 
 
-def test_a_hint_that_splits_no_backward_keeps_the_whole_of_it() -> None:
+def test_a_hint_without_split_backward_gets_the_whole_backward() -> None:
     policy, shape = policy_of("bf", Shape(2, 3), limit=32)
     times = random_times(Random(4), shape)
     (step,) = measure(read_run(simulated_run(policy, shape, [StepConditions(times)])))
@@ -381,7 +383,7 @@ def test_a_hint_that_splits_no_backward_keeps_the_whole_of_it() -> None:
     assert HINTS["bf"] == policy.hint
 
 
-def test_a_sample_is_spread_over_the_steps_that_it_can_afford() -> None:
+def test_a_sample_is_spread_over_the_affordable_steps() -> None:
     sample = StepSample(num_tasks=100, most_tasks_of_a_step=50)
     assert sample.choose(range(9), 40) == [2, 6]
     assert sample.choose(range(9), 50) == [2, 6]

@@ -1,4 +1,4 @@
-"""What costs say of memory: bytes in rows, tables, presets and models, and what is refused."""
+"""Tests of the activation bytes in costs: in rows, tables, presets and models, and invalid ones."""
 
 import tomllib
 from hashlib import blake2b
@@ -28,11 +28,11 @@ HEADING = "kind,pp_rank,chunk,microbatch,seconds,bytes\n"
 SECONDS = "seconds = { F = 0.02, B = 0.02, W = 0.02 }\n"
 
 
-def of_rows(text: str, shape: Shape) -> ActivationSizes | None:
+def sizes_of_rows(text: str, shape: Shape) -> ActivationSizes | None:
     return parse_rows(HEADING + text, "costs.csv").step(shape, 0, 0).sizes
 
 
-def of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | None:
+def sizes_of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | None:
     table = parse_table(tomllib.loads(SECONDS + text), "costs.toml")
     return table.step(shape, seed, 0).sizes
 
@@ -40,48 +40,48 @@ def of_table(text: str, shape: Shape, *, seed: int = 0) -> ActivationSizes | Non
 # Rows.
 
 
-def test_bytes_in_rows_are_those_of_the_rows_that_count() -> None:
-    sizes = of_rows(
+def test_bytes_come_from_the_most_specific_rows() -> None:
+    sizes = sizes_of_rows(
         "F,0,,,0.01,1001\nB,0,,,0.01,\nW,0,,,0.01,\n"
         "F,1,0,,0.01,7\nF,1,1,,0.01,9\nF,1,1,2,0.01,50\nB,1,,,0.01,\nW,1,,,0.01,\n"
         "F,0,,1,0.02,2000\n",
         Shape(2, 3, 2, Placement.V),
     )
-    # Rank 0 holds stages 0 and 3, and its rows are for both.
-    kept = [[500, 1000, 500], [7, 7, 7], [9, 9, 50], [501, 1000, 501]]
-    assert sizes == ActivationSizes(kept)
+    # Rank 0 holds stages 0 and 3; its rows apply to both together.
+    activations = [[500, 1000, 500], [7, 7, 7], [9, 9, 50], [501, 1000, 501]]
+    assert sizes == ActivationSizes(activations)
 
 
 @pytest.mark.parametrize("kinds", [SPLIT_BACKWARD, ("F", "B")])
-def test_bytes_of_w_are_what_it_still_needs(kinds: tuple[str, ...]) -> None:
-    sizes = of_rows(
+def test_bytes_of_w_are_its_pending_bytes(kinds: tuple[str, ...]) -> None:
+    sizes = sizes_of_rows(
         "F,0,,,0.01,1001\nB,0,,,0.01,\nW,0,,,0.01,1001\nW,0,,1,0.01,600\nW,0,,2,0.01,\n",
         Shape(1, 3, 2, kinds=SPLIT_BACKWARD if "W" in kinds else Shape(1, 1).kinds),
     )
-    # The W of microbatch 2 does not say, and needs all.
+    # The W of microbatch 2 has no bytes, so all of its activations are pending.
     assert sizes == ActivationSizes([[500] * 3, [501] * 3], [[500, 300, 500], [501, 300, 501]])
 
 
-def test_a_w_of_a_whole_rank_never_needs_more_than_its_chunk_s_f() -> None:
+def test_pending_bytes_of_a_chunk_never_exceed_its_activations() -> None:
     text = "F,0,0,,0.01,501\nF,0,1,,0.01,501\nF,0,2,,0.01,500\nB,0,,,0.01,\nW,0,,,0.01,1500\n"
-    sizes = of_rows(text, Shape(1, 1, 3))
+    sizes = sizes_of_rows(text, Shape(1, 1, 3))
     assert sizes == ActivationSizes([[501], [501], [500]], [[500], [500], [500]])
     text = "F,0,,,0.01,5\nB,0,,,0.01,\nW,0,0,,0.01,2\nW,0,1,,0.01,2\n"
-    assert of_rows(text, Shape(1, 1, 2)) == ActivationSizes([[2], [3]], [[2], [2]])
+    assert sizes_of_rows(text, Shape(1, 1, 2)) == ActivationSizes([[2], [3]], [[2], [2]])
 
 
 WITHOUT = "F,0,,,0.01,\nB,0,,,0.01,\nW,0,,,0.01,\n"
 
 
-def test_rows_without_bytes_say_nothing_of_memory() -> None:
-    assert of_rows(WITHOUT, Shape(1, 2)) is None
-    # Nor do those that are for microbatches of a longer step.
-    assert of_rows(WITHOUT + "F,0,,2,0.01,8\nW,0,,2,0.01,8\n", Shape(1, 2)) is None
+def test_rows_without_bytes_give_no_sizes() -> None:
+    assert sizes_of_rows(WITHOUT, Shape(1, 2)) is None
+    # Bytes of microbatches beyond the step do not count either.
+    assert sizes_of_rows(WITHOUT + "F,0,,2,0.01,8\nW,0,,2,0.01,8\n", Shape(1, 2)) is None
     text = "kind,pp_rank,chunk,microbatch,seconds\n" + WITHOUT.replace(",\n", "\n")
     assert parse_rows(text, "costs.csv").step(Shape(1, 2), 0, 0).sizes is None
 
 
-def test_the_column_of_bytes_stands_anywhere() -> None:
+def test_the_column_of_bytes_may_be_anywhere() -> None:
     text = " bytes, microbatch,kind,pp_rank,seconds,chunk\n12,,F,0,0.01,\n,,B,0,0.01,\n"
     assert parse_rows(text, "costs.csv").step(Shape(1, 2), 0, 0).sizes == ActivationSizes(
         [[12, 12]]
@@ -89,7 +89,7 @@ def test_the_column_of_bytes_stands_anywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("F,0,,,1,-1", "line 2: bytes is '-1'; it must be a whole number from 0 to 1125899906842"),
         ("F,0,,,1,1.5", "line 2: bytes is '1.5'"),
@@ -112,15 +112,15 @@ def test_the_column_of_bytes_stands_anywhere() -> None:
         ),
     ],
 )
-def test_wrong_bytes_in_rows_are_refused_with_their_line(text: str, says: str) -> None:
+def test_invalid_bytes_in_rows_are_refused_with_their_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        of_rows(text, Shape(1, 2))
-    assert says in str(caught.value)
+        sizes_of_rows(text, Shape(1, 2))
+    assert message in str(caught.value)
     assert str(caught.value).startswith("costs.csv, line")
     assert "\n" not in str(caught.value)
 
 
-def test_a_heading_with_another_column_names_the_optional_one() -> None:
+def test_the_error_for_an_unknown_column_names_the_optional_one() -> None:
     text = HEADING.replace("bytes", "byte") + "F,0,,,1,1"
     with pytest.raises(UsageError, match="microbatch,seconds, and may have bytes"):
         parse_rows(text, "costs.csv")
@@ -128,31 +128,33 @@ def test_a_heading_with_another_column_names_the_optional_one() -> None:
 
 @given(
     num_chunks=st.integers(1, 4),
-    kept=st.lists(st.integers(0, 2**50), min_size=1, max_size=4),
+    activations=st.lists(st.integers(0, 2**50), min_size=1, max_size=4),
     share=st.floats(0, 1),
 )
 @examples(quick=50, thorough=1000)
-def test_chunks_add_up_to_what_a_rank_keeps(num_chunks: int, kept: list[int], share: float) -> None:
-    owed = [min(size, round(size * share)) for size in kept]
-    sizes = of_rows(
+def test_chunks_add_up_to_the_bytes_of_a_rank(
+    num_chunks: int, activations: list[int], share: float
+) -> None:
+    pending_w = [min(size, round(size * share)) for size in activations]
+    sizes = sizes_of_rows(
         "B,0,,,0.01,\n"
-        + "".join(f"F,0,,{each},0.01,{size}\n" for each, size in enumerate(kept))
-        + "".join(f"W,0,,{each},0.01,{size}\n" for each, size in enumerate(owed)),
-        Shape(1, len(kept), num_chunks),
+        + "".join(f"F,0,,{each},0.01,{size}\n" for each, size in enumerate(activations))
+        + "".join(f"W,0,,{each},0.01,{size}\n" for each, size in enumerate(pending_w)),
+        Shape(1, len(activations), num_chunks),
     )
     assert sizes is not None
     assert sizes.pending_w is not None
-    assert [sum(each) for each in zip(*sizes.activations, strict=True)] == kept
-    # A byte of what is owed may be lost in a chunk that keeps no more.
-    for whole, parts in zip(owed, zip(*sizes.pending_w, strict=True), strict=True):
+    assert [sum(each) for each in zip(*sizes.activations, strict=True)] == activations
+    # Rounding may lose one pending byte per chunk.
+    for whole, parts in zip(pending_w, zip(*sizes.pending_w, strict=True), strict=True):
         assert whole - num_chunks < sum(parts) <= whole
 
 
 # Tables.
 
 
-def test_a_table_says_what_ranks_and_chunks_keep() -> None:
-    sizes = of_table(
+def test_a_table_gives_the_bytes_of_ranks_and_chunks() -> None:
+    sizes = sizes_of_table(
         """
         bytes = 1e3
         bytes_owed_to_w = 0.25
@@ -169,10 +171,10 @@ def test_a_table_says_what_ranks_and_chunks_keep() -> None:
         """,
         Shape(4, 1, 2, Placement.V),
     )
-    # Ranks 0 to 3 hold stages 0 to 3 and 7 to 4. What is said of a chunk counts more.
-    kept = [[150], [150], [500], [500], [500], [500], [151], [70]]
-    owed = [[38], [38], [125], [125], [125], [125], [38], [18]]
-    assert sizes == ActivationSizes(kept, owed)
+    # Ranks 0 to 3 hold stages 0 to 3 and 7 to 4. Entries for a chunk take precedence.
+    activations = [[150], [150], [500], [500], [500], [500], [151], [70]]
+    pending_w = [[38], [38], [125], [125], [125], [125], [38], [18]]
+    assert sizes == ActivationSizes(activations, pending_w)
 
 
 def test_bytes_grow_with_the_length_of_the_seconds() -> None:
@@ -185,17 +187,17 @@ def test_bytes_grow_with_the_length_of_the_seconds() -> None:
         length = "images"
         """
     costs = parse_table(tomllib.loads(SECONDS + text), "costs.toml").step(Shape(2, 50), 3, 0)
-    # As many bytes as F takes nanoseconds.
+    # The bytes equal the nanoseconds of F.
     assert costs.sizes == ActivationSizes(costs.times.forward)
     assert len(set(costs.times.forward[0])) == 50
 
 
-def test_a_table_without_bytes_says_nothing_of_memory() -> None:
-    assert of_table("", Shape(2, 2)) is None
+def test_a_table_without_bytes_gives_no_sizes() -> None:
+    assert sizes_of_table("", Shape(2, 2)) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("bytes = -1", "bytes is -1; it must be a number from 0 to 1.1259e+15"),
         ("bytes = 1e16", "bytes is 1e+16"),
@@ -219,10 +221,10 @@ def test_a_table_without_bytes_says_nothing_of_memory() -> None:
         ),
     ],
 )
-def test_wrong_bytes_in_a_table(text: str, says: str) -> None:
+def test_invalid_bytes_in_a_table_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        of_table(text, Shape(2, 200, 2))
-    assert says in str(caught.value)
+        sizes_of_table(text, Shape(2, 200, 2))
+    assert message in str(caught.value)
     assert "costs.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -230,17 +232,18 @@ def test_wrong_bytes_in_a_table(text: str, says: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("num_ranks", [1, 8, 11])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
-def test_presets_keep_a_gigabyte_for_an_f_of_20_ms(
+def test_presets_have_a_gigabyte_of_activations_for_an_f_of_20_ms(
     name: str, num_ranks: int, num_chunks: int
 ) -> None:
     shape = Shape(num_ranks, 40, num_chunks)
     costs = resolve_costs(name).step(shape, 5, 0)
     assert costs.sizes is not None
     assert costs.sizes.pending_w is None
-    for kept, forward in zip(costs.sizes.activations, costs.times.forward, strict=True):
-        # Times are whole nanoseconds, so bytes differ by less than two of them, 50 bytes each.
+    for activations, forward in zip(costs.sizes.activations, costs.times.forward, strict=True):
+        # Times are whole nanoseconds, so bytes differ by less than two ns, of 50 bytes each.
         assert all(
-            abs(size - 50 * time_ns) < 100 for size, time_ns in zip(kept, forward, strict=True)
+            abs(size - 50 * time_ns) < 100
+            for size, time_ns in zip(activations, forward, strict=True)
         )
     if name != "multimodal":
         of_rank = [sum(costs.sizes.activations[stage][0] for stage in shape.stages_of(0))]
@@ -263,8 +266,8 @@ tokens = { median = 5 }
 HEAD_BYTES = 5 * (2 * 2 * 8 + 4 * 10)
 
 
-def kept(text: str, stages: int = 3) -> list[int]:
-    """What the first microbatch keeps, by stage."""
+def activation_bytes(text: str, stages: int = 3) -> list[int]:
+    """Return the activation bytes of the first microbatch by stage."""
     sizes = parse_flops(tomllib.loads(text), "model.toml").step(Shape(stages, 2), 0, 0).sizes
     assert sizes is not None
     assert sizes.pending_w is None
@@ -279,11 +282,11 @@ def kept(text: str, stages: int = 3) -> list[int]:
     size=st.sampled_from([1, 2, 4, 8]),
 )
 @examples(quick=30, thorough=300)
-def test_a_layer_keeps_what_the_literature_says(
+def test_the_activations_of_a_layer_match_the_literature(
     layers: int, hidden: int, tokens: int, vocabulary: int, size: int
 ) -> None:
-    """Korthikanti et al. 2022, sections 4.2.1 and 4.3: s b h (10 + 24 / t) a layer without the
-    scores, and 4 s b v for the logits with 4 s b h about the head."""
+    """Korthikanti et al. 2022, sections 4.2.1 and 4.3: s b h (10 + 24 / t) per layer without the
+    scores, 4 s b v for the logits and 4 s b h for the rest of the head."""
     text = f"""
         dropout = true
         tensor_parallel = {{ size = {size} }}
@@ -298,30 +301,31 @@ def test_a_layer_keeps_what_the_literature_says(
         """
     of_layers = layers * tokens * hidden * (10 * size + 24) // size
     head = tokens * (4 * hidden + 4 * vocabulary // size)
-    assert kept(text, stages=1) == [of_layers + head]
+    assert activation_bytes(text, stages=1) == [of_layers + head]
 
 
 def test_tensors_counted_by_hand() -> None:
-    # Norms 4 x 8; queries, keys, values and the output 4 x 8; feed-forward 2 x 12.
+    # Per token: 4 x 8 for the norms; 4 x 8 for queries, keys, values and output; 2 x 12 for the
+    # feed-forward network.
     layer = 5 * 2 * (32 + 32 + 24)
-    assert kept(TINY_BYTES) == [layer, layer, layer + HEAD_BYTES]
-    # Two key heads of 2, and a gate.
+    assert activation_bytes(TINY_BYTES) == [layer, layer, layer + HEAD_BYTES]
+    # With two key heads of width 2, and a gate.
     few = TINY_BYTES.replace("heads = 4", "heads = 4\nkv_heads = 2\ngated = true")
     layer = 5 * 2 * (32 + 2 * 8 + 2 * 4 + 36)
-    assert kept(few) == [layer, layer, layer + HEAD_BYTES]
+    assert activation_bytes(few) == [layer, layer, layer + HEAD_BYTES]
     wide = few.replace("heads = 4", "heads = 4\nhead_dim = 6", 1)
     layer = 5 * 2 * (32 + 2 * 24 + 2 * 12 + 36)
-    assert kept(wide)[0] == layer
-    assert kept("precision_bytes = 4\n" + TINY_BYTES)[0] == 5 * 4 * 88
+    assert activation_bytes(wide)[0] == layer
+    assert activation_bytes("precision_bytes = 4\n" + TINY_BYTES)[0] == 5 * 4 * 88
 
 
-def test_recomputation_keeps_inputs_alone() -> None:
+def test_recomputation_keeps_only_inputs() -> None:
     layer = 5 * 2 * 8
-    assert kept("recompute = true\n" + TINY_BYTES) == [layer, layer, layer + HEAD_BYTES]
-    assert kept("recompute = true\ndropout = true\n" + TINY_BYTES)[0] == layer
+    assert activation_bytes("recompute = true\n" + TINY_BYTES) == [layer, layer, layer + HEAD_BYTES]
+    assert activation_bytes("recompute = true\ndropout = true\n" + TINY_BYTES)[0] == layer
 
 
-def test_vision_layers_keep_patches_and_language_layers_text_and_images() -> None:
+def test_activations_of_vision_layers_are_patches_and_of_language_layers_text_and_images() -> None:
     vision = """
         [vision]
         layers = 2
@@ -335,17 +339,23 @@ def test_vision_layers_keep_patches_and_language_layers_text_and_images() -> Non
     seen, tokens = 2 * 6 * 2 * (8 + 8 + 10), 5 + 4
     language = tokens * 2 * 88
     head = HEAD_BYTES // 5 * tokens
-    assert kept(TINY_BYTES + vision, 5) == [seen, seen, language, language, language + head]
+    assert activation_bytes(TINY_BYTES + vision, 5) == [
+        seen,
+        seen,
+        language,
+        language,
+        language + head,
+    ]
     none = TINY_BYTES + vision.replace("images = { median = 2 }", "images = { median = 0 }")
-    assert kept(none, 5)[:3] == [0, 0, 5 * 2 * 88]
+    assert activation_bytes(none, 5)[:3] == [0, 0, 5 * 2 * 88]
 
 
-def test_a_model_whose_bytes_are_a_typing_error_is_refused() -> None:
+def test_a_model_with_implausible_bytes_is_refused() -> None:
     text = TINY_BYTES.replace("hidden = 8", "hidden = 1_000_000_000").replace(
         "median = 5", "median = 1e7"
     )
     with pytest.raises(UsageError, match=r"the model lets microbatch 0 keep \d+ bytes on stage 0"):
-        kept(text)
+        activation_bytes(text)
 
 
 @given(
@@ -354,25 +364,28 @@ def test_a_model_whose_bytes_are_a_typing_error_is_refused() -> None:
     split=st.sampled_from(["layers", "flops"]),
 )
 @examples(quick=20, thorough=200)
-def test_stages_add_up_to_what_the_model_keeps(num_layers: int, stages: int, split: str) -> None:
+def test_stages_add_up_to_the_bytes_of_the_model(num_layers: int, stages: int, split: str) -> None:
     assume(stages <= num_layers)
     text = f'split = "{split}"\n' + TINY_BYTES.replace("layers = 3", f"layers = {num_layers}")
-    assert sum(kept(text, stages)) == num_layers * 5 * 2 * 88 + HEAD_BYTES
+    assert sum(activation_bytes(text, stages)) == num_layers * 5 * 2 * 88 + HEAD_BYTES
 
 
-# What is made of them.
+# Operations on sizes.
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[StepCosts, list[int]]:
-    """Costs with sizes, and an order of their microbatches."""
+    """Draw costs with sizes, and an order of their microbatches."""
     num_stages, num = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     row = st.lists(st.integers(0, 10**12), min_size=num, max_size=num)
-    kept = draw(st.lists(row, min_size=num_stages, max_size=num_stages))
-    owed = draw(st.one_of(st.none(), st.just([[size // 3 for size in each] for each in kept])))
-    return StepCosts(TaskTimes(kept, kept, kept), sizes=ActivationSizes(kept, owed)), draw(
-        st.permutations(range(num))
+    activations = draw(st.lists(row, min_size=num_stages, max_size=num_stages))
+    pending_w = draw(
+        st.one_of(st.none(), st.just([[size // 3 for size in each] for each in activations]))
     )
+    return StepCosts(
+        TaskTimes(activations, activations, activations),
+        sizes=ActivationSizes(activations, pending_w),
+    ), draw(st.permutations(range(num)))
 
 
 @given(steps())
@@ -390,28 +403,28 @@ def test_sizes_are_permuted_with_the_times(drawn: tuple[StepCosts, list[int]]) -
     assert permuted.permuted(inverse).sizes == costs.sizes
 
 
-def test_slower_tasks_keep_as_much() -> None:
+def test_slower_tasks_have_the_same_bytes() -> None:
     costs, shape = resolve_costs("multimodal"), Shape(4, 8)
     slower = ScaledCosts(costs, 3.0).step(shape, 0, 0)
     assert slower.sizes == costs.step(shape, 0, 0).sizes
     assert slower.times != costs.step(shape, 0, 0).times
 
 
-def test_costs_without_sizes_have_none_in_any_order() -> None:
+def test_permuted_costs_without_sizes_have_no_sizes() -> None:
     assert StepCosts(TaskTimes([[1, 2]], [[1, 2]], [[1, 2]])).permuted([1, 0]).sizes is None
 
 
-def test_a_recorded_run_says_nothing_of_memory() -> None:
+def test_a_recorded_run_gives_no_sizes() -> None:
     costs = resolve_costs(str(ROOT / "traces" / "gpt-pp4-bf.pftrace"))
     assert costs.step(Shape(4, 8), 0, 0).sizes is None
 
 
-# Costs from a model's operations: counted by hand, against the literature, and read from TOML.
+# Costs from a model's operations: counted by hand, compared with the literature, read from TOML.
 
 
 NS = 10**9
 SLOW = "[device]\nflops_per_s = 1\n"
-"""One operation a second: seconds are operations."""
+"""One operation per second, so that seconds are operations."""
 TINY_OPERATIONS = """
 [language]
 layers = 3
@@ -443,16 +456,16 @@ def step(text: str, *, stages: int, microbatches: int = 1, seed: int = 0) -> Ste
 
 
 def rows(costs: StepCosts) -> tuple[list[int], list[int], list[int]]:
-    """Nanoseconds of the first microbatch by stage, of F, B and W."""
+    """Return the nanoseconds of F, B and W of the first microbatch, each by stage."""
     times = costs.times
     kinds = (times.forward, times.input_gradient, times.weight_gradient)
     forward, input_gradient, weight_gradient = ([row[0] for row in kind] for kind in kinds)
     return forward, input_gradient, weight_gradient
 
 
-# A layer for two tokens: four 4 x 4 matrices and two of 4 x 6, two operations a weight and token.
+# A layer for two tokens: four 4 x 4 and two 4 x 6 matrices, two operations per weight and token.
 LINEAR = 2 * 2 * (4 * 16 + 2 * 24)
-# Half of the 2 x 2 pairs, queries with keys and weights with values, 4 wide, two operations each.
+# Scores and their products with values: half of the 2 x 2 pairs, width 4, two operations each.
 SCORES = 2 * (2 * 2 // 2) * 4 * 2
 HEAD_OPERATIONS = 2 * 2 * 4 * 10
 
@@ -468,15 +481,15 @@ def test_operations_counted_by_hand() -> None:
     assert weight_gradient == [LINEAR * NS] * 2 + [(LINEAR + HEAD_OPERATIONS) * NS]
 
 
-def test_a_gate_is_a_third_matrix_and_few_key_heads_are_narrow() -> None:
+def test_a_gate_adds_a_matrix_and_fewer_key_heads_narrow_theirs() -> None:
     gated = TINY_OPERATIONS.replace("heads = 2", "heads = 2\nkv_heads = 1\ngated = true")
     forward, _, _ = rows(step(SLOW + gated, stages=3))
     assert forward[0] == (2 * 2 * (2 * 16 + 2 * 8 + 3 * 24) + SCORES) * NS
 
 
-def test_vision_layers_see_patches_and_language_layers_text_and_images() -> None:
+def test_vision_layers_process_patches_and_language_layers_text_and_images() -> None:
     forward, _, _ = rows(step(SLOW + SEEING, stages=6))
-    # Two images of 6 patches, attended to each by itself; 12 / 3 tokens beside the 2 of text.
+    # Two images of 6 patches, with attention within each image; 12 / 3 tokens and 2 of text.
     vision = 12 * 2 * (4 * 4 + 2 * 10) + 2 * (6 * 6 * 2 * 2 * 2)
     tokens = 2 + 4
     language = tokens * LINEAR // 2 + 2 * (tokens * tokens // 2) * 4 * 2
@@ -492,10 +505,10 @@ def test_vision_layers_see_patches_and_language_layers_text_and_images() -> None
     vocabulary=st.integers(1, 300_000),
 )
 @examples(quick=30, thorough=300)
-def test_a_step_with_recomputation_is_the_literature_s(
+def test_the_operations_of_a_step_with_recomputation_match_the_literature(
     layers: int, hidden: int, tokens: int, vocabulary: int
 ) -> None:
-    """Narayanan et al. 2021, equation 3, with the half of the scores that a causal mask leaves."""
+    """Narayanan et al. 2021, equation 3, with half of the scores, because of the causal mask."""
     costs = step(
         f"""
         recompute = true
@@ -528,7 +541,7 @@ def test_tensor_parallelism_divides_operations_and_adds_collectives() -> None:
     bandwidth_bytes_per_s = 1
     """
     forward, input_gradient, weight_gradient = rows(step(SLOW + TINY_OPERATIONS + group, stages=3))
-    # A ring passes 2 x 3/4 of two tokens of 4 values of 2 bytes.
+    # A ring all-reduce sends 2 x 3/4 of two tokens of 4 values of 2 bytes: 24 bytes.
     all_reduce = 1000 + 24
     assert forward[0] == ((LINEAR + SCORES) // 4 + 2 * all_reduce) * NS
     assert input_gradient[0] == (LINEAR // 4 + SCORES // 2 + 2 * all_reduce) * NS
@@ -557,11 +570,11 @@ def test_messages_and_links() -> None:
     assert (costs.gradient_sync_ns, costs.agreement_ns, costs.lateness_ns) == (7 * NS, NS, 2 * NS)
 
 
-def test_layers_cut_by_number_and_by_cost() -> None:
+def test_layers_split_by_number_and_by_cost() -> None:
     text = TINY_OPERATIONS.replace("layers = 3", "layers = 24").replace(
         "vocabulary = 10", "vocabulary = 600"
     )
-    # The head costs as much as ten layers and more: four stages of 24 layers and one of the head.
+    # The head costs as much as 20 layers, so a split by cost leaves the last stage no layers.
     by_number, *_ = rows(step(SLOW + text, stages=8))
     assert [each // by_number[0] for each in by_number[:-1]] == [1] * 7
     assert by_number[-1] == by_number[0] + 60 * HEAD_OPERATIONS * NS
@@ -576,7 +589,7 @@ def test_layers_cut_by_number_and_by_cost() -> None:
     st.sampled_from([0.0, 1.0, 4.0, 30.0]),
     st.integers(1, 5),
 )
-def test_no_other_cut_has_a_less_loaded_stage(
+def test_no_other_split_has_a_lower_maximum(
     weights: list[float], head: float, num_stages: int
 ) -> None:
     num_layers = len(weights)
@@ -635,7 +648,7 @@ def test_chunks_are_stages() -> None:
 VARIED = SEEING.replace("{ median = 6 }", "{ median = 6, sigma = 1.0, least = 2, most = 40 }")
 
 
-def test_draws_follow_from_the_seed_and_the_replica_alone() -> None:
+def test_draws_depend_only_on_seed_and_replica() -> None:
     costs = parsed(SLOW + VARIED)
     one = costs.step(Shape(2, 8), 1, 0)
     assert one == costs.step(Shape(2, 8), 1, 0)
@@ -655,7 +668,7 @@ def test_a_microbatch_may_have_no_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (TINY_OPERATIONS, "lacks device"),
         (SLOW, "lacks language"),
@@ -682,8 +695,8 @@ def test_a_microbatch_may_have_no_image() -> None:
         (f'split = "rows"\n{SLOW}{TINY_OPERATIONS}', "split is 'rows'"),
     ],
 )
-def test_wrong_models_are_refused_in_a_sentence(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_models_are_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parsed(text)
 
 

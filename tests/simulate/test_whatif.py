@@ -1,4 +1,4 @@
-"""What another policy, or a faster stage, would have saved: known where the run was simulated."""
+"""Tests of the savings of other policies or faster stages, compared with simulated runs."""
 
 import csv
 import json
@@ -45,15 +45,15 @@ from tests.properties.cases import examples
 SHAPE = Shape(4, 8)
 
 
-def recorded(world: StepConditions, hint: str = "bf", num_steps: int = 1) -> Recording:
-    """The recording of a simulated run of `SHAPE`."""
+def recorded(conditions: StepConditions, hint: str = "bf", num_steps: int = 1) -> Recording:
+    """Return the recording of a simulated run of `SHAPE`."""
     policy, shape = policy_of(hint, SHAPE, limit=32)
-    return simulated_run(policy, shape, [world], num_steps=num_steps)
+    return simulated_run(policy, shape, [conditions], num_steps=num_steps)
 
 
-def makespan_ns(world: StepConditions, hint: str, **bounds: int | Dispatch) -> int:
+def makespan_ns(conditions: StepConditions, hint: str, **bounds: int | Dispatch) -> int:
     policy, shape = policy_of(hint, SHAPE, **(bounds or {"limit": 32}))
-    return play(shape, policy, world).makespan_ns
+    return play(shape, policy, conditions).makespan_ns
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def makespan_ns(world: StepConditions, hint: str, **bounds: int | Dispatch) -> i
         (Change(limit=3), {"limit": 3}),
     ],
 )
-def test_another_policy_comes_to_what_it_would_have_come_to(
+def test_a_replay_under_another_policy_equals_its_simulation(
     change: Change, bounds: dict[str, int | Dispatch]
 ) -> None:
-    world = StepConditions(random_times(Random(7), SHAPE), lambda sender, receiver, task: 20)
-    report = what_if(recorded(world), lambda run: [change])
+    conditions = StepConditions(random_times(Random(7), SHAPE), lambda sender, receiver, task: 20)
+    report = what_if(recorded(conditions), lambda run: [change])
     hint = "bf" if change.hint is None else change.hint.name
     assert report.replay_error == 0
-    assert report.measured_ns == report.as_it_was.makespan_ns == makespan_ns(world, "bf")
+    assert report.measured_ns == report.as_it_was.makespan_ns == makespan_ns(conditions, "bf")
     (row,) = report.rows
-    assert row.makespan_ns == makespan_ns(world, hint, **bounds)
+    assert row.makespan_ns == makespan_ns(conditions, hint, **bounds)
     assert row.saving == pytest.approx(1 - row.makespan_ns / report.measured_ns)
 
 
@@ -109,7 +109,7 @@ def test_one_stage_as_fast_as_the_median() -> None:
     )
     report = what_if(recorded(StepConditions(slow)), lambda run: [Change(median_stage=2)])
     assert report.rows[0].makespan_ns == makespan_ns(StepConditions(fast), "bf")
-    # Without being told, that stage is found to be the slow one.
+    # Without a given change, the analysis itself finds the slow stage.
     report = what_if(recorded(StepConditions(slow)))
     assert "stage 2 as fast as the median" in [row.what for row in report.rows]
     assert re.fullmatch(
@@ -118,7 +118,7 @@ def test_one_stage_as_fast_as_the_median() -> None:
     )
 
 
-def test_a_tiny_loss_is_no_negative_zero() -> None:
+def test_a_tiny_loss_is_not_shown_as_negative_zero() -> None:
     report = what_if(recorded(StepConditions(equal_times(SHAPE, 100, 100, 50))))
     lost = replace(report, rows=(replace(report.rows[0], saving=-1e-5),))
     table = whatif_table(lost, 1e6)
@@ -146,7 +146,7 @@ def test_without_jitter_and_with_free_links() -> None:
 
 
 def _shift(rng: Random, one: int, other: int) -> tuple[int, int]:
-    """Two times of the same sum."""
+    """Move up to 59 ns from the second time to the first; the sum stays the same."""
     shift = rng.randrange(60)
     return one + shift, other - shift
 
@@ -154,8 +154,8 @@ def _shift(rng: Random, one: int, other: int) -> tuple[int, int]:
 @given(st.integers(0, 10**6))
 @examples(quick=10, thorough=200)
 def test_the_parts_of_the_bubble_sum_to_it(seed: int) -> None:
-    world = StepConditions(random_times(Random(seed), SHAPE))
-    run = read_run(recorded(world))
+    conditions = StepConditions(random_times(Random(seed), SHAPE))
+    run = read_run(recorded(conditions))
     (step,) = steps = measure(run)
     parts = structural(run, steps)
     busy_ns = step.replicas[0].busy_ns(run.shape)
@@ -166,18 +166,18 @@ def test_the_parts_of_the_bubble_sum_to_it(seed: int) -> None:
 
 
 def test_savings_are_paired_by_step() -> None:
-    """Steps of very different lengths do not hide that each is the same share shorter."""
-    world = StepConditions(random_times(Random(2), SHAPE))
-    recording = recorded(world, num_steps=1)
+    """The saving is the same share of each step, although the steps differ much in length."""
+    conditions = StepConditions(random_times(Random(2), SHAPE))
+    recording = recorded(conditions, num_steps=1)
     policy, shape = policy_of("bf", SHAPE, limit=32)
     for factor in (5, 9):
         times = TaskTimes(
             *(
                 [[factor * time_ns for time_ns in row] for row in rows]
                 for rows in (
-                    world.times.forward,
-                    world.times.input_gradient,
-                    world.times.weight_gradient,
+                    conditions.times.forward,
+                    conditions.times.input_gradient,
+                    conditions.times.weight_gradient,
                 )
             )
         )
@@ -198,7 +198,7 @@ def test_savings_are_paired_by_step() -> None:
                     for record in records
                 )
     report = what_if(recording, lambda run: [Change(HINTS["f-first"])])
-    own_ns, other_ns = makespan_ns(world, "bf"), makespan_ns(world, "f-first")
+    own_ns, other_ns = makespan_ns(conditions, "bf"), makespan_ns(conditions, "f-first")
     assert own_ns != other_ns
     assert report.measured_ns == median([own_ns, 5 * own_ns, 9 * own_ns])
     assert report.rows[0].saving == pytest.approx(1 - other_ns / own_ns)
@@ -214,39 +214,39 @@ def test_savings_are_paired_by_step() -> None:
         (Change(limit=3, unbound=True, dispatch=Dispatch.FIXED), "above the limit of 3"),
     ],
 )
-def test_a_change_that_does_not_go_is_refused(change: Change, said: str) -> None:
+def test_an_impossible_change_is_refused(change: Change, said: str) -> None:
     recording = recorded(StepConditions(equal_times(SHAPE, 1, 1, 1)))
     with pytest.raises(UsageError, match=said):
         what_if(recording, lambda run: [change])
 
 
-def test_a_run_of_megatron_is_compared_with_ours() -> None:
+def test_a_run_of_megatron_is_compared_with_rrfp_policies() -> None:
     report = what_if(read_trace(MEGATRONS))
     assert [row.what for row in report.rows[:3]] == ["bf ready", "bfw ready", "1f1b fixed"]
-    assert report.run.told == "1f1b fixed, blocking transfers"
+    assert report.run.policy_description == "1f1b fixed, blocking transfers"
     assert report.replay_error <= 0.05
 
 
 def rows_of(hint: str, **bounds: int | Dispatch) -> list[str]:
-    """What the sensible set shows of a run, all of whose stages have the same work."""
+    """Return the names of the default changes for a run whose stages all have the same work."""
     policy, shape = policy_of(hint, SHAPE, **bounds)
-    world = StepConditions(equal_times(SHAPE, 100, 100, 50))
-    return [row.what for row in what_if(simulated_run(policy, shape, [world])).rows]
+    conditions = StepConditions(equal_times(SHAPE, 100, 100, 50))
+    return [row.what for row in what_if(simulated_run(policy, shape, [conditions])).rows]
 
 
-def test_the_sensible_set_leaves_out_the_run_itself_and_what_it_could_not_do() -> None:
+def test_the_default_changes_leave_out_the_run_itself_and_impossible_ones() -> None:
     others = ["without jitter", "free links"]
     fixed = Dispatch.FIXED
     assert rows_of("bf", limit=32) == ["bfw", "1f1b fixed", *others]
     assert rows_of("bf", dispatch=fixed) == ["bf ready", "bfw ready", "1f1b fixed", *others]
     assert rows_of("1f1b", dispatch=fixed) == ["bf ready", "bfw ready", *others]
     assert rows_of("1f1b", limit=32) == ["bf", "bfw", "1f1b fixed", *others]
-    # 1F1B would keep 4.
+    # 1F1B needs a hold of 4.
     assert rows_of("bf", hold=4) == ["bfw", "1f1b fixed", *others]
     assert rows_of("bf", hold=3) == rows_of("bf", limit=3) == ["bfw", *others]
 
 
-def test_an_order_that_binds_is_held_to_the_runs_bound() -> None:
+def test_a_binding_order_respects_the_bound_of_the_run() -> None:
     policy, shape = policy_of("bf", SHAPE, hold=2)
     recording = simulated_run(policy, shape, [StepConditions(equal_times(SHAPE, 100, 100, 50))])
     one_f_one_b = hint_named("1f1b").for_shape(SHAPE)
@@ -260,7 +260,7 @@ def test_an_order_that_binds_is_held_to_the_runs_bound() -> None:
     assert rows[0].makespan_ns == rows[1].makespan_ns
 
 
-def test_a_row_tells_that_the_dispatch_changed() -> None:
+def test_a_row_shows_a_changed_dispatch() -> None:
     policy, shape = policy_of("1f1b", SHAPE, dispatch=Dispatch.FIXED, limit=6)
     recording = simulated_run(policy, shape, [StepConditions(equal_times(SHAPE, 100, 100, 50))])
     changes = [Change(hold=4), Change(HINTS["bf"]), Change(without_jitter=True)]
@@ -269,7 +269,7 @@ def test_a_row_tells_that_the_dispatch_changed() -> None:
     assert rows[1].policy.limit == 6
 
 
-def test_a_small_saving_is_told_as_one() -> None:
+def test_a_small_saving_is_reported_as_small() -> None:
     near = StepConditions(equal_times(SHAPE, 100, 100, 50), lambda sender, receiver, task: 1)
     change = Change(HINTS["bf"], free_links=True)
     report = what_if(recorded(near), lambda run: [change])
@@ -282,18 +282,18 @@ def test_a_small_saving_is_told_as_one() -> None:
     assert report.conclusion.endswith("; no stage has much more work than the median.")
 
 
-def test_the_busiest_stage_is_not_blamed_for_what_it_does_not_do() -> None:
+def test_the_busiest_stage_is_not_blamed_without_reason() -> None:
     even = equal_times(SHAPE, 100, 100, 50)
     forward = [
         [time_ns + 8 * (stage == 1) for time_ns in row] for stage, row in enumerate(even.forward)
     ]
-    world = StepConditions(replace(even, forward=forward), lambda sender, receiver, task: 90)
-    report = what_if(recorded(world), lambda run: [Change(HINTS["bf"], free_links=True)])
+    conditions = StepConditions(replace(even, forward=forward), lambda sender, receiver, task: 90)
+    report = what_if(recorded(conditions), lambda run: [Change(HINTS["bf"], free_links=True)])
     said = "; the busiest stage, 1, as fast as the median would then save less than 0.5%."
     assert report.conclusion.endswith(said)
 
 
-def test_where_ranks_may_share_cores_a_changed_policy_is_cautioned_of() -> None:
+def test_a_changed_policy_has_a_caution_if_ranks_may_share_cores() -> None:
     recording = read_trace(OURS)
     settings = recording.settings["settings"]
     assert isinstance(settings, dict)
@@ -317,7 +317,7 @@ def test_where_ranks_may_share_cores_a_changed_policy_is_cautioned_of() -> None:
         assert caution(other, changed) == ""
 
 
-# The command.
+# The command line.
 
 
 def rrfp(
@@ -329,7 +329,7 @@ def rrfp(
     return code, captured.out, captured.err
 
 
-def test_json_has_what_other_tools_rely_on(
+def test_json_has_the_keys_that_other_tools_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ("--hint", "bfw", "--hint", "1f1b", "--hold", "4", "--format", "json")
@@ -356,7 +356,7 @@ def test_json_has_what_other_tools_rely_on(
     assert [float(row["saving"]) for row in rows] == [row["saving"] for row in report["rows"]]
 
 
-def test_the_table_fits_and_ends_in_a_sentence(
+def test_the_table_fits_and_ends_with_the_conclusion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = tmp_path / "trace.pftrace"
@@ -384,7 +384,7 @@ def test_the_table_fits_and_ends_in_a_sentence(
         (("--limit", "many"), 2, "--limit is 'many'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence(
+def test_invalid_arguments_are_refused_in_one_line(
     arguments: tuple[str, ...],
     code: int,
     said: str,
@@ -397,7 +397,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(
     assert err.count("\n") == 1
 
 
-def test_a_step_that_is_not_whole_is_named(
+def test_an_incomplete_step_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording = recorded(StepConditions(random_times(Random(6), SHAPE)), num_steps=3)
@@ -414,7 +414,7 @@ def test_a_step_that_is_not_whole_is_named(
     assert capsys.readouterr().err == said
 
 
-def test_a_run_without_a_bound_and_a_change_to_none(
+def test_an_unbounded_run_and_a_change_to_no_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, shape = policy_of("f-first", Shape(2, 64))
@@ -432,7 +432,7 @@ def test_a_run_without_a_bound_and_a_change_to_none(
     assert (row["what"], row["limit"], row["hold"]) == ("f-first, no bound", None, None)
 
 
-def test_names_that_look_like_styles_are_told_as_they_are(
+def test_names_that_look_like_markup_are_printed_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

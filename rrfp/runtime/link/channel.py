@@ -564,8 +564,8 @@ class Channel:
             self.begin(OutgoingFrame(Header(Purpose.HEARTBEAT)))
 
     def next_write(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes to write now, of one frame; `wrote` or `write_failed` must follow unless
-        there are none."""
+        """Return the bytes to write now, of one frame. If it returns any, `wrote` or `write_failed`
+        must follow."""
         outgoing = self._outgoing
         if outgoing is None or not self._is_writable or self.state is State.OVER:
             return []

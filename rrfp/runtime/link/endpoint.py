@@ -144,8 +144,8 @@ class Endpoint(Generic[D]):
     # Writing.
 
     def next_write(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes to write now, of one frame; `wrote` or `write_failed` must follow unless
-        there are none."""
+        """Return the bytes to write now, of one frame. If it returns any, `wrote` or `write_failed`
+        must follow."""
         channel = self.channel
         if channel.takes_frame(now_ns):
             frame = self.direction.next_frame(now_ns)

@@ -78,7 +78,7 @@ class GarbledError(FrameError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Fixed part of a frame. `task` is None for purposes that concern no task."""
+    """Fixed part of a frame. Purposes that concern no task have no `task`."""
 
     purpose: Purpose
     step: int = 0

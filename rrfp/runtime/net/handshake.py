@@ -130,7 +130,7 @@ def _write(connection: socket.socket, data: bytes, deadline_s: float) -> None:
 
 
 def _set_time_left(connection: socket.socket, deadline_s: float) -> None:
-    """Set the socket's timeout to the time left. Raises HandshakeError if there is none."""
+    """Set the socket's timeout to the time left. Raises HandshakeError at the deadline."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise HandshakeError("it did not answer in time")

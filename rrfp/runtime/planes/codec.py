@@ -36,7 +36,7 @@ _DTYPES = (
     torch.bool,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-"""Code on the wire of each dtype; 0 stands for a tensor that is None."""
+"""Code on the wire of each dtype; 0 stands for None in place of a tensor."""
 DTYPES: tuple[torch.dtype, ...] = tuple(dtype for dtype in _DTYPES if dtype is not None)
 """Dtypes that a message may contain."""
 
@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
 
 Forms = tuple[Form | None, ...]
-"""Forms of the tensors of a message; None stands for a tensor that is None."""
+"""Forms of the tensors of a message; None stands for None in place of a tensor."""
 
 
 def forms_of(tensors: Tensors) -> Forms:

@@ -220,7 +220,7 @@ class TraceReader:
         }
 
     def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
-        """The records of one type, ordered by their ends; None if there are none."""
+        """The records of one type, ordered by their ends; None without records of it."""
         is_slice = "end_ns" in RECORD_TYPES[name]._fields
         own = batch.categories == CATEGORIES_READ.index(name)
         slices = own[begins]
