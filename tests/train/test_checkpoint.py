@@ -120,7 +120,7 @@ def cut_at(place: str, number: int, code: int = CUT_SHORT) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "left"), [("_request", 2), ("finish", 2), ("_name", 2), ("remove_older", 4)]
+    ("place", "left"), [("_request", 2), ("finish", 2), ("_complete", 2), ("remove_older", 4)]
 )
 def test_a_save_that_is_cut_short_does_not_count(
     uninterrupted: Path, tmp_path: Path, flags: dict[str, Any], place: str, left: int

@@ -212,7 +212,7 @@ def test_a_peer_lost_while_loading_is_no_fault_of_the_checkpoint(
     checkpoint = made_up(tmp_path, 2).newest()
     assert checkpoint is not None
     nothing: Any = SimpleNamespace(
-        to_load=lambda _: [], pp=1, tp=1, dp=1, device=torch.device("cpu")
+        load_targets=lambda _: [], pp=1, tp=1, dp=1, device=torch.device("cpu")
     )
     with pytest.raises(RuntimeError, match="^" + re.escape(said)):
         loading.load(checkpoint, settings_in(tmp_path), nothing, nothing)
