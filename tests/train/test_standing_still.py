@@ -82,7 +82,7 @@ STAGES = {
         told="in the checkpoint after step 3",
     ),
     "a-checkpoint-beside-training": Stage(
-        *("rrfp.train.checkpoints.saving", "Saver._told", 1),
+        *("rrfp.train.checkpoints.saving", "Saver._gather_written", 1),
         f"{SAVING} --save-async --steps 40",
         told="in the checkpoint after step ",
     ),
