@@ -40,7 +40,7 @@ SETTINGS = TrainSettings(model="vlm")
 
 
 def write_images(folder: Path, *sizes: tuple[int, int]) -> list[dict[str, str]]:
-    """Images of these widths and heights, each of one colour, and their lines."""
+    """Images of these widths and heights, each of one color, and their lines."""
     lines = []
     for number, size in enumerate(sizes):
         Image.new("RGB", size, (number, 0, 255)).save(folder / f"{number}.png")
@@ -322,7 +322,7 @@ def test_an_image_larger_than_any_that_is_read_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_bands_of_an_image_have_its_colours(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_bands_of_an_image_have_its_colors(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     numbers = np.random.default_rng(0).integers(0, 256, (13, 7, 4), np.uint8)
     image = Image.fromarray(numbers)
     if mode == "I;16":
@@ -475,13 +475,13 @@ def read(document: Document) -> str:
     names = list(COLORS)
     distances = np.linalg.norm(pixels[..., None, :] - np.array(list(COLORS.values())), axis=-1)
     seen = distances.argmin(axis=-1)
-    (ground, _), (colour, _) = Counter(seen.ravel().tolist()).most_common(2)
-    rows, columns = np.nonzero(seen == colour)
+    (ground, _), (color, _) = Counter(seen.ravel().tolist()).most_common(2)
+    rows, columns = np.nonzero(seen == color)
     width = pixels.shape[1]
     side = int(columns.mean() > width / 2 - 0.5)
     covered = len(rows) / ((np.ptp(rows) + 1) * (np.ptp(columns) + 1))
     form = "square" if covered > 0.95 else "disc" if covered > 0.62 else "cross"
-    return f"{names[ground]}, {names[colour]} {form} {SIDES[side]}."
+    return f"{names[ground]}, {names[color]} {form} {SIDES[side]}."
 
 
 @pytest.mark.parametrize(("image_size", "patch_size"), [(32, 8), (64, 16), (16, 4), (18, 1)])
@@ -508,7 +508,7 @@ def test_one_can_only_guess_without_the_picture() -> None:
     """Every word comes as often as the others of its kind."""
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng) for _ in range(4000)]
-    kinds = {"colour": COLORS, "ground": COLORS, "form": FORMS, "side": SIDES}
+    kinds = {"color": COLORS, "ground": COLORS, "form": FORMS, "side": SIDES}
     for kind, words in kinds.items():
         counts = Counter(getattr(scene, kind) for scene in scenes)
         for word in words:

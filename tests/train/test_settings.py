@@ -146,14 +146,14 @@ def test_a_drop_in_takes_numbers_of_any_library() -> None:
 @pytest.mark.parametrize(
     ("flags", "lacks", "words"),
     [
-        ({"transport": "nixl"}, "is_installed", "needs the package nixl.*'rrfp\\[nixl\\]'"),
+        ({"transport": "nixl"}, "is_installed", "needs the package nixl.*'\\.\\[nixl\\]'"),
         (
             {"transport": "cuda-ipc", "device": "cuda"},
             "has_bindings",
-            "needs the package cuda-bindings.*'rrfp\\[cuda\\]'",
+            "needs the package cuda-bindings.*'\\.\\[cuda\\]'",
         ),
         ({"transport": "cuda-ipc"}, "has_bindings", "--device is cpu; choose shm"),
-        ({"tls": True}, "tls.is_installed", "needs the package cryptography.*'rrfp\\[tls\\]'"),
+        ({"tls": True}, "tls.is_installed", "needs the package cryptography.*'\\.\\[tls\\]'"),
     ],
 )
 def test_a_transport_that_is_not_installed_is_refused(

@@ -365,7 +365,7 @@ def test_without_the_library_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     data = DataSettings(path=write_jsonl(tmp_path / "a.jsonl"), tokenizer=tokenizer)
-    with pytest.raises(RrfpError, match=r"pip install 'rrfp\[tokenizers\]'"):
+    with pytest.raises(RrfpError, match=r"pip install '\.\[tokenizers\]'"):
         document_lengths(data)
 
 
