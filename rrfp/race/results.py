@@ -25,7 +25,7 @@ bits."""
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """The results of a system in a case. Unknown values are None: no turn has ended, the gradients
+    """The results of a system in a case. None stands for unknown: no turn has ended, the gradients
     are not known to agree, or the simulator does not know the order."""
 
     lineup_row: LineupRow

@@ -139,7 +139,7 @@ class RecordedSteps:
 def steps_on_all_ranks(ended: Sequence[Sequence[int]]) -> RecordedSteps | None:
     """The steps that all ranks still have, if some removed their first steps. `ended` has, for each
     of those ranks, the steps whose ends it still has, in the order of the run. The result begins
-    with the first step that they all have. If they share no step, it is None: all steps."""
+    with the first step that they all have. Without a shared step, returns None for all steps."""
     if not ended:
         return None
     # Early messages of a rank's first step were recorded with the step before, and are removed.
