@@ -71,9 +71,9 @@ def print_report(
                     "> report.parquet"
                 )
             # Writing through a buffer avoids polars' own error for a closed pipe.
-            buffer = BytesIO()
-            _concatenated(tables).write_parquet(buffer)
-            sys.stdout.buffer.write(buffer.getvalue())
+            file = BytesIO()
+            _concatenated(tables).write_parquet(file)
+            sys.stdout.buffer.write(file.getvalue())
 
 
 def _concatenated(tables: Sequence[Table]) -> "pl.DataFrame":
