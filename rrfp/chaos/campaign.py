@@ -97,8 +97,11 @@ class Campaign:
                 waiting.append([_earlier(fault) for fault in missed])
 
     def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
-        """Run one training; returns the verdicts of its faults, and the faults that came too
-        late."""
+        """Train anew with these faults, resuming after each, and compare with the reference.
+
+        Returns the verdicts of the faults, and the faults that came too late. Raises RrfpError if
+        the training fails without any.
+        """
         for directory in (self._temporary, *self._sessions, *self._disk.path.iterdir()):
             shutil.rmtree(directory)
         self._sessions.clear()

@@ -189,8 +189,8 @@ def judge_late_end(verdicts: list[Verdict], sentence: str) -> None:
 
 
 def _names_disk(injected: Injected, sentence: str) -> bool:
-    """Return whether an error names the filled disk. Paths of logs, which all errors name, do not
-    count."""
+    """Return whether an error contains the path of the filled disk. Paths of logs, which all errors
+    contain, do not count."""
     path = injected.path
     return path is not None and path in sentence.replace(f"{path}/run/logs", "")
 

@@ -291,7 +291,7 @@ def _place(frames: object) -> str:
 
 
 def _ranks(value: object) -> tuple[int, ...]:
-    """Decode ranks, which torch writes as text: `"[0, 1]"`."""
+    """Decode ranks from a list or from torch's text, `"[0, 1]"`; leave out what is no rank."""
     if isinstance(value, str):
         return tuple(map(int, re.findall(r"\d{1,7}", value)))
     if isinstance(value, list):

@@ -145,6 +145,7 @@ def _work(item: Any) -> int:
 
 
 def _tokens(item: Any) -> int:
+    """Count the positions of an item that are not image patches."""
     return _num_places(item) - _num_patches(item)
 
 

@@ -57,6 +57,7 @@ def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
 
 
 def _ratio_chart(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
+    """Draw each row's speed relative to Megatron's 1F1B, or its slowdown; None if no row has it."""
     base_value = 1.0 if measure is Measure.SPEED else 0.0
     found = []
     for row in rows:

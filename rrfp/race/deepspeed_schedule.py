@@ -33,6 +33,7 @@ class DeepSpeedSchedule(PeerSchedule):
     _built_for: tuple[int, tuple[int, ...]] | None = None
 
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
+        """Build DeepSpeed's engine for steps of this size, unless the last one was built for it."""
         if self._built_for == (num_microbatches, batch_shape):
             return
         (stage,) = self.layout.stages

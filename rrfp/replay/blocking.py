@@ -169,7 +169,8 @@ class _Replica:
             yield _Message(task, link, began_ns, passed_ns[task], receives.gap)
 
     def _keep(self, messages: list[_Message]) -> None:
-        """Make the messages transfers, and add them to their ranks."""
+        """Replace the ranks' transfers by these messages', each in the gap of waits in which it
+        passed."""
         messages.sort(key=lambda each: each.passed_ns)
         passed: list[list[_Message]] = [[] for _ in self.ranks]
         for message in messages:

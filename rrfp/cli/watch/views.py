@@ -315,6 +315,7 @@ class Lines(View):
             self._print_alert(alert)
 
     def note(self, sentence: str) -> None:
+        """Print a note on stderr, as text in every mode."""
         print(f"note: {sentence}", file=sys.stderr)
 
     def end(self, state: RunState, sentence: str) -> None:

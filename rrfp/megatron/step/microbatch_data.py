@@ -155,7 +155,10 @@ class StepData:
                 )
 
     def take(self, chunk: int, number: int) -> Any:
-        """Return the next item of a microbatch; draws it if needed."""
+        """Return the next item of a microbatch, drawn if needed.
+
+        Raises UsageError if drawing it now would change the order of the loop's data.
+        """
         slots = self._slots[chunk]
         if number >= len(slots):
             self._draw_up_to(chunk, number)

@@ -553,7 +553,8 @@ class Channel:
 
     def begin_own(self, now_ns: int, *, may_leave: bool) -> None:
         """Write a frame of the channel's own, if one is due: the farewell, if it drains and
-        `may_leave`, or else a heartbeat."""
+        `may_leave`, or else a heartbeat, after a time without writes or to acknowledge what has
+        arrived."""
         if self.state is State.DRAINING and may_leave:
             self.begin(OutgoingFrame(Header(Purpose.FAREWELL)))
         elif (

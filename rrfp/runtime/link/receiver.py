@@ -154,6 +154,7 @@ class Receiver:
         )
 
     def next_frame(self, now_ns: int) -> OutgoingFrame | None:
+        """Return the next release of a slot, or else the credits once a batch of them is free."""
         if self._releases:
             return OutgoingFrame(Header(Purpose.RELEASED, number=self._releases.popleft()))
         if self._num_unannounced < self._batch:

@@ -428,7 +428,7 @@ def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
 
 
 def preset(name: str) -> TableCosts:
-    """The costs of that name in `PRESETS`."""
+    """Read the costs of a name in `PRESETS` from the package; the name is not checked."""
     text = (
         files("rrfp.simulate.costs").joinpath(f"profiles/{name}.toml").read_text(encoding="utf-8")
     )
@@ -436,6 +436,7 @@ def preset(name: str) -> TableCosts:
 
 
 def _check_length(length: str | None, table: Table, where: str) -> None:
+    """Raise UsageError if a length is not one that the table defines; None always passes."""
     if length is not None and length not in table.lengths:
         there_are = ", ".join(table.lengths) or "none"
         raise UsageError(

@@ -93,7 +93,7 @@ def _scatter(
     group: Any = None,
     **_: Any,
 ) -> None:
-    """Replaces `scatter_object_list`."""
+    """Scatter plans from rank 0 to all ranks as JSON, in place of `scatter_object_list`."""
     _check(group, src)
     values = scatter_object_input_list or []
     own = broadcast_json([encode_plan(each) for each in values], items)[dist.get_rank()]

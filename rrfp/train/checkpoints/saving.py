@@ -64,8 +64,10 @@ class Session:
 
 @contextmanager
 def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator[Session]:
-    """Begin a session of the run in this directory, and lock its checkpoints until the block ends.
-    Every rank calls it.
+    """Begin the next session of the run in this directory, and lock its checkpoints until the
+    block ends. Every rank calls it.
+
+    The metrics become those of the resumed checkpoint. Without `--save` nothing is done.
 
     Rank 0 chooses the checkpoint for all ranks, because only the holder of the directory's lock can
     be sure that no other one is being completed.

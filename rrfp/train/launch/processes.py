@@ -141,7 +141,10 @@ _PREFIX = "rrfp-run-"
 
 @contextmanager
 def launcher_directory() -> Iterator[Path]:
-    """Create a directory that only this user may enter; remove it when the block ends."""
+    """Create a directory that only this user may enter, and remove it when the block ends.
+
+    First removes directories that killed launchers left behind.
+    """
     remove_abandoned()
     path, lock = _locked_directory()
     try:
