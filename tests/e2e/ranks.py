@@ -39,6 +39,10 @@ LASTING = (AT_END, HELPER, "tqdm_monitor", "ThreadPoolExecutor-")
 """Prefixes of the names of threads that may outlive a rank's work. The last two belong to torch's
 compiler, which has a thread pool and a tqdm progress bar; no thread of rrfp has such names."""
 
+DEATH_AFTER_RAISE_S = 5.0
+"""How long after a rank has raised the death of another is waited for. A rank that dies closes its
+connections before its process has ended, so its peers may raise before its death is seen."""
+
 LAST_THREADS_S = 2.0
 """How long the threads that a rank has told to end may take to do so."""
 
@@ -72,8 +76,9 @@ def run_ranks(
     gives a worker (RANK, WORLD_SIZE, MASTER_ADDR and so on), so that both
     `init_process_group("gloo")` and `torch.distributed.TCPStore` find the store, which lives here.
     The first rank that fails, leaves a thread running, or is late, ends them all and raises
-    RankFailedError. `fresh` starts interpreters that have imported nothing, for tests in which that
-    matters: it takes seconds a rank, and gives each its own hash seed.
+    RankFailedError; a rank that died is named before one that raised. `fresh` starts interpreters
+    that have imported nothing, for tests in which that matters: it takes seconds a rank, and gives
+    each its own hash seed.
     """
     store = loopback_store()
     ranks: list[_Rank] = []
@@ -151,29 +156,34 @@ def start_server() -> ForkServerContext:
 
 def _collect(ranks: list[_Rank], deadline_s: float) -> list[Any]:
     results: dict[int, Any] = {}
+    raised: str | None = None
     while len(results) < len(ranks):
         unfinished = [rank for rank in ranks if rank.index not in results]
         ready = wait([rank.results for rank in unfinished], max(0.0, deadline_s - time.monotonic()))
         if not ready:
             late = ", ".join(str(rank.index) for rank in unfinished)
-            raise RankFailedError(f"rank {late} did not end in time; stderr says where it was")
+            raise RankFailedError(
+                raised or f"rank {late} did not end in time; stderr says where it was"
+            )
         for rank in unfinished:
             if rank.results in ready:
-                results[rank.index] = _result(rank)
+                results[rank.index] = result = _result(rank)
+                if isinstance(result, _Raised) and raised is None:
+                    raised = f"rank {rank.index} raised\n{result.report}"
+                    deadline_s = min(deadline_s, time.monotonic() + DEATH_AFTER_RAISE_S)
+    if raised is not None:
+        raise RankFailedError(raised)
     return [results[rank.index] for rank in ranks]
 
 
 def _result(rank: _Rank) -> object:
     try:
-        result = rank.results.recv()
+        return rank.results.recv()
     except EOFError:
         rank.process.join()
         raise RankFailedError(
             f"rank {rank.index} died with exit code {rank.process.exitcode}"
         ) from None
-    if isinstance(result, _Raised):
-        raise RankFailedError(f"rank {rank.index} raised\n{result.report}")
-    return result
 
 
 class _Output:

@@ -33,9 +33,14 @@ def end_in_many_ways(how: str) -> None:
             raise ValueError("rank 1 has had enough")
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raise, then a death":
+            time.sleep(0.5)
+            os._exit(3)
         if how == "leave":
             threading.Thread(target=time.sleep, args=(60,), name="a-link", daemon=True).start()
             return
+    if how == "raise, then a death":
+        raise ConnectionError("rank 1 closed its connection")
     time.sleep(60)
 
 
@@ -49,6 +54,7 @@ def test_ranks_meet_in_a_gloo_group_and_return_by_rank() -> None:
     [
         ("raise", 60.0, "rank 1 raised(?s:.*)rank 1 has had enough"),
         ("die", 60.0, "rank 1 died with exit code -9"),
+        ("raise, then a death", 60.0, "rank 1 died with exit code 3"),
         ("hang", 0.5, "rank 0, 1 did not end in time"),
     ],
 )
