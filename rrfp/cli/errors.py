@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rrfp.cli.terminal import tolerate_closed_streams
 from rrfp.errors import RrfpError, did_you_mean
@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     import typer
 
 
-# Ctrl-C: the first one ends the command, and later ones do not disturb its cleanup.
+# Ctrl-C: the first one ends the command, and later ones do not disturb its cleanup. The handler
+# stays installed: replacing it takes calls, in which another Ctrl-C could still arrive.
+
+_raises = False
+"""True if the next SIGINT raises KeyboardInterrupt; later ones are ignored."""
 
 
 def interrupt_once() -> None:
     """Make the first SIGINT raise KeyboardInterrupt, and ignore later ones."""
+    global _raises
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _raises = True
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _handle_unraisable
 
@@ -41,24 +47,29 @@ def restore_default_interrupts() -> None:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Within the block, let SIGINT raise KeyboardInterrupt again, for long work after the first."""
-    before = signal.signal(signal.SIGINT, _interrupt)
+    global _raises
+    _raises = True
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _raises = False
 
 
-def _interrupt(*_: object) -> NoReturn:
-    """Signal handler: ignore later signals and raise KeyboardInterrupt."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def _interrupt(*_: object) -> None:
+    """Signal handler: raise KeyboardInterrupt and ignore later signals."""
+    global _raises
+    if _raises:
+        _raises = False
+        raise KeyboardInterrupt
 
 
 def _handle_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Let the next SIGINT count if a destructor has swallowed this one."""
+    global _raises
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        # A destructor swallowed this interrupt, so the next one counts.
-        signal.signal(signal.SIGINT, _interrupt)
-    else:
+        _raises = True
+    elif "ignored due to race condition" not in str(unraisable.exc_value):
+        # That is what Python says of a SIGINT that arrives while its handler is replaced.
         sys.__unraisablehook__(unraisable)
 
 
@@ -92,10 +103,12 @@ def call_command(command: Callable[[], object]) -> int | Callable[[], int]:
     If the command returns a function, that is returned instead: the caller calls it for the exit
     code, and its errors are not handled here.
     """
+    global _raises
     with tolerate_closed_streams():
         try:
             return _call_handled(command)
         except KeyboardInterrupt:  # possibly while another error is being printed
+            _raises = False  # Before any call, in which another Ctrl-C could raise.
             # Python drops Python-level handlers at exit, and another Ctrl-C would kill it.
             if signal.getsignal(signal.SIGINT) is _interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -146,9 +146,10 @@ def test_a_bug_is_reported_as_one(
 
 @pytest.mark.parametrize("raised", ["KeyboardInterrupt", "CannotBeToldError"])
 def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
-    """They also arrive while an error is printed, and after Python has dropped its handlers."""
+    """They also arrive while an error is printed, while the first one is being handled, and after
+    Python has dropped its handlers."""
     program = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
         "from rrfp.cli import errors\n"
         "from rrfp.errors import RrfpError\n"
         "class CannotBeToldError(RrfpError):\n"
@@ -161,6 +162,11 @@ def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
         "def interrupted():\n"
         f"    raise {raised}\n"
         "errors.interrupt_once()\n"
+        "handler_of = signal.getsignal\n"
+        "def interrupted_getsignal(number):\n"
+        "    os.kill(os.getpid(), 2)\n"
+        "    return handler_of(number)\n"
+        "signal.getsignal = interrupted_getsignal\n"
         "sys.exit(errors.call_command(interrupted))\n"
     )
     done = subprocess.run(
