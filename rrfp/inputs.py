@@ -326,9 +326,19 @@ class Declared:
         return value
 
     def check(self, value: Any) -> None:
-        """Raise UsageError if a value is out of the setting's range."""
+        """Raise UsageError if a value is out of the setting's range. None always passes."""
         if value is not None and self.must is not None and not self.must.holds(value):
             raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.wording}")
+
+    def check_keyword(self, value: object) -> None:
+        """Raise UsageError if a keyword's number or bool has another type or is out of range."""
+        if (value is None and self.default is None) or self.kind not in (int, float, bool):
+            return
+        numbers = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, numbers) or (self.kind is not bool and isinstance(value, bool)):
+            raise UsageError(f"{self.field} is {value!r}; it must be {_TYPE_NAMES[self.kind]}")
+        if self.must is not None and not self.must.holds(value):
+            raise UsageError(f"{self.field} is {value!r}; it must be {self.must.wording}")
 
 
 def setting(default: Any, help_text: str, *, kind: Any = None, **declared: Any) -> Any:

@@ -1,7 +1,6 @@
 """The drop-in's settings. Imports no torch."""
 
 import inspect
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -10,6 +9,7 @@ from typing import Any
 from rrfp.errors import UsageError
 from rrfp.inputs import (
     FINITE_ABOVE_0,
+    Must,
     admission_file,
     assignment_file,
     declared_in,
@@ -95,6 +95,34 @@ class StepSettings:
         "enter: none (default), replicas or a file with a line per step.",
         metavar="HOW",
     )
+
+
+# Declarations that the drop-in's settings share with the layout of `rrfp train`, whose options
+# they are as well.
+
+PLACEMENT = setting(
+    Placement.LOOP,
+    "Placement of chunks: loop (default: Megatron's interleaving) or v (there and back, with "
+    "--chunks 2).",
+)
+TRANSPORT = setting(
+    TransportName.AUTO,
+    "How tensors travel between ranks: auto (default: by device and peer), inline (sockets), shm, "
+    "cuda-ipc, nixl or bounce.",
+)
+OUTBOX_MB = setting(
+    DEFAULT_OUTBOX_MB,
+    "Memory per rank and data plane for large messages that wait for receivers, in MiB; nixl "
+    "needs twice as much",
+    must=Must(
+        f"at least 1 and at most {MOST_OUTBOX_MB}", lambda value: 1 <= value <= MOST_OUTBOX_MB
+    ),
+    metavar="MIB",
+)
+TLS = setting(
+    False, "Encrypt the messages between pipeline ranks of different hosts (extra `tls`)."
+)
+_SECONDS = Must("a number of seconds above 0", FINITE_ABOVE_0.holds)
 
 
 # Rules for combinations of a policy and the settings of a step. Policy checks its own knobs, and
@@ -185,22 +213,27 @@ class DispatchSettings(StepSettings):
 
     policy: Policy
     """The dispatcher's policy, built from the keywords that are its knobs."""
-    transport: TransportName = TransportName.AUTO
-    """The data plane that carries the tensors of messages."""
-    outbox_mb: int = DEFAULT_OUTBOX_MB
-    """The memory, in MiB, in which a rank's large messages wait for their receivers."""
-    tls: bool = False
-    """True encrypts messages to ranks on other hosts."""
-    placement: Placement = Placement.LOOP
-    """The placement of a rank's model chunks among the stages."""
-    connect_s: float | None = None
-    """Seconds that ranks may take to connect at their first step. None: the timeout of the
-    pipeline's process group."""
-    silence_s: float = 20.0
-    """Seconds without any message or heartbeat from a neighbor after which it counts as lost."""
-    stall_s: float | None = None
-    """Seconds that a rank waits with nothing arriving before it fails. None: the timeout of the
-    pipeline's process group, and at least 600 s."""
+    transport: TransportName = TRANSPORT
+    outbox_mb: int = OUTBOX_MB
+    tls: bool = TLS
+    placement: Placement = PLACEMENT
+    connect_s: float | None = setting(
+        None,
+        "Seconds that ranks may take to connect at their first step [the timeout of the pipeline's "
+        "process group].",
+        must=_SECONDS,
+    )
+    silence_s: float = setting(
+        20.0,
+        "Seconds without any message or heartbeat from a neighbor after which it counts as lost",
+        must=_SECONDS,
+    )
+    stall_s: float | None = setting(
+        None,
+        "Seconds that a rank waits with nothing arriving before it fails [the timeout of the "
+        "pipeline's process group, and at least 600].",
+        must=_SECONDS,
+    )
 
     def __init__(
         self, hint: str | Hint | None = None, *, policy: Policy | None = None, **keywords: Any
@@ -226,11 +259,15 @@ class DispatchSettings(StepSettings):
     def _convert(self) -> None:
         """Replace names by enum members, other libraries' numbers by Python's, and relative paths
         by absolute ones."""
-        for name, choices in _CHOICES.items():
-            object.__setattr__(self, name, _member(name, getattr(self, name), [*choices]))
-        object.__setattr__(self, "outbox_mb", plain_integer(self.outbox_mb))
-        for name in ("plan_ms", "connect_s", "silence_s", "stall_s"):
-            object.__setattr__(self, name, plain_real(getattr(self, name)))
+        for each in _DECLARED:
+            value = getattr(self, each.field)
+            if is_choice(each.kind):
+                value = _member(each.field, value, [*each.kind])
+            elif each.kind is int:
+                value = plain_integer(value)
+            elif each.kind is float:
+                value = plain_real(value)
+            object.__setattr__(self, each.field, value)
         for name, file_of in (("admit", admission_file), ("admit_across", assignment_file)):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -240,24 +277,8 @@ class DispatchSettings(StepSettings):
                 object.__setattr__(self, name, str(file.absolute()))
 
     def _check(self) -> None:
-        for name in ("connect_s", "silence_s", "stall_s"):
-            value = getattr(self, name)
-            if value is None and name != "silence_s":
-                continue
-            if not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")
-        outbox_mb: object = self.outbox_mb
-        if not isinstance(outbox_mb, int) or not 1 <= outbox_mb <= MOST_OUTBOX_MB:
-            raise UsageError(
-                f"outbox_mb is {outbox_mb!r}; it must be a number of MiB from 1 to {MOST_OUTBOX_MB}"
-            )
-        plan_ms: object = self.plan_ms
-        if plan_ms is not None and not (
-            isinstance(plan_ms, int | float) and 0 < plan_ms < math.inf
-        ):
-            raise UsageError(f"plan_ms is {plan_ms!r}; it must be a number above 0")
-        if not isinstance(self.tls, bool):
-            raise UsageError(f"tls is {self.tls!r}; it must be True or False")
+        for each in _DECLARED:
+            each.check_keyword(getattr(self, each.field))
         if self.tls and not tls.is_installed():
             raise UsageError(
                 f"tls needs the package cryptography, which is not installed; {tls.HOW_TO_INSTALL}"
@@ -276,11 +297,7 @@ class DispatchSettings(StepSettings):
         check_step(self.policy, self, KEYWORDS)
 
 
-_CHOICES: dict[str, type[StrEnum]] = {
-    **{each.field: each.kind for each in declared_in("", StepSettings) if is_choice(each.kind)},
-    "placement": Placement,
-    "transport": TransportName,
-}
+_DECLARED = tuple(declared_in("", DispatchSettings))
 
 
 def _member(name: str, value: object, choices: list[StrEnum]) -> StrEnum:

@@ -292,12 +292,12 @@ def _step_conflicts(s: TrainSettings) -> Iterator[str]:
     if step.admit == Admit.PLAN and step.admit_across != AdmitAcross.NONE:
         yield (
             f"--admit plan plans a replica's own items, and --admit-across {step.admit_across} "
-            "deals it others; choose --admit pyramid or leave --admit-across out"
+            "assigns it others; choose --admit pyramid or leave --admit-across out"
         )
     if step.admit_across != AdmitAcross.NONE and s.layout.num_replicas == 1:
         yield (
-            f"--admit-across {step.admit_across} deals to data-parallel replicas and there is 1; "
-            "add --dp 2 or leave it out"
+            f"--admit-across {step.admit_across} balances over data-parallel replicas and there "
+            "is 1; add --dp 2 or leave it out"
         )
     if step.admit_cost is not None and s.run.pace is not None:
         yield f"--pace {s.run.pace} knows what microbatches cost; leave --admit-cost out"

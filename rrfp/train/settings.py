@@ -23,8 +23,8 @@ from rrfp.inputs import (
     parse_layout,
     setting,
 )
-from rrfp.megatron.settings import StepSettings
-from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
+from rrfp.megatron.settings import OUTBOX_MB, PLACEMENT, TLS, TRANSPORT, StepSettings
+from rrfp.runtime.planes.registry import TransportName
 from rrfp.schedule.hints import Hint
 from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import KNOBS, Dispatch, Policy
@@ -119,11 +119,7 @@ class LayoutSettings:
     )
     ep: int = setting(1, "Expert-parallel size; must divide --dp", must=AT_LEAST_1)
     chunks: int = setting(1, "Model chunks per pipeline rank", must=AT_LEAST_1, is_common=True)
-    placement: Placement = setting(
-        Placement.LOOP,
-        "Placement of chunks: loop (default: Megatron's interleaving) or v (there and back, with "
-        "--chunks 2).",
-    )
+    placement: Placement = PLACEMENT
     stages: str | None = setting(
         None,
         "Layers of each stage, in model order, as Megatron's --pipeline-model-parallel-layout "
@@ -135,23 +131,9 @@ class LayoutSettings:
         False, "Divide norms and dropout along the sequence, with --tp."
     )
     distributed_optimizer: bool = setting(False, "Divide the optimizer's state among the replicas.")
-    transport: TransportName = setting(
-        TransportName.AUTO,
-        "How tensors travel between ranks: auto (default: by device and peer), inline (sockets), "
-        "shm, cuda-ipc, nixl or bounce.",
-    )
-    outbox_mb: int = setting(
-        DEFAULT_OUTBOX_MB,
-        "Memory per rank and data plane for large messages that wait for receivers, in MiB; nixl "
-        "needs twice as much",
-        must=Must(
-            f"at least 1 and at most {MOST_OUTBOX_MB}", lambda value: 1 <= value <= MOST_OUTBOX_MB
-        ),
-        metavar="MIB",
-    )
-    tls: bool = setting(
-        False, "Encrypt the messages between pipeline ranks of different hosts (extra `tls`)."
-    )
+    transport: TransportName = TRANSPORT
+    outbox_mb: int = OUTBOX_MB
+    tls: bool = TLS
 
     @property
     def num_replicas(self) -> int:

@@ -554,7 +554,7 @@ PLANNED: dict[str, Any] = {
         ({"plan_ms": 5.0}, "--admit given plans nothing; add --admit plan or leave"),
         ({"admit": "plan", "plan_ms": 0.0}, "it must be a finite number above 0"),
         ({"admit": "plan", "dispatch": "megatron"}, "choose --admit pyramid or another"),
-        ({"admit": "plan", "dp": 2, "admit_across": "replicas"}, "deals it others; choose"),
+        ({"admit": "plan", "dp": 2, "admit_across": "replicas"}, "assigns it others; choose"),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], complaint: str) -> None:

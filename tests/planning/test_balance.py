@@ -239,8 +239,8 @@ SIZES = {"pp": 2, "layers": 4, "microbatches": 4}
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({}, "--admit-across replicas deals to data-parallel replicas and there is 1"),
-        ({"dp": 2, "admit": "plan"}, "and --admit-across replicas deals it others; choose"),
+        ({}, "--admit-across replicas balances over data-parallel replicas and there is 1"),
+        ({"dp": 2, "admit": "plan"}, "and --admit-across replicas assigns it others; choose"),
         ({"dp": 2, "admit": "mine.csv"}, "other microbatches than --admit mine.csv orders"),
         (
             {"dp": 2, "admit_across": "mine.csv", "admit": "pyramid"},
@@ -291,7 +291,7 @@ def test_rows_of_the_simulator_are_balanced(tmp_path: Path) -> None:
     given_hold, balanced_hold = (with_budget(each, range(5)).policy.hold for each in settings)
     assert given_hold == balanced_hold
     for row, complaint in (
-        ("dp=1", "in the row dp=1: --admit-across replicas deals to data-parallel replicas and"),
+        ("dp=1", "in the row dp=1: --admit-across replicas balances over data-parallel replicas"),
         (f"dp=2 admit={listed}", "mine.csv lists microbatches as the data give them, and"),
     ):
         with pytest.raises(UsageError, match=complaint):

@@ -75,12 +75,13 @@ class _Sources:
             return costs
         if row.dp == 1:
             raise UsageError(
-                "--admit-across replicas deals to data-parallel replicas and there is 1; add --dp"
+                "--admit-across replicas balances over data-parallel replicas and there is 1; add "
+                "--dp"
             )
         if admission_file(row.admit) is not None:
             raise UsageError(
                 f"--admit {row.admit} lists microbatches as the data give them, and --admit-across "
-                "replicas deals others to a replica; leave one of them out"
+                "replicas assigns a replica others; leave one of them out"
             )
         return self.balanced(row.costs, row.dp)
 
