@@ -27,7 +27,7 @@ def find_run(named: Path | None) -> Path:
     """The path of a run or file, named by its path, as `NAME` in `runs`, or as `@-N` for the N-th
     newest run. None means the newest run in `runs` that recorded anything.
 
-    Raises RrfpError if there is no such run, with the most similar name, and UsageError for an
+    Raises RrfpError if no such run exists, with the most similar name, and UsageError for an
     invalid `@-N`.
     """
     if named is None:
@@ -45,7 +45,7 @@ def find_run(named: Path | None) -> Path:
 
 def _newest() -> Path:
     """The newest run in `runs` that recorded anything; unreadable ones are skipped. Raises
-    RrfpError if there is none."""
+    RrfpError if no run did."""
     for path in runs_in():
         with suppress(OSError):  # another user's
             if RunDir(path).sessions():

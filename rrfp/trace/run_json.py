@@ -153,8 +153,8 @@ def description_of(run: RunDir) -> dict[str, Any]:
 
 
 def session_in(description: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """The part of run.json that describes session `number`, the last such part of several; None if
-    there is none."""
+    """The part of run.json that describes session `number`, the last such part of several; None
+    without such a part."""
     every = reversed(_sessions_of(description))
     return next((each for each in every if _number_of(each) == number), None)
 

@@ -300,7 +300,6 @@ def _header(info: RankInfo) -> bytes:
 def _close(file: WholeLines) -> None:
     """Unlock and close a file. Closing alone does not unlock it, if a forked process has it open
     too."""
-    # Unlock explicitly, because a forked process also has the file open and would keep the lock.
     fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 

@@ -277,7 +277,7 @@ class Packets(NamedTuple):
     spans: Spans
 
     def behind(self, packets: Sequence[bytes]) -> "Packets":
-        """These packets with the encoded `packets` before them; itself if there are none."""
+        """These packets with the encoded `packets` before them."""
         if not packets:
             return self
         ends = np.cumsum([len(packet) for packet in packets])
