@@ -282,9 +282,9 @@ _Place = tuple[int, int]
 
 
 def number_evaluations(ranks: list[RankSpans]) -> None:
-    """Renumber complete steps without backwards as evaluations, in their order. Other steps keep
-    their numbers. Changes nothing if no step has a backward, or if the trace itself marks
-    evaluations."""
+    """Renumber complete steps without backwards as evaluations, in their order; other steps keep
+    their numbers. If waits are not in the trace, its last step does not count as complete. Changes
+    nothing if no step has a backward, or if the trace itself marks evaluations."""
     kinds: defaultdict[int, set[Kind]] = defaultdict(set)
     ran: defaultdict[int, defaultdict[_Place, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank in ranks:

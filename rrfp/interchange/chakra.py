@@ -102,7 +102,8 @@ def _time(node: object, key: str) -> float | None:
 
 
 def _sequence(node: dict[str, Any]) -> int | None:
-    """A JSON node's number in autograd's sequence; None without one."""
+    """A JSON node's number in autograd's sequence, its attribute `seq_id`; None without a valid
+    one."""
     attributes = node.get("attrs")
     for attribute in attributes if isinstance(attributes, list) else ():
         if isinstance(attribute, dict) and attribute.get("name") == "seq_id":

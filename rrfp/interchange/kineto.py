@@ -44,8 +44,8 @@ def infer_spans(
     name: str,
 ) -> tuple[list[RankSpans], Source]:
     """The spans of a run from profiles without ranges of tasks. `host_of` reads the rest of a
-    profile; `name` is the kind of profile for messages. Raises RrfpError if tasks are not found, or
-    their microbatches are unknown."""
+    profile; `name` is the kind of profile for messages. Tasks without work on a GPU that ran others
+    are left out. Raises RrfpError if tasks are not found, or their microbatches are unknown."""
     ranks = []
     hosts = []
     idle = on_gpu = 0
@@ -108,9 +108,9 @@ def read_profiles(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
 def spans_of(
     profiles: Sequence[Profile], host_of: Callable[[Profile], HostProfile], name: str
 ) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from the ranges in its profiles. `host_of` reads the rest of a profile, if
-    the ranges are not sufficient; `name` is the kind of profile for messages. Raises RrfpError as
-    `read_profiles` does."""
+    """The spans of a run from the ranges of tasks in its profiles, or else those of `infer_spans`.
+    `host_of` reads the rest of a profile, if the ranges are not sufficient; `name` is the kind of
+    profile for messages. Raises RrfpError as `read_profiles` does."""
     if not any(profile.names_tasks for profile in profiles):
         _check_ranks(profiles)
         return infer_spans(profiles, host_of, _world_size(profiles), name)

@@ -93,7 +93,8 @@ class Profile:
 def _read_document(
     path: Path, read_events: Callable[[JsonStream], None]
 ) -> tuple[bool, int, dict[str, Any]]:
-    """Read a profile's JSON, with `read_events` for its list of events.
+    """Read a profile's JSON, with `read_events` for its list of events; the JSON may be that list
+    alone. Raises RrfpError for an impossible origin of times, or broken JSON.
 
     Returns whether there is such a list, the origin of its times in ns since 1970, and the members
     `host_name` and `distributedInfo`, if they have the right types.
@@ -272,7 +273,8 @@ class HostProfile:
 
     def add(self, event: Event, sequence: int | None, is_receive: bool | None) -> None:
         """Add a range by its name: a call, a transfer (`is_receive` is not None), a node of a
-        backward, or an operator of a forward (`sequence` is its number in autograd's sequence)."""
+        backward, or an operator of a forward (`sequence` is its number in autograd's sequence). Any
+        other range is skipped."""
         start_ns, end_ns, name, _ = event
         if kind := kind_of_call(name):
             self.ranges.append((event, kind))
@@ -647,7 +649,7 @@ class _Counted:
 
 def _counted_steps(rank: ProfiledRank) -> _Counted:
     """Count a rank's steps. A step begins with the first forward of the rank's first stage, as in
-    every order, or when a task repeats."""
+    every order, or when a task repeats. A receive is in the step of the next task."""
     first = min(
         ((task.stage or 0, task.microbatch) for _, task in rank.tasks if task.kind is Kind.F),
         default=None,
@@ -675,9 +677,9 @@ def _counted_steps(rank: ProfiledRank) -> _Counted:
 
 
 def _align(ranks: list[_Counted]) -> None:
-    """Count the steps of all ranks from the earliest rank's first complete step, which may be
-    incomplete on others. A step begins on all ranks within half its length, because filling the
-    pipeline takes no longer."""
+    """Renumber the steps of all ranks, in place, from the earliest rank's first complete step,
+    which may be incomplete on others. A step begins on all ranks within half its length, because
+    filling the pipeline takes no longer."""
     reference_ns = min((rank.begins_ns for rank in ranks if rank.begins_ns), default=[])
     for rank in ranks:
         if rank.begins_ns:

@@ -80,7 +80,7 @@ class Process:
 
 def read_processes(path: Path) -> list[Process]:
     """The processes in an export that have NVTX ranges, in the order of their ids. Raises RrfpError
-    if the file is not such an export, or has no NVTX ranges."""
+    if the file is not such an export, is damaged, or has no NVTX ranges."""
     processes: dict[int, Process] = {}
 
     def process_of(global_id: int) -> Process:

@@ -232,8 +232,9 @@ class RunSpans:
         self._find()
 
     def gaps(self, rank: RankSpans) -> Iterator[tuple[int, TaskSpan]]:
-        """Yield each task that did not begin as soon as the rank was free, after the time at which
-        the rank became free."""
+        """Yield each task that did not begin as soon as the rank was free in its step, after the
+        time at which the rank became free: the entry into the schedule, or the end of the task
+        before."""
         entries_ns = {
             phase.step: phase.start_ns for phase in rank.phases if phase.phase == Phase.SCHEDULE
         }

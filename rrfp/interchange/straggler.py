@@ -93,7 +93,7 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
 
 
 def _read(path: Path) -> pl.DataFrame:
-    """Read a CSV or Parquet file. Raises RrfpError if it is damaged."""
+    """Read a CSV or Parquet file. Raises RrfpError if it is damaged or cannot be read."""
     try:
         if path.suffix == ".parquet":
             with _without_stderr():

@@ -184,7 +184,7 @@ def _check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
 
 
 def _check_off(description: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a finding for each reason for which ranks switched recording off."""
+    """Yield a finding for each step and reason for which ranks switched recording off."""
     groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, (step, reason) in _ranks_off(description).items():
         groups[step, reason].append(rank)
@@ -334,7 +334,7 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
     """The steps that some ranks began but did not finish or fully record, in order of time, each
-    with those ranks."""
+    with those ranks. A finished step has a `SCHEDULE` phase and no loss."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
         - {loss.step for loss in records.losses}
@@ -581,8 +581,8 @@ def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
-    """The tasks that are missing in finished steps, where a stage must run each of its kinds for
-    the same microbatches."""
+    """The tasks that are missing in steps other than the skipped ones: each kind that a stage ran
+    must have run for every microbatch of which any task was found in the step."""
     microbatches: defaultdict[int, set[int]] = defaultdict(set)
     groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)
     for step, kind, stage, microbatch in found:

@@ -93,7 +93,8 @@ def resolve_session(path: Path) -> Path:
 
 
 def resolve_trace(path: Path | None) -> Path:
-    """The trace of a run, given by a name for `find_run` or as the trace file itself.
+    """The trace of a run, given by a name for `find_run` (None: the newest) or as the trace file
+    itself.
 
     Merges the run's records if its launcher died before it could, and joins the sessions of a
     resumed run. If others may replace files in the run's directory, it writes to a temporary

@@ -543,7 +543,8 @@ def activation_changes(tasks: Iterable[TaskRecord]) -> Iterator[ActivationChange
 
 
 def bytes_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
-    """The bytes that are held only for pending weight gradients, after each task."""
+    """The bytes that are held only for pending weight gradients, after each of one rank's tasks:
+    what a B leaves of its microbatch, until W frees it."""
     step: int | None = None
     total = 0
     found = []

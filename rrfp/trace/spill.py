@@ -139,9 +139,10 @@ class RecordedSteps:
 
 
 def steps_on_all_ranks(ended: Sequence[Sequence[int]]) -> RecordedSteps | None:
-    """The steps that all ranks still have, if some removed their first steps. `ended` has, for each
-    of those ranks, the steps whose ends it still has, in the order of the run. The result begins
-    with the first step that they all have. Without a shared step, returns None for all steps."""
+    """The steps that all ranks still have, if some removed their first steps: all from the first
+    shared one on. None, for all steps, without a shared step. `ended` has, for each of those ranks,
+    the steps whose ends it still has, in the order of the run; the first of them is never a shared
+    one."""
     if not ended:
         return None
     # Early messages of a rank's first step were recorded with the step before, and are removed.
@@ -330,7 +331,7 @@ def lock_for_writing(file: LockableFile) -> None:
 
 def is_being_written(path: Path) -> bool:
     """True if a living process writes this file and so has it locked (`lock_for_writing`); False
-    for a missing file. May raise OSError."""
+    for a missing file. Takes a shared lock for a moment. May raise OSError."""
     with suppress(FileNotFoundError), open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

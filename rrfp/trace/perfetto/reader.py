@@ -121,7 +121,8 @@ class TraceReader:
         """The flow ids of each batch's arrows; None if they are not needed."""
 
     def contents(self) -> TraceContents:
-        """Read the whole trace. Raises RrfpError as `tables` does."""
+        """Read the whole trace, with signs of damage, which raise nothing. Raises RrfpError as
+        `tables` does."""
         flows: list[Numbers] = []
         self._flows = flows
         found: defaultdict[str, list[Table]] = defaultdict(list)
@@ -179,8 +180,9 @@ class TraceReader:
             raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
 
     def check_whole(self) -> None:
-        """Raise RrfpError if results from this trace would be wrong: the closing mark or other
-        events are missing, two sequences belong to one rank, or events end before they begin."""
+        """Raise RrfpError if results from this trace, which has been read, would be wrong: the
+        closing mark or other events are missing, two sequences belong to one rank, or events end
+        before they begin."""
         if self._num_records_written is None:
             raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
         if self._num_records < self._num_records_written:

@@ -525,8 +525,8 @@ class _RankWriter:
         self._write_instants("loss", records.losses, lambda loss: f"lost {loss.num_lost} records")
 
     def _ended_tasks(self, records: RankRecords, *, is_last: bool) -> list[TaskRecord]:
-        """The tasks to write now. Stores those of the last step for the next part if it has not
-        ended."""
+        """The tasks to write now, after those stored from the part before. Unless `is_last`, stores
+        those of the last step for the next part if that step has not ended."""
         tasks, self._begun = self._begun + records.tasks, []
         if is_last or not tasks:
             return tasks
