@@ -48,7 +48,7 @@ AS_RECORDED = "as recorded"
 
 
 def is_steady(ranks: list[RankRecords]) -> bool:
-    """True if each rank ran all its training steps in the same order."""
+    """True if each rank ran all its training steps in the same order; ranks may differ."""
     return all(len(set(_rows(rank))) <= 1 for rank in ranks)
 
 
@@ -62,8 +62,8 @@ def _rows(rank: RankRecords) -> list[tuple[Task, ...]]:
 
 
 def stimuli_of(rank: RankRecords) -> Iterator[StimulusRecord]:
-    """The stimuli with which a dispatcher bound to the rank's order runs each task as early as
-    possible. With them the run can be replayed over links that do not block."""
+    """Yield the stimuli with which a dispatcher bound to the rank's order runs each task as early
+    as possible. With them the run can be replayed over links that do not block."""
     arrivals: defaultdict[int, deque[tuple[int, Task]]] = defaultdict(deque)
     for receive in sorted(rank.receives, key=lambda receive: receive.end_ns):
         arrivals[receive.step].append((receive.end_ns, task_of(receive)))
@@ -85,7 +85,8 @@ def stimuli_of(rank: RankRecords) -> Iterator[StimulusRecord]:
 
 
 def order_name(shape: Shape, ranks: list[RankRecords]) -> str:
-    """The name of the hint whose order every rank followed in all its steps, or `AS_RECORDED`."""
+    """The name of the first hint whose order every rank followed in all its training steps, or
+    `AS_RECORDED`, also if steps are incomplete."""
     rows = [(rank.info.pp_rank, row) for rank in ranks for row in _rows(rank)]
     if not rows or any(len(row) != shape.num_tasks_of_a_rank for _, row in rows):
         return AS_RECORDED
@@ -101,7 +102,8 @@ def order_name(shape: Shape, ranks: list[RankRecords]) -> str:
 
 
 def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict[str, object]:
-    """The content of `run.json` for an imported run."""
+    """The content of `run.json` for an imported run. Its dispatch is `fixed` if any rank has
+    stimuli, otherwise `megatron`; its hint is the order's name, or `AS_RECORDED`."""
     shape = _shape(run)
     # Without a dispatcher, the run is replayed as a fixed order; without stimuli, with transfers
     # that block, as in Megatron's own schedules.
@@ -156,7 +158,8 @@ def _shape(run: RunSpans) -> Shape | None:
 
 
 def records_of(run: RunSpans) -> list[RankRecords]:
-    """The records of each rank, including derived waits and messages."""
+    """The records of each rank, including derived messages, of unknown size, and derived waits,
+    which are also added to the spans."""
     records = {id(rank): _of_rank(run, rank) for rank in run.ranks}
     sequences: defaultdict[Link, int] = defaultdict(int)
     for message in sorted(_messages(run), key=lambda each: (each.sent_ns, each.task)):
@@ -175,7 +178,8 @@ def records_of(run: RunSpans) -> list[RankRecords]:
 
 
 def _of_rank(run: RunSpans, rank: RankSpans) -> RankRecords:
-    """The records of one rank, without messages. Adds derived waits to `rank`."""
+    """The records of one rank, without messages. Adds derived waits to `rank`, unless its waits are
+    complete."""
     tasks = _task_records(rank.info, rank.tasks)
     if not rank.tells_waits:
         rank.waits = sorted([*rank.waits, *_derived_waits(run, rank)])
@@ -183,7 +187,8 @@ def _of_rank(run: RunSpans, rank: RankSpans) -> RankRecords:
 
 
 def _derived_waits(run: RunSpans, rank: RankSpans) -> Iterator[WaitRecord]:
-    """The waits of a rank's idle time, by the rules above."""
+    """Yield the waits of the idle time before a rank's tasks: for the input until the producing
+    task ends, then `TRANSFER` while a transfer of the rank lasts. The rest gets no wait."""
     transfers = sorted(rank.transfers)
     ends_ns = list(accumulate((span.end_ns for span in transfers), max))
     for start_ns, task in run.gaps(rank):
@@ -212,7 +217,9 @@ class _Message:
 
 
 def _messages(run: RunSpans) -> Iterator[_Message]:
-    """Yield the message to each task whose input comes from another rank."""
+    """Yield the message to each task whose input comes from another rank. It is sent when the
+    producing task ends, and arrives when the last wait before the consuming task ends, or at
+    once."""
     for rank in run.ranks:
         waits = sorted(rank.waits, key=lambda wait: wait.end_ns)
         ends_ns = [wait.end_ns for wait in waits]
@@ -234,7 +241,8 @@ def _messages(run: RunSpans) -> Iterator[_Message]:
 def _parts(
     spans: list[TransferSpan], ends_ns: list[int], start_ns: int, end_ns: int
 ) -> Iterator[tuple[int, int]]:
-    """The parts of an interval that spans cover. `ends_ns` has the latest end up to each span."""
+    """Yield the parts of an interval that spans, sorted by start, cover. `ends_ns` has the latest
+    end up to each span."""
     position_ns = start_ns
     index = bisect_left(ends_ns, start_ns + 1)
     while index < len(spans) and spans[index].start_ns < end_ns:
@@ -247,7 +255,8 @@ def _parts(
 
 
 def _task_records(info: RankInfo, tasks: list[TaskSpan]) -> list[TaskRecord]:
-    """The task records, with the counters of a dispatcher."""
+    """The task records, with the counters that a fixed schedule has. Raises RrfpError for a task on
+    a stage that the rank does not hold."""
     release = Kind.W if any(task.kind is Kind.W for task in tasks) else Kind.B
     counts: defaultdict[int, FixedScheduleCounts] = defaultdict(
         lambda: FixedScheduleCounts(release)
@@ -273,9 +282,9 @@ _Place = tuple[int, int]
 
 
 def number_evaluations(ranks: list[RankSpans]) -> None:
-    """Renumber complete steps without backwards as evaluations, in their order. Other steps keep
-    their numbers. Changes nothing if no step has a backward, or if the trace itself marks
-    evaluations."""
+    """Renumber complete steps without backwards as evaluations, in their order; other steps keep
+    their numbers. If waits are not in the trace, its last step does not count as complete. Changes
+    nothing if no step has a backward, or if the trace itself marks evaluations."""
     kinds: defaultdict[int, set[Kind]] = defaultdict(set)
     ran: defaultdict[int, defaultdict[_Place, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank in ranks:
@@ -303,7 +312,7 @@ def number_evaluations(ranks: list[RankSpans]) -> None:
 
 
 def _is_whole(microbatches: Mapping[_Place, set[int]], places: set[_Place]) -> bool:
-    """True if all stages ran the same microbatches."""
+    """True if all stages of all ranks ran, and ran the same microbatches."""
     return microbatches.keys() == places and len(set(map(frozenset, microbatches.values()))) == 1
 
 
@@ -316,8 +325,9 @@ class Imported:
 
 
 def assemble(ranks: list[RankSpans], source: Source) -> Imported:
-    """Make a recording from the spans of all ranks. Raises RrfpError if they cannot be from one
-    run, or contain no task."""
+    """Make a recording from the spans of all ranks, which it changes: aligns clocks, trims waits,
+    and counts times from 0. Adds stimuli if transfers do not block and every rank's order is
+    steady. Raises RrfpError if the spans cannot be from one run, or contain no task."""
     ranks = sorted(ranks, key=lambda rank: rank.info.rank)
     if not any(rank.tasks for rank in ranks):
         raise RrfpError(f"the {source.name} has no task; import one that was taken in a step")
@@ -336,7 +346,8 @@ def assemble(ranks: list[RankSpans], source: Source) -> Imported:
 
 
 def _check_places(ranks: list[RankSpans], source: Source) -> None:
-    """Raise RrfpError if two ranks have the same place, or a number is impossible."""
+    """Raise RrfpError if two ranks have the same place, a rank is beyond the world size, or a
+    number is impossible."""
     found: dict[tuple[int, int, int], int] = {}
     for rank in ranks:
         info = rank.info
@@ -364,7 +375,7 @@ def _check_places(ranks: list[RankSpans], source: Source) -> None:
 
 
 def _missing(ranks: list[RankSpans], source: Source) -> Iterator[str]:
-    """Yield a note if ranks of the run are missing."""
+    """Yield a note if ranks of the run are missing; none if the world size is unknown."""
     present = {rank.info.rank for rank in ranks}
     missing = [rank for rank in range(source.world_size or 0) if rank not in present]
     if missing:
@@ -382,15 +393,16 @@ _HINT = "imported"
 
 
 def check_run_dir(out: Path, *, force: bool) -> None:
-    """Raise UsageError if a run cannot be written to `out`. With `force` it may replace another
-    run."""
+    """Raise UsageError if `out` is a file, or exists and `force` is not given. Creates and removes
+    nothing."""
     if out.exists() and not (force and out.is_dir()):
         create_run_dir(out, force, _HINT)
 
 
 def write_run(out: Path, recording: Recording, *, force: bool) -> None:
-    """Write a recording as a run. With `force` it replaces another run, which stays until the new
-    one is complete. Raises RrfpError if the run cannot be written."""
+    """Write a recording as a run. A run that `out` holds stays until the new one is complete, and
+    is then replaced; call `check_run_dir` first, which refuses that without `force`. Raises
+    RrfpError if the run cannot be written."""
     try:
         _write(out, recording, force=force)
     except OSError as error:
@@ -398,6 +410,9 @@ def write_run(out: Path, recording: Recording, *, force: bool) -> None:
 
 
 def _write(out: Path, recording: Recording, *, force: bool) -> None:
+    """Write a run to a temporary directory within `out`, then remove the run in `out`, if any, and
+    move the new files into place. Updates the link `latest`. A new `out` that stays empty is
+    removed. May raise OSError."""
     is_new = not out.exists()
     run = create_run_dir(out, force, _HINT) if is_new else RunDir(out)
     try:

@@ -50,8 +50,8 @@ class Node:
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """The nodes with a time, in the order of their starts. Raises RrfpError if the file is not an
-    execution trace, or contains no times."""
+    """The nodes with a time, in the order of their starts; the file is protobuf if its name ends in
+    .et, otherwise JSON. Raises RrfpError if it is not an execution trace, or contains no times."""
     found = _of_protobuf(path) if path.suffix == ".et" else _of_json(path)
     nodes = sorted(found, key=lambda node: (node.start_ns, node.end_ns))
     if not nodes:
@@ -64,7 +64,8 @@ def read_nodes(path: Path) -> list[Node]:
 
 
 def _of_json(path: Path) -> Iterator[Node]:
-    """The nodes with a time in a JSON file."""
+    """Yield the nodes with a time in a JSON file; others are skipped. Raises RrfpError if it is not
+    valid JSON."""
     stream = JsonStream(path)
     starts_us: dict[object, float] = {}
     timed: list[tuple[float, float, dict[str, Any]]] = []
@@ -92,7 +93,8 @@ def _of_json(path: Path) -> Iterator[Node]:
 
 
 def _time(node: object, key: str) -> float | None:
-    """A time of a JSON node in microseconds; None if it is missing or impossible."""
+    """A time of a JSON node in microseconds; None if it is missing, negative or impossibly
+    great."""
     value = node.get(key) if isinstance(node, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -100,7 +102,8 @@ def _time(node: object, key: str) -> float | None:
 
 
 def _sequence(node: dict[str, Any]) -> int | None:
-    """A JSON node's number in autograd's sequence; None without one."""
+    """A JSON node's number in autograd's sequence, its attribute `seq_id`; None without a valid
+    one."""
     attributes = node.get("attrs")
     for attribute in attributes if isinstance(attributes, list) else ():
         if isinstance(attribute, dict) and attribute.get("name") == "seq_id":
@@ -110,13 +113,15 @@ def _sequence(node: dict[str, Any]) -> int | None:
 
 
 def _ns(time_us: float) -> int:
-    """Convert microseconds to ns."""
+    """Convert microseconds to ns. Splits off the fraction first, for the precision of great
+    times."""
     whole_us = math.floor(time_us)
     return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
 
 
 def _of_protobuf(path: Path) -> Iterator[Node]:
-    """The nodes with a time in a protobuf file. Raises RrfpError if it is damaged."""
+    """Yield the nodes with a time in a protobuf file, after its first message, the metadata. Raises
+    RrfpError if it is damaged, or larger than 1 GiB."""
     data = bytearray()
     for chunk in open_bytes(path):
         data += chunk
@@ -142,7 +147,8 @@ def _of_protobuf(path: Path) -> Iterator[Node]:
 
 
 def _node(message: memoryview) -> Node | None:
-    """Decode a protobuf node; None without a possible time."""
+    """Decode a protobuf node; None without a possible time. Raises ValueError or IndexError if it
+    is damaged."""
     name, start_us, duration_us, sequence = "", 0, 0, None
     for number, value in _fields(message):
         match number, value:
@@ -164,7 +170,8 @@ def _node(message: memoryview) -> Node | None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield the number and the value of each varint and length-delimited field of a message."""
+    """Yield the number and the value of each varint and length-delimited field of a message; fields
+    of fixed size are skipped. Raises ValueError or IndexError if it is damaged."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -187,7 +194,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """Decode a varint. Returns its value and the position after it."""
+    """Decode a varint. Returns its value and the position after it. Raises ValueError if it has
+    more than 10 bytes, and IndexError at the end of the data."""
     value = shift = 0
     while True:
         byte = data[position]
@@ -212,8 +220,8 @@ _TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "glo
 
 
 def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its execution traces. Raises RrfpError for files that are not
-    execution traces, or contain no times or no tasks."""
+    """The spans of a run from its execution traces, one per rank, ranked by their files' names.
+    Raises RrfpError for files that are not execution traces, or contain no times or no tasks."""
     profiles: list[Profile] = []
     hosts: dict[int, HostProfile] = {}
     numbers, notes = ranks_by_name(paths)
@@ -230,7 +238,8 @@ def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Sourc
 
 
 def _add_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
-    """Add the ranges of tasks and the profiler's own steps to a profile."""
+    """Add the ranges of tasks and the profiler's own steps to a profile; other nodes are skipped.
+    Raises RrfpError for a range of a forward and a backward at once."""
     for index, node in enumerate(nodes):
         if is_overlapped(node.name):
             raise RrfpError(

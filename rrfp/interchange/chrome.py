@@ -43,8 +43,8 @@ _OTHERS = tuple(category for category in _TRACKS if category not in ("send", "re
 
 
 def write_chrome(path: Path, recording: Recording) -> None:
-    """Write a recording atomically as one JSON file, compressed if its name ends in .gz. Raises
-    RrfpError if the file cannot be written."""
+    """Write a recording atomically as one JSON file, compressed if its name ends in .gz. Activities
+    that were never ended are left out. Raises RrfpError if the file cannot be written."""
     try:
         with open_whole(path) as file:
             if path.suffix == ".gz":
@@ -57,6 +57,7 @@ def write_chrome(path: Path, recording: Recording) -> None:
 
 
 def _lines(recording: Recording) -> Iterator[bytes]:
+    """Yield the JSON document in pieces: the settings, then one event per line."""
     yield b'{"displayTimeUnit":"ms","metadata":'
     yield json.dumps(recording.settings).encode()
     yield b',"traceEvents":[\n'
@@ -66,6 +67,8 @@ def _lines(recording: Recording) -> Iterator[bytes]:
 
 
 def _events(recording: Recording) -> Iterator[_Event]:
+    """Yield all events: records by category, sends first, as viewers order an arrow's events by
+    their place in the file; then counters, and the names of processes and threads."""
     infos = [records.info for records in recording.ranks]
     pipelines: dict[int, str] = {}
     threads = _Threads()
@@ -87,7 +90,8 @@ def _events(recording: Recording) -> Iterator[_Event]:
 def _of_rank(
     category: str, records: RankRecords, pid: int, threads: "_Threads", has_chunks: bool
 ) -> Iterator[_Event]:
-    """The events of a rank's records of one category."""
+    """Yield the events of a rank's records of one category: a slice or an instant each, and for
+    messages and the tasks that consume them also a part of the message's arrow."""
     rank = records.info.rank
     received = records.receives if category == "task" else ()
     arrows = {key_of(receive): received_by(rank, receive) for receive in received}
@@ -136,7 +140,8 @@ def _of_rank(
 
 
 def _fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """The names and values of a record's fields; an evaluation's `step` becomes `evaluation`."""
+    """Yield the names and values of a record's fields, times included; an evaluation's `step`
+    becomes `evaluation`."""
     for name, value in record._asdict().items():
         yield split_step(value) if name == STEP else (name, value)
 
@@ -157,6 +162,7 @@ def _title(category: str, record: Any, has_chunks: bool) -> str:
 
 
 def _counters(records: RankRecords, pid: int, stage: str) -> Iterator[_Event]:
+    """Yield the points of a rank's counters, each named by its stage."""
     for name, points in counters_of(records).items():
         for time_ns, value in points:
             yield {
@@ -179,7 +185,8 @@ class _Threads:
     def of(
         self, pid: int, stage: tuple[int, str], category: str, found: Sequence[Any]
     ) -> Iterable[int]:
-        """The thread id of each of these records of one category."""
+        """The thread id of each of these records of one category; overlapping slices get different
+        threads. New ids are assigned as needed."""
         if not found:
             return ()
         rows = [0] * len(found)
@@ -193,7 +200,7 @@ class _Threads:
         return [numbers[row] for row in rows]
 
     def described(self) -> Iterator[_Event]:
-        """The events that name and order the threads."""
+        """The metadata events that name and order all threads assigned so far."""
         order = list(dict.fromkeys(_TRACKS.values()))
         keys = sorted(self._numbers, key=lambda key: (key[0], key[1], order.index(key[2]), key[3]))
         return chain.from_iterable(

@@ -48,7 +48,8 @@ def import_run(paths: Sequence[Path]) -> Imported:
     """Read one run from files and directories of files: profiles, exports of Nsight Systems or
     execution traces, one file per rank; OpenTelemetry spans; or one table of StragglerAnalysis.
 
-    Raises RrfpError if they have another format, or are incomplete.
+    Raises RrfpError if their formats are unknown or differ, if a table is not alone, or if they are
+    incomplete.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     forms = {file: _form(file) for file in files}
@@ -99,8 +100,9 @@ def _reader(form: _Form) -> Callable[[Sequence[Path]], tuple[list[RankSpans], So
 
 
 def _form(path: Path) -> _Form:
-    """Determine a file's format by its name and its first bytes. Raises RrfpError for known formats
-    that cannot be imported."""
+    """Determine a file's format by its name and its first bytes; a profile if nothing else matches.
+    Raises RrfpError for an empty file, and for known formats that cannot be imported, such as
+    rrfp's own."""
     if path.name.endswith(_TABLES):
         return _Form.TABLE
     if path.name.endswith(_REPORTS):
@@ -109,7 +111,7 @@ def _form(path: Path) -> _Form:
             f"export --type sqlite {path.name}"
         )
     if path.name == _RUN.run_json.name and (path.parent / _RUN.trace.name).exists():
-        raise RrfpError(_is_run(path.parent))
+        raise RrfpError(_own_run_message(path.parent))
     if path.suffix == _OWN_TRACE:
         raise RrfpError(
             f"{path} is a trace of rrfp's own and needs no import; look at it with rrfp analyze "
@@ -141,14 +143,14 @@ def _form(path: Path) -> _Form:
     return _Form.PROFILE
 
 
-def _is_run(path: Path) -> str:
-    """The message for a run directory of rrfp."""
+def _own_run_message(path: Path) -> str:
+    """The message for a run directory of rrfp, which needs no import."""
     return f"{path} is a run already and needs no import; look at it with rrfp analyze {path}"
 
 
 def _files(path: Path) -> list[Path]:
-    """The file at a path, or the files to import in a directory. Raises RrfpError if there are
-    none."""
+    """The file at a path, or the files to import in a directory, sorted, by the endings of their
+    names; rrfp's run.json and metrics.jsonl are left out. Raises RrfpError if nothing remains."""
     if not path.exists():
         raise RrfpError(f"there is nothing at {path}")
     if path.is_file():
@@ -167,7 +169,7 @@ def _files(path: Path) -> list[Path]:
     if found:
         return found
     if any(file.name == _RUN.run_json.name or file.suffix == _OWN_TRACE for file in inside):
-        raise RrfpError(_is_run(path))
+        raise RrfpError(_own_run_message(path))
     if reports := [file for file in inside if file.name.endswith(_REPORTS)]:
         _form(reports[0])
     raise RrfpError(

@@ -104,12 +104,14 @@ _TRANSFER = re.compile(
 
 
 def kind_of_call(name: str) -> Kind | None:
-    """The kind of task in a range of this name; None for any other range."""
+    """The kind of task in a range with Megatron's name for a forward or a backward, with or without
+    its module's path; None for any other name."""
     return _CALLS.get(_PATH_OF_MEGATRON.sub("", name, count=1), _CALLS.get(name))
 
 
 def is_transfer(name: str) -> bool:
-    """True if a range of this name is a send or a receive of Megatron."""
+    """True if a range of this name is a send or a receive of Megatron, with or without its module's
+    path."""
     return _TRANSFER.fullmatch(_PATH_OF_MEGATRON.sub("", name, count=1)) is not None
 
 
@@ -132,8 +134,8 @@ def is_nccl_transfer(name: str) -> bool:
 
 
 def put_on_gpu(rank: InferredRank, kernels: Sequence[Kernel], launches: Mapping[int, int]) -> int:
-    """Move each call to the times of the kernels launched in it, and transfers to those of NCCL's
-    kernels. Removes calls without kernels, and returns their number.
+    """Move each call to the times of the kernels launched in it, and replace transfers by NCCL's
+    kernels, changing `rank`. Removes calls without kernels, and returns their number.
 
     `kernels` are in the order of their starts; `launches` has the host's launch time of each, by
     correlation.
@@ -185,8 +187,8 @@ class Place(NamedTuple):
 
 
 def groups_of(described: Mapping[str, Sequence[int]]) -> Groups:
-    """Select a rank's pipeline and tensor groups from the ranks of all its groups, by
-    description."""
+    """Select a rank's pipeline and tensor groups from the ranks of all its groups, by Megatron's or
+    torch's descriptions; a group without such a description is empty."""
     return Groups(_first(described, _PIPELINE), _first(described, _TENSOR))
 
 
@@ -199,7 +201,7 @@ def places_of(ranks: Sequence[InferredRank], world_size: int) -> tuple[dict[int,
     """The place of each rank by its number, and notes on how it was found.
 
     A rank without a known pipeline group is assumed to be in one pipeline with all ranks of the
-    run. Raises RrfpError if a rank is not in its own group.
+    run, one without a tensor group to be alone. Raises RrfpError if a rank is not in its own group.
     """
     notes = []
     if any(not rank.groups.pipeline for rank in ranks):
@@ -254,7 +256,7 @@ def number_calls(
 
 
 def check_pipeline(ranks: Sequence[InferredRank], source: str) -> None:
-    """Raise RrfpError unless the ranks run tasks and send to each other."""
+    """Raise RrfpError if no rank runs a task, or no rank sends or receives."""
     if not any(rank.calls for rank in ranks):
         raise RrfpError(
             f"the {source} has no forward or backward; record the job with rrfp run --dispatch "
@@ -270,7 +272,9 @@ def check_pipeline(ranks: Sequence[InferredRank], source: str) -> None:
 def _steps(
     ranks: Sequence[InferredRank], places: dict[int, Place], source: str
 ) -> tuple[dict[int, list[_Step]], list[str]]:
-    """The steps of each rank by its number, and notes."""
+    """The complete steps of each rank by its number, and notes on what is left out: by calls of the
+    schedule if all ranks have them, otherwise counted from the order of forwards and backwards.
+    Raises RrfpError if no step is complete on all ranks."""
     if all(rank.schedules for rank in ranks):
         steps = {rank.number: list(_steps_of_schedules(rank)) for rank in ranks}
         num_cut = sum(len(rank.schedules) - len(steps[rank.number]) for rank in ranks)
@@ -311,7 +315,8 @@ def _steps(
 
 
 def _steps_of_schedules(rank: InferredRank) -> Iterator[_Step]:
-    """The calls in each call of the schedule, without incomplete ones."""
+    """Yield the number and the calls of each call of the schedule that has as many backwards as
+    forwards, or only forwards; others are skipped."""
     position = 0
     numbers = rank.step_numbers or range(len(rank.schedules))
     for number, schedule in zip(numbers, rank.schedules, strict=True):
@@ -327,12 +332,13 @@ def _steps_of_schedules(rank: InferredRank) -> Iterator[_Step]:
 
 
 def _is_last(place: Place) -> bool:
+    """True if the rank is the last one of its pipeline."""
     return place.pp_rank == place.num_pp_ranks - 1
 
 
 def _sizes(calls: list[Call]) -> list[int]:
-    """The number of forwards of each step, if a step ends when every forward has had its backward.
-    Empty if the calls begin within a step."""
+    """The number of forwards of each complete step, if a step ends when every forward has had its
+    backward. Empty if the calls begin within a step."""
     sizes = []
     forwards = backwards = 0
     for call in calls:
@@ -347,7 +353,8 @@ def _sizes(calls: list[Call]) -> list[int]:
 
 
 def _counted_steps(calls: list[Call], sizes: list[int]) -> Iterator[_Step]:
-    """Split calls into steps of these numbers of forwards, until they do not match."""
+    """Split calls into steps of these numbers of forwards, with as many backwards, until they do
+    not match; yields each step's number and calls."""
     position = 0
     for number, size in enumerate(sizes):
         part = calls[position : position + 2 * size]
@@ -363,8 +370,8 @@ def _num_chunks(
     places: dict[int, Place],
     source: str,
 ) -> int:
-    """The number of stages of every rank, by the order of the first training step of each. Raises
-    RrfpError if no known order matches."""
+    """The number of stages of every rank, the least for which the first training step of each rank
+    can have a known order; 1 without training steps. Raises RrfpError if no known order matches."""
     trained = []
     for rank in ranks:
         each = (calls for _, calls in steps[rank.number] if any(c.kind is Kind.B for c in calls))
@@ -409,7 +416,8 @@ def _is_first_in_first_out(calls: list[Call]) -> bool:
 
 
 def _row(name: str, num_chunks: int, place: Place, num_forwards: int) -> tuple[Task, ...]:
-    """A rank's tasks in a hint's order; empty if the hint does not support such a pipeline."""
+    """A rank's tasks in a hint's order; empty if the hint does not support such a pipeline, or the
+    numbers are impossible."""
     num_tasks = place.num_pp_ranks * num_forwards
     if num_forwards % num_chunks or not 0 < num_tasks <= _MOST_FORWARDS:
         return ()
@@ -419,6 +427,7 @@ def _row(name: str, num_chunks: int, place: Place, num_forwards: int) -> tuple[T
 
 @lru_cache(maxsize=16)
 def _order(name: str, shape: Shape) -> Order:
+    """The order of this hint for a shape (cached)."""
     return ORDERS[name].for_shape(shape)
 
 
@@ -437,7 +446,8 @@ def _runs_as(name: str, num_chunks: int, place: Place, calls: list[Call]) -> boo
 
 
 def _spans(rank: InferredRank, steps: list[_Step], place: Place, num_chunks: int) -> RankSpans:
-    """The spans of one rank, with numbered tasks."""
+    """The spans of one rank, with numbered tasks, transfers, gradient reductions, and a `SCHEDULE`
+    phase per step."""
     stages = tuple(chunk * place.num_pp_ranks + place.pp_rank for chunk in range(num_chunks))
     info = RankInfo(rank.number, *place[:3], stages, rank.host, rank.pid)
     spans = RankSpans(info)
@@ -459,7 +469,8 @@ def _spans(rank: InferredRank, steps: list[_Step], place: Place, num_chunks: int
 
 
 def _tasks(step: int, calls: list[Call], place: Place, num_chunks: int) -> Iterator[TaskSpan]:
-    """The calls of a step as tasks with stages and microbatches."""
+    """Yield the calls of a step as tasks, all forwards before all backwards. Stages and
+    microbatches follow from the order; a backward with a known pair gets its forward's."""
     forwards = [call for call in calls if call.kind is Kind.F]
     backwards = [call for call in calls if call.kind is Kind.B]
     name = "1f1b" if num_chunks == 1 else "interleaved"
@@ -477,8 +488,8 @@ def _tasks(step: int, calls: list[Call], place: Place, num_chunks: int) -> Itera
 
 
 def _put_into_steps(rank: InferredRank, spans: RankSpans) -> None:
-    """Assign sends and gradient reductions to the step before them, and receives to the step after
-    them. Those between a step's tasks belong to that step."""
+    """Add a rank's transfers and gradient reductions to `spans`, each with the step before it, a
+    receive between steps with the step after it. Those without such a step are left out."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for task in sorted(spans.tasks):

@@ -47,6 +47,7 @@ def open_bytes(path: Path) -> Iterator[bytes]:
 
 
 def _begins(path: Path) -> bytes:
+    """Read the first two bytes of a file."""
     with path.open("rb") as file:
         return file.read(len(_GZIP))
 
@@ -69,7 +70,8 @@ class JsonStream:
         self._is_ended = False
 
     def first(self) -> str:
-        """The next character other than white space, which is not consumed; empty at the end."""
+        """Skip white space and return the next character, which is not consumed; empty at the
+        end."""
         while True:
             found = _NO_SPACE.search(self._text, self._position)
             if found is not None:
@@ -81,8 +83,8 @@ class JsonStream:
             self._read(1)
 
     def keys(self) -> Iterator[str]:
-        """Yield the keys of the object that begins here. Read each key's value before the next
-        key."""
+        """Yield the keys of the object that begins here. Read each key's value before the next key.
+        Raises RrfpError if the JSON is broken."""
         self._consume("{")
         if self.first() == "}":
             self._consume("}")
@@ -97,7 +99,7 @@ class JsonStream:
                 return
 
     def items(self) -> Iterator[Any]:
-        """Yield the items of the array that begins here."""
+        """Yield the items of the array that begins here. Raises RrfpError if the JSON is broken."""
         self._consume("[")
         if self.first() == "]":
             self._consume("]")
@@ -108,7 +110,8 @@ class JsonStream:
                 return
 
     def value(self) -> Any:
-        """Read the value that begins here."""
+        """Read the value that begins here. Raises RrfpError if the JSON is broken, or the value is
+        longer than 64 Mi characters."""
         if not self.first():
             raise self._broken()
         while True:
@@ -126,7 +129,8 @@ class JsonStream:
             self._read(size)
 
     def _consume(self, allowed: str) -> str:
-        """Consume the next character, which must be one of `allowed`."""
+        """Consume and return the next character other than white space, which must be one of
+        `allowed`. Raises RrfpError for any other."""
         found = self.first()
         if not found or found not in allowed:
             raise self._broken()
@@ -134,7 +138,8 @@ class JsonStream:
         return found
 
     def _read(self, at_least: int) -> None:
-        """Read at least `at_least` more characters into the buffer, if the file has them."""
+        """Read at least `at_least` more characters into the buffer, if the file has them, and drop
+        those already consumed. Raises RrfpError if they are not UTF-8."""
         parts = [self._text[self._position :]]
         self._position = 0
         while at_least > 0 and not self._is_ended:
@@ -150,6 +155,7 @@ class JsonStream:
         self._text = "".join(parts)
 
     def _broken(self) -> RrfpError:
+        """The error for a file that is not whole JSON."""
         return RrfpError(
             f"{self._path} is empty, cut off or no profile: its JSON is not whole; import what "
             "torch.profiler's export_chrome_trace wrote"

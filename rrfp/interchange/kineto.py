@@ -44,8 +44,8 @@ def infer_spans(
     name: str,
 ) -> tuple[list[RankSpans], Source]:
     """The spans of a run from profiles without ranges of tasks. `host_of` reads the rest of a
-    profile; `name` is the kind of profile for messages. Raises RrfpError if tasks are not found, or
-    their microbatches are unknown."""
+    profile; `name` is the kind of profile for messages. Tasks without work on a GPU that ran others
+    are left out. Raises RrfpError if tasks are not found, or their microbatches are unknown."""
     ranks = []
     hosts = []
     idle = on_gpu = 0
@@ -79,7 +79,8 @@ def infer_spans(
 
 
 def _calls(host: HostProfile) -> Iterator[Call]:
-    """The forwards and backwards in a profile, with the pairs that autograd made."""
+    """Yield the forwards and backwards in a profile: from Python functions, or else ranges with
+    Megatron's names, or else operators. The pair of each comes from autograd's operators in it."""
     paired = calls_of_autograd(host.forwards, host.backwards, host.transfers)
     named = host.frames or host.ranges
     if not named:
@@ -107,9 +108,9 @@ def read_profiles(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
 def spans_of(
     profiles: Sequence[Profile], host_of: Callable[[Profile], HostProfile], name: str
 ) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from the ranges in its profiles. `host_of` reads the rest of a profile, if
-    the ranges are not sufficient; `name` is the kind of profile for messages. Raises RrfpError as
-    `read_profiles` does."""
+    """The spans of a run from the ranges of tasks in its profiles, or else those of `infer_spans`.
+    `host_of` reads the rest of a profile, if the ranges are not sufficient; `name` is the kind of
+    profile for messages. Raises RrfpError as `read_profiles` does."""
     if not any(profile.names_tasks for profile in profiles):
         _check_ranks(profiles)
         return infer_spans(profiles, host_of, _world_size(profiles), name)
@@ -143,7 +144,8 @@ _Ranks = Sequence[ProfiledRank] | Sequence[Profile]
 
 
 def _world_size(ranks: _Ranks) -> int:
-    """The number of ranks of the run: the one that profiles state, or the highest rank plus 1."""
+    """The number of ranks of the run: the one that profiles state, or the highest rank plus 1.
+    Raises RrfpError if they state different ones."""
     sizes = {rank.world_size: rank.path for rank in ranks if rank.world_size}
     if len(sizes) > 1:
         (size, path), (other, elsewhere), *_ = sizes.items()
@@ -155,7 +157,7 @@ def _world_size(ranks: _Ranks) -> int:
 
 
 def _check_ranks(ranks: _Ranks) -> None:
-    """Raise RrfpError for unknown or repeated ranks; a single profile without a rank becomes rank
+    """Raise RrfpError for unknown or repeated ranks. A single profile of unknown rank becomes rank
     0."""
     by_number: dict[int, Path] = {}
     for rank in ranks:
@@ -174,8 +176,8 @@ def _check_ranks(ranks: _Ranks) -> None:
 
 
 def _place(ranks: list[ProfiledRank], groups: Mapping[int, Groups]) -> Iterator[str]:
-    """Assign a place to each rank without one, and yield notes. Ranks with the same stages are
-    replicas."""
+    """Assign a stage to each task without one and a place to each rank without one, and yield
+    notes. Ranks with the same stages are replicas."""
     are_stages_known = True
     for rank in ranks:
         pipeline = groups[rank.number].pipeline if rank.number in groups else ()

@@ -86,14 +86,15 @@ class Profile:
 
     @property
     def names_tasks(self) -> bool:
-        """True if any range is one of a task."""
+        """True if any range on the CPU is one of a task."""
         return any(isinstance(parse_range(event.name), TaskRange) for event in self.on_cpu)
 
 
 def _read_document(
     path: Path, read_events: Callable[[JsonStream], None]
 ) -> tuple[bool, int, dict[str, Any]]:
-    """Read a profile's JSON, with `read_events` for its list of events.
+    """Read a profile's JSON, with `read_events` for its list of events; the JSON may be that list
+    alone. Raises RrfpError for an impossible origin of times, or broken JSON.
 
     Returns whether there is such a list, the origin of its times in ns since 1970, and the members
     `host_name` and `distributedInfo`, if they have the right types.
@@ -119,7 +120,8 @@ def _read_document(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read the ranges of tasks. Raises RrfpError if the file is not a profile."""
+    """Read the ranges of tasks and the rank, -1 if unknown. Raises RrfpError if the file is not a
+    profile, or has ranges of a forward and a backward at once."""
     profile = Profile(path)
     has_events, base_ns, about = _read_document(path, lambda events: _add_events(profile, events))
     profile.host_name = about.get("host_name", profile.host_name)
@@ -143,7 +145,8 @@ def read_profile(path: Path) -> Profile:
 
 
 def _add_events(profile: Profile, stream: JsonStream) -> None:
-    """Add the ranges of pipeline tasks and the profiler's own steps; other events are skipped."""
+    """Add the ranges of pipeline tasks and the profiler's own steps; other events are skipped.
+    Raises RrfpError for a range of a forward and a backward at once."""
     for event in stream.items():
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -172,7 +175,8 @@ def _add_events(profile: Profile, stream: JsonStream) -> None:
 
 
 def event_of(path: Path, event: dict[str, Any], name: str) -> Event:
-    """Decode an event's times and external id. Raises RrfpError for impossible times."""
+    """Decode an event's times and external id, None if that is no number. Raises RrfpError for
+    impossible times."""
     start_us, duration_us = event.get("ts"), event.get("dur")
     most_us = _MOST_NS // _NS_PER_US
     for what, value in (("ts", start_us), ("dur", duration_us)):
@@ -269,7 +273,8 @@ class HostProfile:
 
     def add(self, event: Event, sequence: int | None, is_receive: bool | None) -> None:
         """Add a range by its name: a call, a transfer (`is_receive` is not None), a node of a
-        backward, or an operator of a forward (`sequence` is its number in autograd's sequence)."""
+        backward, or an operator of a forward (`sequence` is its number in autograd's sequence). Any
+        other range is skipped."""
         start_ns, end_ns, name, _ = event
         if kind := kind_of_call(name):
             self.ranges.append((event, kind))
@@ -283,8 +288,8 @@ class HostProfile:
 
 
 def read_host_profile(path: Path) -> HostProfile:
-    """Read calls, transfers, operators and kernels. Raises RrfpError if the file is not a
-    profile."""
+    """Read calls, transfers, operators and kernels, sorted by start. Raises RrfpError if the file
+    is not valid JSON, or has impossible times."""
     host = HostProfile(path)
     _, base_ns, about = _read_document(path, lambda events: _add_host_events(host, events))
     host.groups = groups_of(_ranks_by_group(about.get("distributedInfo", {})))
@@ -293,7 +298,7 @@ def read_host_profile(path: Path) -> HostProfile:
 
 
 def _ranks_by_group(distributed: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ranks of each process group by its description."""
+    """The ranks of each process group by its description; invalid entries are skipped."""
     described: dict[str, list[int]] = {}
     groups = distributed.get("pg_config")
     for group in groups if isinstance(groups, list) else ():
@@ -306,6 +311,8 @@ def _ranks_by_group(distributed: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _add_host_events(host: HostProfile, stream: JsonStream) -> None:
+    """Add an array's Python functions, ranges, operators, launches and kernels to `host`; other
+    events are skipped."""
     for event in stream.items():
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -334,7 +341,8 @@ def _add_host_events(host: HostProfile, stream: JsonStream) -> None:
 
 
 def _add_frame(host: HostProfile, event: dict[str, Any], name: str) -> None:
-    """Add a call of one of Megatron's or torch's Python functions for pipelines."""
+    """Add a call of one of Megatron's or torch's Python functions for pipelines: a task, a
+    schedule, a gradient reduction or a transfer. Other functions are skipped."""
     match = _FRAME.fullmatch(name)
     if match is None:
         return
@@ -350,6 +358,7 @@ def _add_frame(host: HostProfile, event: dict[str, Any], name: str) -> None:
 
 
 def _add_range(host: HostProfile, event: dict[str, Any], name: str) -> None:
+    """Add a range with Megatron's name of a task, or one of a transfer; others are skipped."""
     if kind := kind_of_call(name):
         host.ranges.append((event_of(host.path, event, name), kind))
     elif name in _TRANSFERS or is_transfer(name):
@@ -357,6 +366,8 @@ def _add_range(host: HostProfile, event: dict[str, Any], name: str) -> None:
 
 
 def _add_operator(host: HostProfile, event: dict[str, Any], name: str) -> None:
+    """Add a transfer, a node of a backward, or a forward's operator with a number in autograd's
+    sequence. Others are skipped, such as those that a backward recomputes."""
     if name in _TRANSFERS:
         _add_transfer(host, event, name, _TRANSFERS[name])
         return
@@ -372,12 +383,13 @@ def _add_operator(host: HostProfile, event: dict[str, Any], name: str) -> None:
 
 
 def _add_transfer(host: HostProfile, event: dict[str, Any], name: str, is_receive: bool) -> None:
+    """Add an event to the sends and receives of `host`."""
     start_ns, end_ns, *_ = event_of(host.path, event, name)
     host.transfers.append(Transfer(start_ns, end_ns, is_receive))
 
 
 def _number(event: dict[str, Any], name: str) -> int | None:
-    """An argument of an event, if it is a non-negative integer."""
+    """An argument of an event, if it is a non-negative integer; otherwise None."""
     arguments = event.get("args")
     return _whole(arguments.get(name) if isinstance(arguments, dict) else None)
 
@@ -396,6 +408,7 @@ def _move_and_sort(host: HostProfile, base_ns: int) -> None:
 
 
 def _start(found: tuple[Event, Kind]) -> int:
+    """The start of an event with its kind, to sort by."""
     return found[0].start_ns
 
 
@@ -403,7 +416,7 @@ _Span = TypeVar("_Span", Event, Transfer, Operator, Kernel)
 
 
 def _later(span: _Span, by_ns: int) -> _Span:
-    """Add `by_ns` to both times."""
+    """A copy of a span with `by_ns` added to both times."""
     return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
 
 
@@ -460,6 +473,7 @@ class ProfiledRank:
 
     @property
     def tasks(self) -> list[tuple[FoundRange, TaskRange]]:
+        """The ranges of tasks of the rank's chosen maker, each with its content."""
         return [
             (found, found.content)
             for found in self.found
@@ -467,7 +481,8 @@ class ProfiledRank:
         ]
 
     def spans(self) -> RankSpans:
-        """The rank's spans. The stage and step of every task must be known (`number_steps`)."""
+        """The rank's spans; ranges without a step are left out. The stage of every task must be
+        known (`number_steps`)."""
         assert self.info is not None
         ours = self.maker is Maker.RRFP
         holds_waits = not (ours or self.is_gpu or self.is_timed_by_operators)
@@ -495,7 +510,8 @@ class ProfiledRank:
 
 def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
     """The ranges of a profile, at the GPU's times if the GPU ran tasks; whether it did; and the
-    number of tasks without GPU times, which are skipped."""
+    number of tasks without GPU times, which are left out. Raises RrfpError if the GPU's ranges
+    cannot be matched."""
     worked: defaultdict[tuple[str, int | None], list[Event]] = defaultdict(list)
     for event in profile.on_gpu:
         worked[event.name, event.external_id].append(event)
@@ -525,6 +541,7 @@ def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
 
 
 def _unnumbered(profile: Profile, name: str) -> RrfpError:
+    """The error for a profile whose GPU ranges cannot be matched to those of the CPU."""
     return RrfpError(
         f"{profile.path} does not tell which of its ranges '{name[:40]}' the GPU worked for; "
         "profile with a torch that writes their External id"
@@ -574,7 +591,8 @@ def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
 
 def number_steps(ranks: list[ProfiledRank]) -> Iterator[str]:
     """Assign a step to each range without one, and yield notes. It is the profiler's step if each
-    of those has every task at most once; otherwise steps are counted."""
+    of those has every task at most once; otherwise steps are counted. rrfp's own ranges have
+    theirs."""
     if ranks[0].maker is Maker.RRFP:
         return
     chosen = [_steps_of_profiler(rank) for rank in ranks]
@@ -597,7 +615,8 @@ def number_steps(ranks: list[ProfiledRank]) -> Iterator[str]:
 
 
 def _steps_of_profiler(rank: ProfiledRank) -> Sequence[int | None] | None:
-    """The profiler's step of each range; None if a range has none, or if one has a task twice."""
+    """The profiler's step of each range; None if a range is outside of all steps, or a step has a
+    task twice."""
     steps = []
     seen: set[tuple[int, Range]] = set()
     index = -1
@@ -630,7 +649,7 @@ class _Counted:
 
 def _counted_steps(rank: ProfiledRank) -> _Counted:
     """Count a rank's steps. A step begins with the first forward of the rank's first stage, as in
-    every order, or when a task repeats."""
+    every order, or when a task repeats. A receive is in the step of the next task."""
     first = min(
         ((task.stage or 0, task.microbatch) for _, task in rank.tasks if task.kind is Kind.F),
         default=None,
@@ -658,9 +677,9 @@ def _counted_steps(rank: ProfiledRank) -> _Counted:
 
 
 def _align(ranks: list[_Counted]) -> None:
-    """Count the steps of all ranks from the earliest rank's first complete step, which may be
-    incomplete on others. A step begins on all ranks within half its length, because filling the
-    pipeline takes no longer."""
+    """Renumber the steps of all ranks, in place, from the earliest rank's first complete step,
+    which may be incomplete on others. A step begins on all ranks within half its length, because
+    filling the pipeline takes no longer."""
     reference_ns = min((rank.begins_ns for rank in ranks if rank.begins_ns), default=[])
     for rank in ranks:
         if rank.begins_ns:
@@ -685,8 +704,9 @@ def _align(ranks: list[_Counted]) -> None:
 def calls_of_autograd(
     forwards: Sequence[Operator], backwards: Sequence[Operator], transfers: Sequence[Transfer]
 ) -> list[Call]:
-    """The forwards and backwards of a rank, found by their operators. All arguments are in the
-    order of time."""
+    """The forwards and backwards of a rank in the order of time, found by their operators: each
+    backward and, if its operators are known, its forward share a pair number. All arguments are in
+    the order of time."""
     groups = list(_backwards(backwards, transfers))
     outside = list(_outside(forwards, groups))
     top = list(_top_level(outside))
@@ -710,7 +730,8 @@ def calls_of_autograd(
 def _backwards(
     nodes: Sequence[Operator], transfers: Sequence[Transfer]
 ) -> Iterator[list[Operator]]:
-    """Group the nodes by backward."""
+    """Group the nodes of the backward graph by backward: a new one begins at an ascending sequence
+    number, or after a transfer. Nested nodes are skipped."""
     between_ns = [transfer.start_ns for transfer in transfers]
     group: list[Operator] = []
     lowest = MOST_SEQUENCE
@@ -731,7 +752,7 @@ def _backwards(
 def _outside(
     forwards: Sequence[Operator], groups: Sequence[Sequence[Operator]]
 ) -> Iterator[Operator]:
-    """The operators that did not run within a backward."""
+    """Yield the operators that did not begin within a backward."""
     starts_ns = [nodes[0].start_ns for nodes in groups]
     ends_ns = [max(node.end_ns for node in nodes) for nodes in groups]
     for operator in forwards:
@@ -741,7 +762,8 @@ def _outside(
 
 
 def _top_level(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """The operators that are not nested in another one."""
+    """Yield the operators, given in the order of their starts, that are not nested in another
+    one."""
     end_ns: int | None = None
     for operator in operators:
         if end_ns is None or operator.start_ns >= end_ns:

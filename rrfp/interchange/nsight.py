@@ -80,7 +80,7 @@ class Process:
 
 def read_processes(path: Path) -> list[Process]:
     """The processes in an export that have NVTX ranges, in the order of their ids. Raises RrfpError
-    if the file is not such an export, or has no NVTX ranges."""
+    if the file is not such an export, is damaged, or has no NVTX ranges."""
     processes: dict[int, Process] = {}
 
     def process_of(global_id: int) -> Process:
@@ -117,8 +117,8 @@ def read_processes(path: Path) -> list[Process]:
 
 
 def _bound(database: sqlite3.Connection, num_bytes: int) -> None:
-    """Limit the work for a file of this size, because the pages of a damaged file may form a
-    cycle."""
+    """Make SQLite abort when it works too long for a file of this size, because the pages of a
+    damaged file may form a cycle."""
     left = iter(range((num_bytes * _STEPS_OF_A_BYTE + _LEAST_STEPS) // _STEPS_AT_ONCE))
     database.set_progress_handler(lambda: next(left, None) is None, _STEPS_AT_ONCE)
 
@@ -130,8 +130,8 @@ _WITHOUT_RANGES = (
 
 
 def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
-    """The existing tables. Raises RrfpError if they lack columns, or if the file is not an
-    export."""
+    """The names of the existing tables. Raises RrfpError if they lack columns, or if the file is
+    not an export with NVTX ranges."""
     rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
     found = {name for (name,) in rows}
     if "NVTX_EVENTS" not in found:
@@ -157,8 +157,8 @@ def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
 def _rows(
     path: Path, database: sqlite3.Connection, query: str, *, text_at: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows of a query whose columns are whole numbers, except column `text_at`, if given. Rows
-    with text begin with the start and the end of an interval. Raises RrfpError for a damaged
+    """Yield the rows of a query whose columns are whole numbers, except column `text_at`, if given.
+    Rows with text begin with the start and the end of an interval. Raises RrfpError for a damaged
     row."""
     for row in database.execute(query):
         numbers = [value for index, value in enumerate(row) if index != text_at]
@@ -190,7 +190,8 @@ _TRANSFERS = {
 
 
 def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its exports. Raises RrfpError for files that are not exports or
+    """The spans of a run from its exports. Ranks follow from the files' names, or from the order of
+    process ids if processes share a file. Raises RrfpError for files that are not exports or
     contain no tasks."""
     found = [(path, process) for path in paths for process in read_processes(path)]
     if len(found) == len(paths):
@@ -213,7 +214,8 @@ def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
 
 
 def _profile(path: Path, process: Process, number: int) -> Profile:
-    """The ranges of tasks, with GPU times as in a profile of torch.profiler."""
+    """The ranges of tasks, with GPU times from the kernels launched in each, as in a profile of
+    torch.profiler. Raises RrfpError for a range of a forward and a backward at once."""
     profile = Profile(path, number=number, pid=process.pid)
     launched = sorted((time_ns, number) for number, time_ns in process.launches.items())
     times_ns = [time_ns for time_ns, _ in launched]
@@ -253,7 +255,7 @@ def _host(path: Path, process: Process) -> HostProfile:
 
 def _split_name(name: str) -> tuple[str, int | None]:
     """Split a range's name into the name before emit_nvtx's additions and the number in autograd's
-    sequence."""
+    sequence, None without one."""
     match = _OF_EMIT_NVTX.fullmatch(name)
     if match is None:
         return name, None

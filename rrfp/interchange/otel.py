@@ -63,8 +63,8 @@ class _Exporter:
 
 
 def read_spans(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its files, each of which may contain any number of ranks. Raises
-    RrfpError if they are not OTLP, or contain no tasks."""
+    """The spans of a run from its files, each of which may contain any number of ranks. Ranks
+    without tasks are left out. Raises RrfpError if the files are not OTLP, or contain no tasks."""
     exporters: dict[int, _Exporter] = {}
     for path in paths:
         for number, attributes, spans in _resources(path):
@@ -128,7 +128,9 @@ def _drop_repeated(exporter: _Exporter) -> Iterator[int]:
 def _rank(
     number: int, exporter: _Exporter, num_ranks: int, sizes: Mapping[str, int]
 ) -> InferredRank:
-    """Sort a rank's spans into calls, transfers, gradient reductions and schedules."""
+    """Sort a rank's spans into calls, transfers, gradient reductions and schedules; other spans are
+    skipped. A schedule extends over the tasks of its step, and an evaluation has a negative
+    number."""
     host = exporter.attributes.get("host.name")
     rank = InferredRank(number, writable(host) if isinstance(host, str) else "unknown")
     rank.groups = _groups(number, num_ranks, sizes)
@@ -160,7 +162,8 @@ def _rank(
 
 def _groups(number: int, num_ranks: int, sizes: Mapping[str, int]) -> Groups:
     """The groups of a rank in Megatron's order: neighbors form a tensor group, and the ranks of a
-    pipeline are farthest apart."""
+    pipeline are farthest apart. A pipeline of one rank is empty; both are if the sizes do not
+    divide the ranks."""
     pipeline, tensor = sizes["pipeline"], sizes["tensor"]
     if num_ranks % pipeline or num_ranks % tensor:
         return Groups()
@@ -174,7 +177,7 @@ def _groups(number: int, num_ranks: int, sizes: Mapping[str, int]) -> Groups:
 
 def _size(exporters: Mapping[int, _Exporter], name: str) -> int:
     """The size of a parallelism such as `tensor`, in all ranks' attributes; 1 if they do not state
-    it."""
+    a possible one. Raises RrfpError if they state different ones."""
     stated = [each.attributes.get(f"dl.{name}_parallel.size") for each in exporters.values()]
     sizes = {size for size in stated if type(size) is int and 0 < size < MOST_OF_A_KIND}
     if len(sizes) > 1:
@@ -186,7 +189,8 @@ def _size(exporters: Mapping[int, _Exporter], name: str) -> int:
 
 
 def _resources(path: Path) -> Iterator[tuple[int, dict[str, object], list[_Span]]]:
-    """Yield the rank, the attributes and the spans of each resource in a file."""
+    """Yield the rank, the attributes and the spans of each resource in a file. One without a rank
+    is skipped, or raises RrfpError if it has tasks."""
     stream = JsonStream(path)
     while stream.first():
         request = stream.value()
@@ -208,7 +212,8 @@ def _resources(path: Path) -> Iterator[tuple[int, dict[str, object], list[_Span]
 
 
 def _number(attributes: Mapping[str, object]) -> int | None:
-    """The rank in a resource's attributes."""
+    """The rank in a resource's attributes, from `dl.rank` or the end of `service.instance.id`; None
+    without one."""
     number = attributes.get("dl.rank")
     if type(number) is int and 0 <= number < MOST_OF_A_KIND:
         return number
@@ -217,7 +222,8 @@ def _number(attributes: Mapping[str, object]) -> int | None:
 
 
 def _span(path: Path, span: Mapping[str, Any]) -> _Span:
-    """Decode a span. Raises RrfpError for an invalid name or time."""
+    """Decode a span. An end before its start becomes the start, an impossible iteration None.
+    Raises RrfpError for an invalid name or time."""
     name = span.get("name")
     times = [str(span.get(key)) for key in ("startTimeUnixNano", "endTimeUnixNano")]
     if not isinstance(name, str) or not all(map(_TIME.fullmatch, times)):
@@ -233,8 +239,8 @@ def _span(path: Path, span: Mapping[str, Any]) -> _Span:
 
 
 def _attributes(owner: object) -> dict[str, object]:
-    """The attributes of a span or a resource. OTLP writes integers as text, which is converted
-    back."""
+    """The integer and text attributes of a span or a resource; other values become None. OTLP
+    writes integers as text, which is converted back."""
     found: dict[str, object] = {}
     for attribute in _each(owner, "attributes"):
         key, value = attribute.get("key"), attribute.get("value")
@@ -247,7 +253,8 @@ def _attributes(owner: object) -> dict[str, object]:
 
 
 def _each(owner: object, key: str) -> Iterator[Mapping[str, Any]]:
-    """The objects in a list that is a member of `owner`; none if there is no such list."""
+    """Yield the objects in a list that is a member of `owner`; none if there is no such list. Items
+    that are not objects are skipped."""
     values = owner.get(key) if isinstance(owner, dict) else None
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict):

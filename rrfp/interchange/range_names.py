@@ -116,7 +116,8 @@ _OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
 
 
 def parse_range(name: str) -> Range | None:
-    """Parse a range's name; None if it does not belong to a pipeline."""
+    """Parse the name of a range of rrfp or of torch.distributed.pipelining; None if it does not
+    belong to a pipeline."""
     if name.startswith("rrfp "):
         return _parse_ours(name)
     if match := _ACTION.fullmatch(name):
@@ -133,6 +134,7 @@ def parse_range(name: str) -> Range | None:
 
 
 def _parse_ours(name: str) -> Range | None:
+    """Parse the name of a range of rrfp: a task, a wait or a schedule; None for any other name."""
     if match := _OUR_TASK.fullmatch(name):
         kind, microbatch, stage, _, sort, number = match.groups()
         step = _step(sort, number)
@@ -148,6 +150,7 @@ def _parse_ours(name: str) -> Range | None:
 
 
 def _step(sort: str, number: str) -> int:
+    """The step number of a name's sort and number; that of an evaluation is negative."""
     return evaluation_step(int(number)) if sort == EVALUATION else int(number)
 
 

@@ -49,8 +49,8 @@ class RankSpans:
     """True if a task's span may include the send of its output."""
 
     def schedules(self) -> list[PhaseRecord]:
-        """A `SCHEDULE` phase for each step, from the rank's first task, wait or transfer to its
-        last."""
+        """Derive a `SCHEDULE` phase for each step, from the rank's first task, wait or transfer to
+        its last. Adds nothing to `phases`."""
         extents: dict[int, tuple[int, int]] = {}
         for span in chain[TaskSpan | WaitRecord | TransferSpan](
             self.tasks, self.waits, self.transfers
@@ -73,7 +73,7 @@ class RankSpans:
             spans[:] = [each._replace(step=steps.get(each.step, each.step)) for each in spans]
 
     def _lists(self) -> tuple[list[Any], ...]:
-        """All lists of spans."""
+        """The lists of tasks, waits, transfers and phases themselves, not copies."""
         return self.tasks, self.waits, self.transfers, self.phases
 
 
@@ -154,8 +154,8 @@ class RunSpans:
                 self._found[_key(rank, task)] = rank, task
 
     def sender(self, rank: RankSpans, task: TaskSpan) -> tuple[RankSpans, TaskSpan] | None:
-        """The rank and the task that produce a task's input; None if there is no such task on
-        another rank."""
+        """The rank and the task that produce a task's input; None if there is no such task, or it
+        ran on the same rank."""
         stage = sending_stage(task.kind, task.stage)
         if stage is None:
             return None
@@ -163,7 +163,8 @@ class RunSpans:
         return found if found is not None and found[0] is not rank else None
 
     def align_clocks(self) -> Iterator[str]:
-        """Shift the clocks of ranks that seem to run tasks before their input; yields notes."""
+        """Put forward the clocks of ranks that seem to run tasks before their input, and set their
+        `clock_offset_ns`; yields notes. Changes nothing if no shifts explain that."""
         slacks_ns: dict[Link, int] = {}
         for rank in self.ranks:
             for task in rank.tasks:
@@ -231,8 +232,9 @@ class RunSpans:
         self._find()
 
     def gaps(self, rank: RankSpans) -> Iterator[tuple[int, TaskSpan]]:
-        """Yield each task that did not begin as soon as the rank was free, after the time at which
-        the rank became free."""
+        """Yield each task that did not begin as soon as the rank was free in its step, after the
+        time at which the rank became free: the entry into the schedule, or the end of the task
+        before."""
         entries_ns = {
             phase.step: phase.start_ns for phase in rank.phases if phase.phase == Phase.SCHEDULE
         }
@@ -245,6 +247,7 @@ class RunSpans:
 
 
 def _key(rank: RankSpans, task: TaskSpan) -> _Key:
+    """The key of a rank's task in the run; it contains the replica, not the rank."""
     replica = rank.info.dp_rank, rank.info.tp_rank
     return _Key(replica, task.step, task.kind, task.stage, task.microbatch)
 

@@ -50,7 +50,8 @@ _MOST = {
 
 
 def read_table(path: Path) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its table. Raises RrfpError for any other table."""
+    """The spans of a run from its table. Raises RrfpError for any other table, for one without
+    tasks and for one with impossible values."""
     table = _checked(path, _read(path))
     if not table["optype"].is_in(list(_TASKS)).any():
         raise RrfpError(
@@ -92,7 +93,7 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
 
 
 def _read(path: Path) -> pl.DataFrame:
-    """Read a CSV or Parquet file. Raises RrfpError if it is damaged."""
+    """Read a CSV or Parquet file. Raises RrfpError if it is damaged or cannot be read."""
     try:
         if path.suffix == ".parquet":
             with _without_stderr():
@@ -106,6 +107,8 @@ def _read(path: Path) -> pl.DataFrame:
 
 
 def _read_parquet(path: Path) -> pl.DataFrame:
+    """Read a Parquet file. Raises RrfpError if it claims more rows than it has bytes, as a
+    malicious one may."""
     num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
     # A file of a few bytes can claim billions of equal rows. Real times are not equal.
     if num_rows > path.stat().st_size:
@@ -177,7 +180,8 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _put_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
-    """Shift the steps so that they follow each other, if they overlap."""
+    """Shift the steps so that they follow each other without gaps, if any overlap; otherwise change
+    nothing. Raises RrfpError if they take impossibly long."""
     steps = (
         table.group_by("step")
         .agg(pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns"))
@@ -204,7 +208,8 @@ def _put_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _without_overlaps(tasks: list[TaskSpan]) -> list[TaskSpan]:
-    """The tasks in order of time, without overlaps due to rounding."""
+    """The tasks in order of time. One that overlaps the one before by at most 100 us, due to
+    rounding, begins at its end; greater overlaps stay."""
     apart: list[TaskSpan] = []
     for task in sorted(tasks):
         ended_ns = apart[-1].end_ns if apart else task.start_ns

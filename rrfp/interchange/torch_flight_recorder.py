@@ -113,7 +113,8 @@ def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dum
 
 
 def _compare_groups(dumps: Sequence[Dump], note: Callable[[str], object]) -> None:
-    """Call `note` if the dumps cannot be from one job, as their groups have different ranks."""
+    """Call `note` for the first group for which two dumps state different ranks, as they cannot be
+    from one job."""
     found: dict[str, tuple[Path, Group]] = {}
     for dump in dumps:
         for name, group in dump.groups.items():
@@ -129,7 +130,8 @@ def _compare_groups(dumps: Sequence[Dump], note: Callable[[str], object]) -> Non
 
 
 def _differ(one: Dump, other: Dump) -> bool:
-    """True if two dumps have different operations."""
+    """True if two dumps have different operations, by their numbers, names and times; their states
+    may differ."""
     began, other_began = (
         [(*batch_of(each), each.name, each.created_ns) for each in dump.operations]
         for dump in (one, other)
@@ -138,7 +140,8 @@ def _differ(one: Dump, other: Dump) -> bool:
 
 
 def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
-    """Read all dumps in a directory. Raises RrfpError if it has no dumps."""
+    """Read all dumps in a directory, not its subdirectories. Other files are skipped, with a call
+    of `note` for the first 5. Raises RrfpError if it has no dumps."""
     found: list[Dump] = []
     skipped: list[_NoDumpError] = []
     for file in sorted(file for file in directory.iterdir() if file.is_file()):
@@ -187,7 +190,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _content(file: Path) -> Mapping[str, Any]:
-    """Decode a file. Raises _NoDumpError if it is not a dump, and RrfpError for another version."""
+    """Decode a file, JSON or a pickle that loads no code. Raises _NoDumpError if it is not a dump
+    or is too large, and RrfpError if it cannot be read or has another version."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise _NoDumpError(f"{file} is larger than {_MOST_BYTES >> 20} MiB; no dump is")
@@ -223,7 +227,9 @@ def _content(file: Path) -> Mapping[str, Any]:
 
 
 def _dump(file: Path) -> Dump:
-    """Read one dump."""
+    """Read one dump. Invalid entries are skipped, and all operations of a batch get the state of
+    its last one. Raises RrfpError as `_content` does, and _NoDumpError without a rank in its
+    name."""
     dump = Dump(file, _rank_of(file))
     content = _content(file)
     groups = content.get("pg_config")
@@ -246,12 +252,14 @@ def _dump(file: Path) -> Dump:
 
 
 def batch_of(operation: Operation) -> tuple[str, bool, int]:
-    """The key that a rank's operations of one batch have in common."""
+    """The key that a rank's operations of one batch have in common: group, whether it is a send or
+    receive, and sequence number."""
     return operation.group, operation.is_p2p, operation.sequence
 
 
 def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
-    """Decode an operation. Adds its group to the dump if it is new."""
+    """Decode an operation; invalid fields become empty or 0. Adds its group to the dump if it is
+    new."""
     named = entry.get("process_group")
     parts = named if isinstance(named, list | tuple) and len(named) == 2 else (named, "")
     group = _text(parts[0])
@@ -281,7 +289,8 @@ def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
 
 
 def _place(frames: object) -> str:
-    """Format the innermost frame that is not in torch or the standard library."""
+    """Format the innermost frame that is not in torch or the standard library: `file:line
+    function`. Empty without one."""
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict):
             file = _text(frame.get("filename"))
@@ -291,7 +300,8 @@ def _place(frames: object) -> str:
 
 
 def _ranks(value: object) -> tuple[int, ...]:
-    """Decode ranks from a list or from torch's text, `"[0, 1]"`; leave out what is no rank."""
+    """Decode ranks from a list or from torch's text, `"[0, 1]"`; what is no rank is left out, and
+    any other value gives none."""
     if isinstance(value, str):
         return tuple(map(int, re.findall(r"\d{1,7}", value)))
     if isinstance(value, list):
@@ -300,7 +310,8 @@ def _ranks(value: object) -> tuple[int, ...]:
 
 
 def _shapes(value: object) -> str:
-    """Format the shapes of a list of tensors: `[[2, 3], [4]]`."""
+    """Format the shapes of a list of tensors: `[[2, 3], [4]]`, cut after 200 characters; `[]` for
+    any other value."""
     shapes = value[:_MOST_SHAPES] if isinstance(value, list | tuple) else ()
     texts = (
         ", ".join(map(_text, shape[:_MOST_SHAPES])) if isinstance(shape, list | tuple) else ""
@@ -310,7 +321,7 @@ def _shapes(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Format text or a number in printable characters; empty for other values."""
+    """Format text or a number in printable characters, at most 200; empty for other values."""
     if type(value) is int and abs(value) < _MOST_WHOLE:
         return str(value)
     if not isinstance(value, str):
@@ -382,7 +393,8 @@ class Hang:
 
 
 def hang_of(dumps: Sequence[Dump]) -> Hang:
-    """Analyze the dumps of a hung job."""
+    """Analyze the dumps of a hung job: which ranks each rank waits for, which never came, circles
+    of waits, and collectives that differ between ranks."""
     groups = _groups(dumps)
     with_dump = {dump.rank for dump in dumps}
     # Ranks have no gaps, so lower numbers exist too.
@@ -419,7 +431,7 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
     """All groups by name. If no dump has a group's ranks, as on gloo, they are the ranks that used
-    it."""
+    it, or all ranks for the default group."""
     found: dict[str, Group] = {}
     used: defaultdict[str, set[int]] = defaultdict(set)
     for dump in dumps:
@@ -438,8 +450,8 @@ def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
 
 
 def _first_pending(dump: Dump) -> Iterator[list[Operation]]:
-    """Yield the first operation of each group that has not ended, or all operations of its batch,
-    the `coalesced` one last."""
+    """Yield the first operation of each group that has not ended, or all operations of its batch
+    that have not, the `coalesced` one last."""
     first: dict[str, list[Operation]] = {}
     for operation in dump.operations:
         if not operation.is_done:
@@ -474,8 +486,8 @@ class _Begun:
                         self._halves.add((dump.rank, group, operation.name, operation.peer))
 
     def missing(self, rank: int, parts: Sequence[Operation], group: Group) -> tuple[int, ...]:
-        """The ranks that a rank waits for in a single operation, or in the operations of a
-        batch."""
+        """The ranks that a rank waits for in these operations: a peer that is not in the matching
+        send or receive, and the members of the group that have not begun the collective."""
         found: set[int] = set()
         for each in parts:
             if each.peer is not None:
@@ -488,7 +500,8 @@ class _Begun:
 
 
 def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield one circle for each set of ranks that wait for each other, from its smallest rank."""
+    """Yield circles of ranks that wait for each other, each from its smallest rank. Of the ranks
+    that a rank waits for, only the smallest is followed."""
     visited: set[int] = set()
     for start in sorted(edges):
         path: dict[int, None] = {}
@@ -506,7 +519,7 @@ def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
 
 def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[Mismatch]:
     """Yield, for each group, the first sequence number for which its ranks began different
-    collectives."""
+    collectives, or all-reduces of different sizes."""
     began: defaultdict[tuple[str, int], dict[int, list[Operation]]] = defaultdict(dict)
     for dump in dumps:
         for operation in dump.operations:
@@ -539,5 +552,6 @@ def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[
 
 
 def _signature(operation: Operation) -> str:
-    """The part of an operation that must be equal on all ranks."""
+    """The part of an operation that must be equal on all ranks: its name, and the sizes of an
+    all-reduce."""
     return operation.name + (operation.sizes if operation.name == "all_reduce" else "")

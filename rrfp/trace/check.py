@@ -58,8 +58,8 @@ NUM_EXAMPLES = 3
 
 
 def finding(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
-    """A sentence: `pattern` with a count such as "3 tasks", and the first few `items`. Give
-    `num_items` if an item stands for several."""
+    """Format a finding: `pattern` with a count such as "3 tasks", then the first 3 items in
+    parentheses. The count is the number of items, or `num_items` if an item stands for several."""
     num_items = len(items) if num_items is None else num_items
     count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
     examples = "; ".join(map(str, items[:NUM_EXAMPLES]))
@@ -68,6 +68,7 @@ def finding(pattern: str, noun: str, items: list[Any], num_items: int | None = N
 
 
 def _singular(noun: str) -> str:
+    """Convert a plural noun: `tasks` to `task`, `pairs of tasks` to `pair of tasks`."""
     return noun.replace("pairs", "pair") if noun.startswith("pairs") else noun.removesuffix("s")
 
 
@@ -88,13 +89,14 @@ class Promise:
 
     @classmethod
     def of_description(cls, description: Mapping[str, Any]) -> Self:
-        """The promise in a trace's own description."""
+        """The promise in a trace's own description: the steps asked for, and no trained ones."""
         return cls(_asked(description))
 
     @classmethod
     def of_run(cls, trace: Path, description: Mapping[str, Any]) -> Self:
-        """The promise in a trace's description and, if the trace is in its run's directory, in
-        that."""
+        """The promise of a trace in its run's directory: also the steps in metrics.jsonl, and only
+        up to the step at which a later session continued. Any other trace promises what its
+        description does. An unreadable run.json is ignored."""
         run = RunDir(trace.parent)
         session = next((each for each in _sessions_of(run) if each.trace == trace), None)
         is_joined = trace == run.joined_trace
@@ -112,8 +114,8 @@ class Promise:
 
 
 def _outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
-    """How a run ended according to the description of its trace, and the error's message; None and
-    empty if the description does not state it."""
+    """How a run ended according to the description of its trace, and the error's message. None and
+    empty if the description states no outcome, or an unknown one."""
     entry = description.get(OUTCOME)
     if not isinstance(entry, dict):
         return None, ""
@@ -124,8 +126,8 @@ def _outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
 
 
 def ending_sentence(description: Mapping[str, Any]) -> str:
-    """Explain in a clause why the run did not finish; empty if it did, if it stopped on request
-    after a step, or if that is unknown."""
+    """Explain in a clause why the run did not finish, with the error's first line. Empty if it
+    finished, if it stopped on request after a step, or if that is unknown."""
     outcome, error = _outcome_of(description)
     error = error.partition("\n")[0]
     match outcome:
@@ -142,7 +144,7 @@ def ending_sentence(description: Mapping[str, Any]) -> str:
 
 def _ranks_off(description: Mapping[str, Any]) -> dict[int, tuple[int, str]]:
     """The ranks that switched recording off, each with the step whose records it could not write
-    and the reason."""
+    and the reason. Invalid entries of the description are skipped."""
     listed = description.get(RECORDING_OFF)
     return {
         each["rank"]: (each["step"], str(each.get("reason")))
@@ -163,7 +165,9 @@ def _check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
-    """Yield findings about promised steps that not every rank recorded completely."""
+    """Yield a finding about trained steps that not every rank recorded completely, and one about
+    other steps that the run was to make. Steps whose records were removed for the disk budget are
+    no finding, nor are steps not made because the run stopped on request."""
     lossy = {loss.step for records in recording.ranks for loss in records.losses}
     whole = {step for step in step_windows(recording) if not is_evaluation(step)} - lossy
     asked: Iterable[int] = promise.asked
@@ -180,7 +184,7 @@ def _check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
 
 
 def _check_off(description: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a finding for each reason for which ranks switched recording off."""
+    """Yield a finding for each step and reason for which ranks switched recording off."""
     groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, (step, reason) in _ranks_off(description).items():
         groups[step, reason].append(rank)
@@ -190,7 +194,7 @@ def _check_off(description: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_begun(recording: Recording) -> Iterator[str]:
-    """Yield a finding if ranks ended during an activity."""
+    """Yield one finding, if any ranks ended during an activity, that lists these activities."""
     unfinished = [
         f"rank {records.info.rank}: {_describe_begun(begun)} in {step_name(begun.step)}"
         for records in recording.ranks
@@ -212,7 +216,7 @@ def _describe_begun(begun: BegunRecord) -> str:
 
 def _asked(description: Mapping[str, Any]) -> range:
     """The steps that a training run should make: of a session its own, of a joined trace all of
-    them."""
+    them. Empty for imported and simulated runs, and if the number is unknown."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
@@ -221,13 +225,15 @@ def _asked(description: Mapping[str, Any]) -> range:
 
 
 def _sessions_of(run: RunDir) -> list[RunDir]:
+    """The run's sessions; empty if its directory cannot be read."""
     with suppress(OSError):
         return run.sessions()
     return []
 
 
 def _steps_in(metrics: Path) -> Iterator[int]:
-    """The steps in metrics.jsonl; skips lines that are incomplete or do not contain a step."""
+    """Yield the steps in metrics.jsonl; none if it cannot be read. Lines that are incomplete or do
+    not contain a step are skipped."""
     with suppress(OSError), open_regular(metrics) as file:
         for line in lines_of(file, metrics):
             with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -237,7 +243,8 @@ def _steps_in(metrics: Path) -> Iterator[int]:
 
 
 def _spans(steps: list[int]) -> str:
-    """Format sorted steps: `step 3`, `steps 3, 5 to 9`; `...` after three ranges."""
+    """Format a non-empty sorted list of steps: `step 3`, `steps 3, 5 to 9`; `...` after three
+    ranges."""
     starts = [steps[0], *(b for a, b in pairwise(steps) if b != a + 1)]
     ends = [*(a for a, b in pairwise(steps) if b != a + 1), steps[-1]]
     spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
@@ -260,7 +267,7 @@ def recording_fraction(recording: Recording) -> float | None:
 
 
 def _steps_ns(records: RankRecords) -> int:
-    """The time that a rank spent in its schedule."""
+    """The total duration of a rank's `SCHEDULE` phases in ns."""
     return sum(
         phase.end_ns - phase.start_ns for phase in records.phases if phase.phase == Phase.SCHEDULE
     )
@@ -294,7 +301,8 @@ def check_contents(contents: TraceContents, promise: Promise | None = None) -> l
 
 
 def _check_file(contents: TraceContents) -> Iterator[str]:
-    """Events that were lost, are open, or were not recorded by the run."""
+    """Yield findings about the events of a file: fewer or more than its closing mark states, no
+    closing mark, slices without an end, and ends without a beginning."""
     num_found = sum(
         len(found) for rank in contents.recording.ranks for found in rank.by_name().values()
     )
@@ -313,6 +321,8 @@ def _check_file(contents: TraceContents) -> Iterator[str]:
 
 
 def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
+    """Yield findings about ranks of the run that left no records, and ranks that are in the trace
+    more than once."""
     missing = sorted(expected_ranks(recording.settings) - ranks)
     if missing:
         yield finding("missing: {} of the run left no records", "ranks", missing)
@@ -324,7 +334,7 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
     """The steps that some ranks began but did not finish or fully record, in order of time, each
-    with those ranks."""
+    with those ranks. A finished step has a `SCHEDULE` phase and no loss."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
         - {loss.step for loss in records.losses}
@@ -350,7 +360,8 @@ def _begun_steps(recording: Recording) -> list[int]:
 
 
 def _check_losses(recording: Recording) -> Iterator[str]:
-    """Losses that a rank itself recorded."""
+    """Yield a finding for each rank that had no room for some records, with their number by
+    step."""
     for records in recording.ranks:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
@@ -360,7 +371,9 @@ def _check_losses(recording: Recording) -> Iterator[str]:
 
 
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
-    """Steps that some ranks did not finish, unless another finding explains why."""
+    """Yield findings about the steps that some ranks did not finish (`torn`): ranks whose records
+    end several steps before the run's, the step in which the run ended, and others that lost their
+    end. Recorded losses and ranks that switched recording off are left to other findings."""
     begun = _begun_steps(recording)
     run_end = step_name(begun[-1]) if begun else ""
     known = {
@@ -391,14 +404,16 @@ def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[st
 
 
 def _end_without(rank: int, begun: list[int], torn: dict[int, list[int]]) -> list[int]:
-    """The run's last steps that the rank did not finish, the last one first."""
+    """The run's last consecutive steps that a rank did not finish, the last one first."""
     return list(takewhile(lambda step: rank in torn.get(step, ()), reversed(begun)))
 
 
 def _check_messages(
     recording: Recording, ranks: set[int], torn: Iterable[int], flow_lengths: Counter[int]
 ) -> Iterator[str]:
-    """Messages that lack an end, a task or an arrow, or travel back in time."""
+    """Yield findings about messages without a send, a receive, a consuming task or an arrow, and
+    about negative latencies beyond the clocks' errors. Skips unfinished steps and absent ranks.
+    Then checks the links' sequence numbers and the tasks' inputs."""
     sends: dict[MessageKey, SendRecord] = {}
     receives: dict[MessageKey, ReceiveRecord] = {}
     tasks: dict[tuple[int, TaskKey], TaskRecord] = {}
@@ -460,8 +475,8 @@ def _check_messages(
 
 
 def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[str]:
-    """A link's sequence numbers must start at 0, unless the recording begins late, and have no
-    gaps."""
+    """Yield a finding for each link whose sequence numbers have gaps, or do not start at 0 although
+    the recording does not begin late."""
     links: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for source, destination, sequence in sends:
         links[source, destination].add(sequence)
@@ -477,7 +492,8 @@ def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[s
 
 
 def _begins_late(recording: Recording) -> bool:
-    """True if the first steps were not recorded, or their records were removed."""
+    """True if the first steps were not recorded (the run's setting `recorded_steps`), or their
+    records were removed."""
     if FIRST_KEPT_STEP in recording.settings:
         return True
     settings = recording.settings.get("settings")
@@ -488,8 +504,8 @@ def _begins_late(recording: Recording) -> bool:
 def _check_inputs(
     recording: Recording, receives: dict[MessageKey, ReceiveRecord], skipped: set[int]
 ) -> Iterator[str]:
-    """If any task of a kind on a stage got its input by message, each of them must have a
-    message."""
+    """Yield a finding about tasks without a received message, if another task of the same kind and
+    stage on that rank received one. Tasks of `skipped` steps are not checked."""
     received: defaultdict[int, set[TaskKey]] = defaultdict(set)
     for key, receive in receives.items():
         received[key.destination].add(key_of(receive))
@@ -509,6 +525,7 @@ def _check_inputs(
 
 
 def _check_times(records: RankRecords) -> Iterator[str]:
+    """Yield a finding if any of a rank's records ends before it begins."""
     backward = [
         f"{name} at {record.start_ns} ns"
         for name, found in records.by_name().items()
@@ -520,7 +537,8 @@ def _check_times(records: RankRecords) -> Iterator[str]:
 
 
 def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
-    """Tasks that overlap, ran more than once, or are missing."""
+    """Yield findings about a rank's tasks that overlap, that ran more than once, and that are
+    missing in steps other than those in `torn`."""
     rank = records.info.rank
     overlapping = []
     by_start = sorted(records.tasks)
@@ -541,7 +559,8 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
-    """Recorded activation bytes must be consistent and within the bound."""
+    """Yield findings about tasks whose activation bytes do not add up, or exceed the step's budget.
+    Skips the steps in `torn`, and a rank whose sizes are unknown."""
     skipped = set(torn)
     tasks = [task for task in records.tasks if task.step not in skipped]
     if not are_sizes_known(tasks):
@@ -562,8 +581,8 @@ def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
-    """The tasks that are missing in finished steps, where a stage must run each of its kinds for
-    the same microbatches."""
+    """The tasks that are missing in steps other than the skipped ones: each kind that a stage ran
+    must have run for every microbatch of which any task was found in the step."""
     microbatches: defaultdict[int, set[int]] = defaultdict(set)
     groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)
     for step, kind, stage, microbatch in found:

@@ -146,13 +146,13 @@ class FlightRing:
             return
 
     def note_off(self, step: int, reason: str) -> None:
-        """Store that recording was switched off, because the records of this step could not be
-        written."""
+        """Store in the header that recording was switched off, because the records of this step
+        could not be written. Only the first 255 bytes of the reason can be read back."""
         _OFF.pack_into(self._map, _OFF_AT, True, step, reason.encode(errors="replace"))
 
     def close(self) -> None:
-        """Remove the file, because all records are in the spill file. If recording was switched
-        off, mark it as closed instead, so that the reason stays."""
+        """Remove the file, because all records are in the spill file; errors are ignored. If
+        recording was switched off, mark the file as closed instead, so that the reason stays."""
         if self._map[_OFF_AT]:
             _HEAD.pack_into(self._map, 0, _MAGIC, _VERSION, True)
             return
@@ -194,7 +194,8 @@ class Flight:
 
 def read_flight(path: Path) -> Flight | None:
     """Read a flight record; None if the file is not one. Slots that are incomplete or contain
-    impossible numbers are skipped. May raise OSError."""
+    impossible numbers are skipped. A record that its rank closed has no records. May raise
+    OSError."""
     with open_regular(path) as file:
         data = file.read(FILE_BYTES + 1)
     if len(data) != FILE_BYTES:
@@ -220,7 +221,8 @@ def read_flight(path: Path) -> Flight | None:
 
 
 def _record_at(data: bytes, offset: int, number: int, layout: _SlotLayout, texts: list[str]) -> Any:
-    """The record in the slot at `offset`; None if the slot is incomplete or impossible."""
+    """The record in the slot at `offset`. None if the slot is incomplete, a number is out of its
+    bounds, or the record ends before it begins."""
     _, _, first, last, *numbers, complement = layout.layout.unpack_from(data, offset)
     if complement != ~number or max(first, last) >= len(texts):
         return None
@@ -248,8 +250,9 @@ _NAMES = {record_type: name for name, record_type in RECORD_TYPES.items()}
 
 
 def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
-    """The records of a flight record that its rank has not spilled, and the activity that the rank
-    had begun. `recent` are the rank's last spilled records."""
+    """The records of a flight record that are not among `recent`, the rank's last spilled ones, and
+    the activity that the rank had begun. If records between the two were overwritten, only the
+    running step is returned, without the phase that would mark it as finished."""
     added = RankRecords(recent.info)
     lists = added.by_name()
     begun = _last_begun(flight.records)
@@ -275,7 +278,7 @@ def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
 
 def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
     """The innermost activity that the rank began and did not end: a task or a wait, or else the
-    phase around them. None without records of this type."""
+    phase around them; `BETWEEN` after a phase that ended. None without records of this type."""
     around: BegunRecord | None = None
     within: BegunRecord | None = None
     for record in records:

@@ -53,6 +53,8 @@ class InitialView:
         return urlencode(arguments, quote_via=quote)
 
     def _commands(self) -> list[dict[str, object]]:
+        """The commands that the UI runs at its start: expand the stages, and with a preset pin its
+        tracks and open a workspace that contains only them."""
         if self.preset is None:
             return [_command("ExpandTracksByRegex", _STAGES)]
         tracks = _TRACKS_OF[self.preset]
@@ -68,12 +70,13 @@ class InitialView:
 
 
 def _command(name: str, *arguments: str) -> dict[str, object]:
+    """A start-up command of the Perfetto UI as JSON; `name` lacks its prefix `dev.perfetto.`."""
     return {"id": f"dev.perfetto.{name}", "args": arguments}
 
 
 def typical_step(windows: Mapping[int, Window]) -> int | None:
-    """The step of median length, without the first step unless it is the only one. None without
-    steps."""
+    """The step of median length, without the first step in time unless it is the only one. None
+    without steps."""
     return _middle(_lengths_after_warm_up(windows))
 
 
@@ -83,7 +86,8 @@ def middle_step(windows: Mapping[int, Window]) -> int | None:
 
 
 def worst_step(windows: Mapping[int, Window]) -> int | None:
-    """The longest step, without the first step unless it is the only one. None without steps."""
+    """The longest step, without the first step in time unless it is the only one. None without
+    steps."""
     lengths_ns = _lengths_after_warm_up(windows)
     return max(lengths_ns, key=lengths_ns.__getitem__, default=None)
 

@@ -24,10 +24,10 @@ _COUNTED = re.compile(r"@-([1-9]\d{0,8})")
 
 
 def find_run(named: Path | None) -> Path:
-    """The path of the run or file with this name; None means the newest run in `runs` that recorded
-    anything.
+    """The path of a run or file, named by its path, as `NAME` in `runs`, or as `@-N` for the N-th
+    newest run. None means the newest run in `runs` that recorded anything.
 
-    Raises RrfpError if there is no such run, with the most similar name, and UsageError for an
+    Raises RrfpError if no such run exists, with the most similar name, and UsageError for an
     invalid `@-N`.
     """
     if named is None:
@@ -44,6 +44,8 @@ def find_run(named: Path | None) -> Path:
 
 
 def _newest() -> Path:
+    """The newest run in `runs` that recorded anything; unreadable ones are skipped. Raises
+    RrfpError if no run did."""
     for path in runs_in():
         with suppress(OSError):  # another user's
             if RunDir(path).sessions():
@@ -52,7 +54,8 @@ def _newest() -> Path:
 
 
 def _counted(text: str) -> Path:
-    """The run that `@-N` names."""
+    """The run that `@-N` names, the N-th newest in `runs`. Raises UsageError for any other text,
+    and RrfpError if there are fewer runs."""
     match = _COUNTED.fullmatch(text)
     if match is None:
         raise UsageError(
@@ -79,7 +82,7 @@ def _known(named: Path) -> Iterable[str]:
 
 def resolve_session(path: Path) -> Path:
     """The trace of the last session of the ended run in this directory. Merges the session's
-    records if needed. Raises RrfpError if it recorded nothing."""
+    records if needed. Raises RrfpError if it recorded nothing or is still being recorded."""
     # Imported late: Perfetto's module is slow to import.
     from rrfp.trace.merge import encode_session
 
@@ -90,7 +93,8 @@ def resolve_session(path: Path) -> Path:
 
 
 def resolve_trace(path: Path | None) -> Path:
-    """The trace of a run, given by a name for `find_run` or as the trace file itself.
+    """The trace of a run, given by a name for `find_run` (None: the newest) or as the trace file
+    itself.
 
     Merges the run's records if its launcher died before it could, and joins the sessions of a
     resumed run. If others may replace files in the run's directory, it writes to a temporary
@@ -126,8 +130,8 @@ def _elsewhere(run: RunDir) -> Path:
 
 
 def encode_apart(path: Path) -> None:
-    """Make the trace of a run in a subprocess, for a process that must not import perfetto or
-    protobuf. Raises RrfpError if that fails."""
+    """Make the trace of a run in a subprocess, and wait for it, for a process that must not import
+    perfetto or protobuf. Raises RrfpError, with the last line of its stderr, if that fails."""
     root = str(Path(rrfp.__file__).parent.parent)
     program = (
         f"import sys; sys.path[:] = {[root, *sys.path]!r}; from pathlib import Path; "

@@ -78,7 +78,9 @@ def encode_session(run: RunDir) -> bool:
 
 
 def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
-    """Merge one session and return its trace's path; None if it has neither records nor a trace."""
+    """Merge one session and return its trace's path; None if it has neither records nor a trace.
+    Without `elsewhere` also updates run.json and the link `latest`, and removes the records and the
+    joined trace. Raises RrfpError if a rank still writes records."""
     segments = segments_in(run.records)
     for segment in chain.from_iterable(segments.values()):
         if is_being_written(segment):
@@ -102,7 +104,8 @@ def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
 
 
 def _merge(run: RunDir, ranks: Sequence[SpilledRank], trace: Path) -> dict[str, Any]:
-    """Write the trace of a session, and return its description."""
+    """Write the trace of a session, including records that only the flight records have, and return
+    its description."""
     description = description_of_trace(run)
     recovered = [_survey(run, rank, description) for rank in ranks]
     steps = steps_on_all_ranks([rank.ended_steps for rank in ranks if rank.begins_late])
@@ -136,7 +139,9 @@ def _merge(run: RunDir, ranks: Sequence[SpilledRank], trace: Path) -> dict[str, 
 
 
 def _survey(run: RunDir, rank: SpilledRank, description: dict[str, Any]) -> RankRecords:
-    """Survey a rank's spill files, and return the records that only its flight record has."""
+    """Read a rank's spill files once for their overview, and return the records that only its
+    flight record has. Notes in the description if the flight record is damaged or recording was
+    off."""
     flight = flight_of(run, rank.info.rank, description)
     recent = rank.survey(MOST_RECORDS if flight is not None else 0)
     return RankRecords(rank.info) if flight is None else missing_from(recent, flight)
@@ -145,7 +150,7 @@ def _survey(run: RunDir, rank: SpilledRank, description: dict[str, Any]) -> Rank
 def _parts(
     ranks: Sequence[SpilledRank], steps: RecordedSteps | None
 ) -> Iterator[list[RankRecords]]:
-    """Yield the records of these steps, some flushes of all ranks at a time."""
+    """Yield the records of these steps (None: all), some flushes of all ranks at a time."""
     num_bytes = sum(rank.num_bytes for rank in ranks)
     num_flushes = max(rank.num_flushes for rank in ranks)
     num_of_a_part = max(1, num_flushes * _PART_BYTES // max(1, num_bytes))
@@ -161,7 +166,7 @@ def _parts(
 
 
 def _drop_other_steps(records: RankRecords, steps: RecordedSteps | None) -> None:
-    """Remove all records but those of these steps; None means all steps."""
+    """Remove all records but those of these steps, in place; None means all steps."""
     if steps is not None:
         for found in records.by_name().values():
             found[:] = [record for record in found if steps.has(record.step)]
@@ -195,7 +200,8 @@ def _last_ns(ranks: Iterable[RankRecords]) -> int:
 
 
 def description_of_trace(run: RunDir) -> dict[str, Any]:
-    """The description of a session for its trace: the one in run.json, and how the run ended."""
+    """The description of a session for its trace: the one in run.json and, for the run's last
+    session, how the run ended."""
     description = description_of(run)
     ending = read_ending(run) if is_last(run) else None
     if ending is not None:
@@ -230,7 +236,7 @@ Link = tuple[int, int]
 
 def joined(recordings: list[Recording]) -> Recording:
     """Join the recordings of a run's sessions: each step comes from the last session that ran it,
-    and the sessions follow each other without the time between them.
+    and the sessions follow each other without the time between them. Messages are renumbered.
 
     Raises RrfpError if their layouts differ.
     """
@@ -283,11 +289,13 @@ def _layout(recording: Recording) -> list[tuple[object, ...]]:
 
 
 def _describe(layout: list[tuple[Any, ...]]) -> str:
+    """Format a layout: `4 ranks and 2 stages`."""
     num_stages = len({stage for *_, stages in layout for stage in stages})
     return f"{len(layout)} ranks and {num_stages} stages"
 
 
 def _by_rank(recording: Recording) -> list[RankRecords]:
+    """The records of each rank of a recording, sorted by rank."""
     return sorted(recording.ranks, key=lambda records: records.info.rank)
 
 
@@ -298,8 +306,9 @@ def _append(
     start_ns: int,
     sequences: Mapping[Link, int],
 ) -> None:
-    """Append the records of the steps before the step `before` (None: all). Their times are moved
-    by `start_ns`, the sequence numbers of a link's messages by its entry in `sequences`."""
+    """Append the records of the steps before the step `before` (None: all). Times are moved by
+    `start_ns`, sequence numbers by their link's entry in `sequences`; recording costs are added up.
+    With `before`, an activity that was never ended is left out."""
     rank = records.info.rank
     costs = into.costs[-1] if into.costs else None
     found = records.by_name()

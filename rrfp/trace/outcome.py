@@ -60,8 +60,8 @@ class FaultOrigin:
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """The inverse of `asdict`, from JSON. Raises TypeError, KeyError or ValueError for an
-        invalid value."""
+        """The inverse of `asdict`, from decoded JSON. Raises TypeError, KeyError or ValueError for
+        an invalid value."""
         rank, link = value["rank"], value["link"]
         if link is not None:
             first, second = link
@@ -91,8 +91,8 @@ class Ending:
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """The inverse of `described`, from JSON. Raises TypeError, KeyError or ValueError for an
-        invalid value."""
+        """The ending in the decoded JSON of outcome.json; a missing `culprit` is None. Raises
+        TypeError, KeyError or ValueError for an invalid value."""
         outcome, error = Outcome(value["outcome"]), value["error"]
         if not isinstance(error, str | None):
             raise TypeError("an error is a sentence")
@@ -101,15 +101,15 @@ class Ending:
         return cls(outcome, error, None if culprit is None else FaultOrigin.decode(culprit))
 
     def described(self) -> bytes:
-        """The content of the file."""
+        """The content of outcome.json: a line of JSON."""
         return f"{json.dumps(asdict(self))}\n".encode()
 
 
 @contextmanager
 def noting_outcome(run: RunDir) -> Iterator[Ending]:
     """Keep the outcome file locked while the block runs the ranks, and write the outcome when the
-    block ends or raises. The block may change the yielded `Ending`. Errors of the disk are
-    ignored."""
+    block ends or raises: the yielded `Ending`, which an exception overwrites. An exception is
+    raised again. Errors of the disk are ignored."""
     note = Ending()
     file = _create_locked(run)
     try:
@@ -138,7 +138,7 @@ def noting_outcome(run: RunDir) -> Iterator[Ending]:
 
 
 def _create_locked(run: RunDir) -> IO[bytes] | None:
-    """The outcome file, emptied and locked; None if the disk refuses it."""
+    """Create or empty the outcome file, and lock it; None if the disk refuses it."""
     with suppress(OSError):
         file = open_own(run.outcome, truncate=True)
         lock_for_writing(file)
@@ -157,8 +157,10 @@ class JobOutcome:
         self._file = _create_locked(run) if leads else None
 
     def close(self, ending: Ending | None, *, has_lost_peer: bool) -> None:
-        """Write how this process ended (None: unknown). The file states the first process that
-        failed by itself, or the leader's ending if no process did."""
+        """Write how this process ended (None: unknown), and unlock the file. An earlier failure in
+        the file stays; a process other than the leader writes only if it failed by itself. If the
+        leader's ending is unknown and the file empty, the file is removed. Errors of the disk are
+        ignored."""
         has_failed = ending is not None and ending.outcome is not Outcome.FINISHED
         with suppress(OSError):
             known = read_ending(self._run)
@@ -183,8 +185,8 @@ def is_running(run: RunDir) -> bool:
 
 
 def read_ending(run: RunDir) -> Ending | None:
-    """Read how a run ended: None without an outcome file, `KILLED` if the file is empty or damaged.
-    May raise OSError."""
+    """Read how a run ended: None without an outcome file, `KILLED` if the file is empty or damaged,
+    so also while its launcher runs. May raise OSError."""
     try:
         content = read_small(run.outcome)
     except FileNotFoundError:
@@ -196,8 +198,8 @@ def read_ending(run: RunDir) -> Ending | None:
 
 
 def why_without_records(run: RunDir) -> str:
-    """Explain in a sentence why a run's directory has no records. May raise OSError, and RrfpError
-    if its run.json cannot be read."""
+    """Explain in a sentence why a run's directory has no records: no run in it, --no-trace, still
+    running, or ended too early. May raise OSError, and RrfpError if run.json cannot be read."""
     description = read_description(run.run_json)
     if not description:
         if run.logs.is_dir():

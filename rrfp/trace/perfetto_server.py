@@ -73,7 +73,9 @@ class _File:
     """Bytes to serve after the file's own content."""
 
     def open(self) -> IO[bytes]:
-        """Open the file's own content. Raises OSError if it cannot be read."""
+        """Open the file's own content; in a script of the UI, the address of the developers'
+        foreign script is replaced. Raises OSError if the file cannot be read or a trace is not a
+        regular file."""
         if self.content_type == _TRACE_TYPE:
             return open_regular(self.path)
         if self.path.suffix != ".js":
@@ -153,12 +155,14 @@ class TraceServer(ThreadingHTTPServer):
         return f"{ui}#!/?url={trace}&{self._arguments}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Report errors other than disconnections."""
+        """Print the traceback of an error to stderr, except of an OSError, such as a
+        disconnection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def _bind_first(self, ports: list[int]) -> None:
-        """Listen on the first free one of these ports. Raises RrfpError if none can be opened."""
+        """Listen on the first free one of these ports. Raises RrfpError, about the first port, if
+        none can be opened."""
         for port in ports:
             try:
                 super().__init__((_ADDRESS, port), _Handler)
@@ -173,7 +177,8 @@ class TraceServer(ThreadingHTTPServer):
 
 
 def _ui_files(folder: Path | None) -> dict[str, _File]:
-    """The UI's files by path; empty without a folder."""
+    """The files of the UI's folder by path, of known types only, and the empty script that replaces
+    the foreign one. Empty if `folder` is None."""
     if folder is None:
         return {}
     files = {
@@ -201,16 +206,20 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
+        """Answer with a file, a redirect to the UI, or an error status."""
         self._answer(with_body=True)
 
     def do_HEAD(self) -> None:
+        """Answer like `do_GET`, without the file's content."""
         self._answer(with_body=False)
 
     def do_POST(self) -> None:
+        """Refuse every request: status 404, or 403 for a foreign host or origin."""
         self._refuse(HTTPStatus.NOT_FOUND if self._is_for_us() else HTTPStatus.FORBIDDEN)
 
     def do_OPTIONS(self) -> None:
-        """Answer a preflight request: the public UI may read from this private address."""
+        """Answer a preflight request: only the public UI may read the trace from this private
+        address. Any other request gets status 403 or 404."""
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
         elif self._is_public_ui():
@@ -226,6 +235,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: requests do not concern the user."""
 
     def _answer(self, *, with_body: bool) -> None:
+        """Send the requested trace or file of the UI; redirect to the UI from `/TOKEN/`, and from
+        `/` for a process of the same user. Foreign hosts and origins get status 403, unknown or
+        unreadable files 404."""
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
             return
@@ -263,6 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(wanted.appended)
 
     def _redirect_to_ui(self) -> None:
+        """Send a redirect to the UI with the trace and its initial view."""
         self.send_response(HTTPStatus.FOUND)
         self.send_header("Location", self.server.ui_address(self.headers["Host"]))
         self.send_header("Cache-Control", "no-store")
@@ -270,6 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _refuse(self, status: HTTPStatus) -> None:
+        """Send this status without content."""
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -297,7 +311,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Origin") == PUBLIC_UI and name in self.server.traces
 
     def _is_of_same_user(self) -> bool:
-        """True if the peer is a process of this process's user, according to /proc/net/tcp."""
+        """True if the peer is a process of this process's user, according to /proc/net/tcp. False
+        if its connection is not listed there."""
         ours, theirs = map(_as_listed, (self.connection.getsockname(), self.client_address))
         with suppress(OSError):
             for line in _CONNECTIONS.read_text().splitlines()[1:]:
@@ -307,5 +322,6 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _allow_public_ui(self) -> None:
+        """Send the CORS headers that let the public UI read the response."""
         self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
         self.send_header("Vary", "Origin")

@@ -325,11 +325,12 @@ STEP, EVALUATION = "step", "evaluation"
 
 
 def evaluation_step(number: int) -> int:
-    """The step number of a run's evaluation `number`, counted from 0."""
+    """The step number of a run's evaluation `number`, counted from 0: -1, -2, and so on."""
     return -1 - number
 
 
 def is_evaluation(step: int) -> bool:
+    """True for the step number of an evaluation, which is negative."""
     return step < 0
 
 
@@ -372,8 +373,8 @@ def steps_in_order(steps: Iterable[int]) -> list[int]:
 
 
 def spread_evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Choose at most `most` of a run's steps at even distances. Each comes from the middle of its
-    part of the run, because the first step warms up caches."""
+    """Choose at most `most` of a run's steps at even distances, or all if there are fewer. Each
+    comes from the middle of its part of the run, because the first step warms up caches."""
     num = min(len(steps), most)
     return [steps[(2 * part + 1) * len(steps) // (2 * num)] for part in range(num)]
 
@@ -414,7 +415,8 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 def stimulus_record(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
-    """The record of a stimulus that a dispatcher receives at this time."""
+    """The record of a stimulus that a dispatcher receives at this time. The expected time of an
+    announced input is stored relative to `time_ns`."""
     stage, kind, microbatch, member, expected_in_ns, patience_ns = -1, "", -1, 0, 0, 0
     match stimulus:
         case InputArrived():
@@ -481,8 +483,8 @@ class FixedScheduleCounts:
         """The most activations held so far; one is of one chunk and one microbatch."""
 
     def ran(self, kind: Kind) -> tuple[int, int, int, int, int, int, int]:
-        """Count a task. Returns the fields of its `TaskRecord` from `hint_position` to
-        `ready_backwards`."""
+        """Count a task that ran. Returns the fields of its `TaskRecord` from `hint_position` to
+        `ready_backwards`, in which the task is the only ready one and skips none."""
         position = self.num_run
         self.num_run += 1
         self.depth += (kind is Kind.F) - (kind is Kind.B)
@@ -541,7 +543,8 @@ def activation_changes(tasks: Iterable[TaskRecord]) -> Iterator[ActivationChange
 
 
 def bytes_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
-    """The bytes that are held only for pending weight gradients, after each task."""
+    """The bytes that are held only for pending weight gradients, after each of one rank's tasks:
+    what a B leaves of its microbatch, until W frees it."""
     step: int | None = None
     total = 0
     found = []

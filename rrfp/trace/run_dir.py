@@ -36,50 +36,55 @@ class RunDir:
 
     @property
     def run_json(self) -> Path:
-        """The settings, versions and ranks of the run, as one JSON object."""
+        """The path of run.json: the settings, versions and ranks of the run, as one JSON object."""
         return self.path / "run.json"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per line, one line per finished step."""
+        """The path of metrics.jsonl: one JSON object per line, one line per finished step."""
         return self.path / "metrics.jsonl"
 
     @property
     def admission(self) -> Path:
-        """The planned orders of the microbatches: a line per finished step."""
+        """The path of admission.csv: the planned orders of the microbatches, a line per finished
+        step."""
         return self.path / "admission.csv"
 
     @property
     def assignments(self) -> Path:
-        """Each replica's part of the global batches: a line per finished step."""
+        """The path of dealing.csv: each replica's part of the global batches, a line per finished
+        step."""
         return self.path / "dealing.csv"
 
     @property
     def outcome(self) -> Path:
-        """How the run ended (`rrfp.trace.outcome`)."""
+        """The path of outcome.json: how the run ended (`rrfp.trace.outcome`)."""
         return self.path / "outcome.json"
 
     @property
     def trace(self) -> Path:
-        """The trace of this session: `trace.pftrace`, `trace-2.pftrace` and so on."""
+        """The path of this session's trace: `trace.pftrace`, `trace-2.pftrace` and so on."""
         return self.path / f"trace{self._suffix}.pftrace"
 
     @property
     def joined_trace(self) -> Path:
-        """The traces of all sessions joined into one, made when it is first needed."""
+        """The path of the traces of all sessions joined into one, made when it is first needed."""
         return self.path / "trace-joined.pftrace"
 
     @property
     def records(self) -> Path:
-        """The ranks' spill files of this session; merged into the trace, then removed."""
+        """The directory of the ranks' spill files of this session; merged into the trace, then
+        removed."""
         return self.path / f"records{self._suffix}"
 
     @property
     def _suffix(self) -> str:
+        """The end of the names of this session's files: empty for the first session, then `-2` and
+        so on."""
         return "" if self.session == 1 else f"-{self.session}"
 
     def sessions(self) -> list["RunDir"]:
-        """The sessions that have a trace or records, in their order."""
+        """The sessions that have a trace or records, in their order. May raise OSError."""
         found = {1} if self._has_recorded(1) else set()
         for entry in self.path.iterdir():
             match = _OF_SESSION.fullmatch(entry.name)
@@ -88,7 +93,8 @@ class RunDir:
         return [RunDir(self.path, session) for session in sorted(found)]
 
     def owns(self, name: str) -> bool:
-        """True if a run creates or removes an entry of this name in its directory."""
+        """True if a run creates or removes an entry of this name in its directory: its fixed files,
+        `logs`, and every name that begins with `trace` or `records`."""
         files = (
             *(self.run_json, self.metrics, self.admission, self.assignments, self.outcome),
             self.logs,
@@ -100,6 +106,7 @@ class RunDir:
         return any(session.trace.exists() for session in self.sessions())
 
     def _has_recorded(self, session: int) -> bool:
+        """True if this session of the run has a trace or a directory of records."""
         of = RunDir(self.path, session)
         return of.trace.exists() or of.records.is_dir()
 
@@ -109,11 +116,11 @@ class RunDir:
         return self.path / "logs"
 
     def rank_log(self, rank: int) -> Path:
-        """The stdout and stderr of one rank."""
+        """The path of the log of one rank's stdout and stderr."""
         return self.logs / f"rank-{rank}.log"
 
     def rank_records(self, rank: int) -> Path:
-        """The spill file of one rank."""
+        """The path of the (first) spill file of one rank."""
         return self.records / f"rank-{rank}.jsonl"
 
 
@@ -160,8 +167,8 @@ def _makes_own_files() -> bool:
 
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:
-    """The ranks that a run had, according to its settings; empty if the settings do not state
-    them."""
+    """The ranks that a run had: those listed in its settings and, if these are fewer than the world
+    size, all ranks of the world. Invalid entries are skipped; empty if nothing is stated."""
     listed = settings.get("ranks")
     expected = {
         entry["rank"]
@@ -191,7 +198,8 @@ def own_run_dir(path: Path) -> RunDir:
 
 
 def _create_at(out: Path, force: bool) -> RunDir:
-    """Make `out`, or with `force` remove the files of the run in it."""
+    """Make `out`, or with `force` revoke others' permissions and remove the files of the run in it.
+    Raises UsageError if it is a file, belongs to another user, or exists without `force`."""
     run = RunDir(out)
     try:
         out.mkdir(parents=True)
@@ -211,7 +219,8 @@ def _create_at(out: Path, force: bool) -> RunDir:
 
 
 def empty(run: RunDir) -> None:
-    """Remove all files of a run, and no other files in its directory. May raise OSError."""
+    """Remove all files of a run, and no other files in its directory, and update the link `latest`
+    beside it. May raise OSError."""
     for file in (
         *(run.run_json, run.metrics, run.admission, run.assignments),
         *(run.outcome, run.joined_trace),
@@ -226,7 +235,8 @@ def empty(run: RunDir) -> None:
 
 
 def _create_dated(runs: Path, hint: str) -> RunDir:
-    """Make `<time>-<hint>/` in `runs`, numbered if it exists."""
+    """Make `<time>-<hint>/` in `runs`, numbered if it exists; of a hint that is a path, only the
+    file's name is used. Raises UsageError if `latest` in `runs` is not a link."""
     runs.mkdir(exist_ok=True)
     latest = runs / LATEST.name
     if latest.exists() and not latest.is_symlink():
@@ -246,8 +256,9 @@ def _create_dated(runs: Path, hint: str) -> RunDir:
 
 
 def runs_in(directory: Path = RUNS) -> list[Path]:
-    """The run directories in a directory, the one that began or resumed last first. Empty without
-    such a directory. May raise OSError."""
+    """The run directories in a directory, the one that began or was resumed last first. Empty
+    without such a directory; `latest` and directories without a run are left out. May raise
+    OSError."""
     try:
         with os.scandir(directory) as entries:
             names = [each.name for each in entries if each.name != LATEST.name and _is_dir(each)]
@@ -258,14 +269,16 @@ def runs_in(directory: Path = RUNS) -> list[Path]:
 
 
 def _is_dir(entry: "os.DirEntry[str]") -> bool:
+    """True if an entry is a directory or a link to one; False if it cannot be examined, for example
+    a link to itself."""
     with suppress(OSError):  # for example a link to itself
         return entry.is_dir()
     return False
 
 
 def began_ns(path: Path) -> int | None:
-    """The time at which a run began or was last resumed, in ns since 1970: the mtime of run.json.
-    None if the path is not a run directory."""
+    """The time at which a run began or was last resumed, in ns since 1970: the mtime of run.json,
+    or else of its trace or records. None if the path has none of these."""
     run = RunDir(path)
     for file in (run.run_json, run.trace, run.records):
         with suppress(OSError):
@@ -274,8 +287,9 @@ def began_ns(path: Path) -> int | None:
 
 
 def update_latest(runs: Path) -> None:
-    """Point the link `latest` to the newest run that has a trace, if `runs` is a directory of that
-    name. Errors are ignored, so that no run fails because of the link."""
+    """Point the link `latest` to the newest run that has a trace, or remove it without such a run.
+    Does nothing unless `runs` has that name, or if `latest` is no link. Errors are ignored, so that
+    no run fails because of the link."""
     latest = runs / LATEST.name
     if runs.absolute().name != RUNS.name or (latest.exists() and not latest.is_symlink()):
         return
@@ -288,6 +302,8 @@ def update_latest(runs: Path) -> None:
 
 
 def _has_trace(path: Path) -> bool:
+    """True if any session of the run has a trace; False if another user's directory cannot be
+    read."""
     with suppress(OSError):  # another user's
         return RunDir(path).has_trace()
     return False

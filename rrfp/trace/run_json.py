@@ -34,7 +34,8 @@ FIRST_STEP = "first_step"
 
 
 def policy_without_dispatcher(hint: str, dispatch: Dispatch) -> dict[str, object]:
-    """The policy of a run without rrfp's dispatcher: the defaults, with this hint and dispatch."""
+    """The policy of a run without rrfp's dispatcher, as in run.json: the default of each flag, with
+    this hint and dispatch."""
     usual = {name: each.describe(each.default) for name, each in KNOBS.items()}
     return usual | {"hint": hint, "dispatch": str(dispatch)}
 
@@ -42,8 +43,8 @@ def policy_without_dispatcher(hint: str, dispatch: Dispatch) -> dict[str, object
 def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
     """The effective policy of a run, unvalidated; empty if the description states none.
 
-    Earlier versions stored its parts among the settings and omitted the default limit, which only
-    simulated runs could lack.
+    For earlier versions these are the run's settings. They omitted the default limit, which is
+    added unless the run was simulated, had a bound, or did not dispatch by readiness.
     """
     policy = description.get(POLICY)
     if isinstance(policy, dict):
@@ -59,7 +60,8 @@ def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def policies_by_step(policies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """The description's entry for the policies of steps 0, 1, ...; empty if all are equal."""
+    """The description's entry for the policies of steps 0, 1, ...: each that differs from the step
+    before, with its first step. Empty if all are equal."""
     begun = [
         {FIRST_STEP: step, POLICY: dict(policy)}
         for step, policy in enumerate(policies)
@@ -69,8 +71,8 @@ def policies_by_step(policies: Sequence[Mapping[str, object]]) -> dict[str, obje
 
 
 def stated_policy_of_step(description: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The policy in effect in a step of a session, unvalidated; empty if the description states
-    none."""
+    """The policy in effect in a step of a session, unvalidated: the last one chosen up to the step,
+    or else the session's own. Empty if the description states none; invalid entries are skipped."""
     chosen = description.get(POLICIES)
     found = [
         each[POLICY]
@@ -103,7 +105,7 @@ were removed to stay within the disk budget."""
 
 def describe_session(run: RunDir, first_step: int) -> dict[str, object]:
     """The entries of run.json for a resumed session that begins with this step: its number, and the
-    earlier sessions. Empty for the first session."""
+    earlier sessions as run.json states them now. Empty for the first session."""
     if run.session == 1:
         return {}
     *earlier, last = map(_alone, _sessions_of(read_description(run.run_json)))
@@ -113,7 +115,8 @@ def describe_session(run: RunDir, first_step: int) -> dict[str, object]:
 
 
 def next_session(path: Path) -> RunDir:
-    """The next session of a run's directory, numbered after all sessions that recorded or began."""
+    """The next session of a run's directory, numbered after all sessions that recorded or began.
+    Creates nothing. Raises RrfpError if run.json cannot be read."""
     run = RunDir(path)
     description = read_description(run.run_json)
     numbers = [each.session for each in run.sessions()]
@@ -123,7 +126,8 @@ def next_session(path: Path) -> RunDir:
 
 
 def _has_begun(description: Mapping[str, Any]) -> bool:
-    """True if the ranks of a session had connected to each other."""
+    """True if the description lists ranks, so that the ranks of the session had connected to each
+    other."""
     return bool(description.get("ranks"))
 
 
@@ -142,19 +146,22 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def description_of(run: RunDir) -> dict[str, Any]:
-    """Read the description of one session from run.json, without the other sessions."""
+    """Read the description of one session from run.json, without the other sessions. If that
+    session is not there, the last session's is returned."""
     description = read_description(run.run_json)
     return _alone(session_in(description, run.session) or description)
 
 
 def session_in(description: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """The part of run.json that describes session `number`; None if there is no such part."""
+    """The part of run.json that describes session `number`, the last such part of several; None
+    without such a part."""
     every = reversed(_sessions_of(description))
     return next((each for each in every if _number_of(each) == number), None)
 
 
 def _sessions_of(description: dict[str, Any]) -> list[dict[str, Any]]:
-    """The description of each session, the last one last; invalid entries are skipped."""
+    """The description of each session, the last one last; invalid entries are skipped. The last one
+    is `description` itself."""
     listed = description.get(SESSIONS)
     earlier = (
         [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
@@ -168,6 +175,7 @@ def _alone(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number_of(description: Mapping[str, Any]) -> int:
+    """The number of the described session; 1 if it is missing or not an integer."""
     number = description.get(_SESSION, 1)
     return number if isinstance(number, int) else 1
 
@@ -178,7 +186,7 @@ def is_last(run: RunDir) -> bool:
 
 
 def first_step_of(description: Mapping[str, Any]) -> int:
-    """The first step of the session with this description."""
+    """The first step of the session with this description; 0 if it is missing or not an integer."""
     step = description.get(FIRST_STEP, 0)
     return step if isinstance(step, int) else 0
 
@@ -194,16 +202,16 @@ def removed_steps(description: dict[str, Any]) -> list[range]:
 
 
 def first_step_after(description: dict[str, Any], session: int) -> int | None:
-    """The first step that a later session than this one ran, according to run.json; None for the
-    last session."""
+    """The earliest step at which any later session than this one began, according to run.json; None
+    for the last session."""
     later = [each for each in _sessions_of(description) if _number_of(each) > session]
     return min(map(first_step_of, later), default=None)
 
 
 def description_of_steps(description: dict[str, Any], steps: Iterable[int]) -> dict[str, Any]:
     """The description of the session that ran the first of these steps, with the policy in effect
-    in them. `description` is a whole trace's. Raises RrfpError if the steps ran under several
-    policies."""
+    in them; without steps, the last session's. `description` is a whole trace's. Raises RrfpError
+    if the steps ran under several policies."""
     sessions = [*map(_alone, _sessions_of(description))]
     steps = sorted(steps)
     found = [sessions[_session_of(sessions, step)] for step in steps]
@@ -228,14 +236,15 @@ def description_of_steps(description: dict[str, Any], steps: Iterable[int]) -> d
 
 
 def last_policy_begins(description: Mapping[str, Any]) -> int:
-    """The first step of the policy that was chosen last during the run; 0 if none was chosen."""
+    """The first step of the policy that was chosen last during the run; 0 if none was chosen.
+    Invalid entries are skipped."""
     chosen = description.get(POLICIES)
     begun = [each.get(FIRST_STEP) for each in chosen] if isinstance(chosen, list) else []
     return max((step for step in begun if isinstance(step, int)), default=0)
 
 
 def _session_of(sessions: list[dict[str, Any]], step: int) -> int:
-    """The index of the session that ran a step last."""
+    """The index of the last session that began at or before a step; 0 if none did."""
     begun = [index for index, each in enumerate(sessions) if first_step_of(each) <= step]
     return max(begun, default=0)
 
@@ -257,7 +266,8 @@ def describe_run(
     session: Mapping[str, object] | None = None,
 ) -> None:
     """Write run.json atomically: all settings, the effective policy, versions, the world size, the
-    ranks, and the entries of a resumed `session` (`describe_session`)."""
+    ranks, and the entries of a resumed `session` (`describe_session`). Replaces an existing
+    file."""
     description = {
         "settings": dict(settings),
         POLICY: dict(policy),
@@ -281,16 +291,17 @@ def describe_run(
 
 
 def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
-    """Add the data plane of each link, which the ranks know once they are connected. Raises
-    RrfpError or OSError if the file cannot be read or written."""
+    """Add the data plane of each link, which the ranks know once they are connected, to run.json.
+    Raises RrfpError or OSError if the file cannot be read or written."""
     description = read_description(run_json)
     description["transport"] = dict(transport)
     _write(run_json, description)
 
 
 def describe_recording(run: RunDir, of_trace: Mapping[str, object]) -> None:
-    """Copy the entries about missing records from the description of a session's trace to run.json.
-    Does nothing if run.json does not describe the session, or cannot be read or written."""
+    """Copy the entries about missing records from the description of a session's trace to run.json,
+    whose mtime stays. Does nothing if run.json does not describe the session, or cannot be read or
+    written."""
     with suppress(RrfpError, OSError):
         description = read_description(run.run_json)
         session = session_in(description, run.session)
@@ -322,7 +333,8 @@ class PolicyLog:
         self._has_warned = False
 
     def record(self, step: int, policy: Mapping[str, object]) -> None:
-        """Write the policy of this step, if it differs from the step before. Never raises."""
+        """Write the policy of this step to run.json, if it differs from the step before. A failure
+        is logged once and tried again in the next step. Never raises."""
         if policy != self._last:
             self._unwritten.append({FIRST_STEP: step, POLICY: dict(policy)})
             self._last = policy
@@ -342,6 +354,8 @@ class PolicyLog:
                 )
 
     def _write_all(self) -> None:
+        """Append the unwritten policies to run.json. A first one that run.json states already is
+        left out. Raises RrfpError or OSError if the file cannot be read or written."""
         description = read_description(self._path)
         written = description.get(POLICIES, [])
         if not written and description.get(POLICY) == self._unwritten[0][POLICY]:
@@ -355,7 +369,7 @@ class PolicyLog:
 
 def versions(*more: str) -> dict[str, str]:
     """The versions of Python and of the packages that a run's figures depend on, and of the
-    packages `more`."""
+    packages `more`; `unknown` for a package that is not installed."""
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in (*_PACKAGES, *more)},
@@ -363,6 +377,7 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def _version(package: str) -> str:
+    """The version of an installed package; `unknown` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:  # Megatron is often run from a source tree

@@ -49,8 +49,8 @@ class UnfitFileError(RrfpError, OSError):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read. Raises UnfitFileError for anything else, without waiting, and
-    OSError."""
+    """Open a regular file to read; a link is followed. Raises UnfitFileError, without waiting, for
+    anything else and for a file in /proc, and OSError."""
     # Check before opening too, as opening a device can have side effects.
     _check_regular(path, path.stat())
 
@@ -80,8 +80,8 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
 
 def lines_of(file: BufferedReader, path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
     """Yield the lines of an open file from its current position; the last one may lack its newline.
-    With `num_bytes`, only lines that begin within the next `num_bytes` bytes. Raises UnfitFileError
-    for a line of `LONGEST_LINE_BYTES` or more, and OSError."""
+    With `num_bytes`, only lines that begin within the next `num_bytes` bytes. At a line that begins
+    with a NUL byte it yields that byte and stops. Raises UnfitFileError for too long a line."""
     num_read = 0
     while num_bytes is None or num_read < num_bytes:
         if file.peek(1)[:1] == b"\0":
@@ -110,6 +110,7 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
 
 
 def _too_large(path: Path, most_bytes: int) -> UnfitFileError:
+    """The error for a file of more than `most_bytes` bytes."""
     return UnfitFileError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
 
 
@@ -176,8 +177,8 @@ def open_own(path: Path, *, truncate: bool = False, buffering: int = -1) -> IO[A
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, or accept one that this user has made. Raises OSError for
-    the same reasons as `open_own`."""
+    """Make a directory and its parents, or accept an existing one. Raises OSError for a link, for
+    anything but a directory, and for one of a user who owns neither this process nor its parent."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -185,7 +186,8 @@ def make_directory(path: Path) -> None:
 
 
 def link_whole(path: Path, target: str) -> None:
-    """Create a link to a directory, or replace a link atomically. May raise OSError."""
+    """Create a link with this target, or replace one atomically. May raise OSError, for example if
+    `path` is a directory."""
     part = _part_of(path)
     try:
         part.symlink_to(target, target_is_directory=True)
@@ -237,11 +239,14 @@ def _part_of(path: Path) -> Path:
 
 
 def _prefix(path: Path) -> str:
+    """The beginning of the names of temporary files of `path`: a dot, and up to 200 bytes of its
+    name."""
     return f".{os.fsdecode(os.fsencode(path.name)[:_NUM_NAME_BYTES])}."
 
 
 def _check_own(path: Path, status: os.stat_result, is_expected: Any) -> None:
-    """Raise OSError for another type of file or for a file of another user."""
+    """Raise OSError for another type of file, and PermissionError for a file of a user who owns
+    neither this process nor the directory."""
     if not is_expected(status.st_mode):
         why = "it is a link, or not of the kind that is written there"
         raise OSError(errno.EINVAL, why, str(path))
@@ -287,8 +292,8 @@ class WholeLines:
             rest = rest[self._file.write(rest) or 0 :]
 
     def end(self) -> None:
-        """Mark the written line as whole. Raises FileNotFoundError if the file was removed or
-        moved."""
+        """Mark the lines written so far as whole. Raises FileNotFoundError if the file was removed
+        or moved."""
         self.num_bytes = self._file.seek(0, os.SEEK_CUR)
         with suppress(FileNotFoundError):
             found = self._path.stat()
@@ -297,7 +302,7 @@ class WholeLines:
         raise FileNotFoundError(errno.ENOENT, "it was removed or moved away", str(self._path))
 
     def discard_partial(self) -> None:
-        """Remove a partly written line from the file."""
+        """Cut the file after its last whole line. Errors are ignored."""
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self.num_bytes)
             self._file.seek(self.num_bytes)
@@ -340,7 +345,9 @@ class ReportFile:
         self._is_gone = False
 
     def write(self, line: str) -> None:
-        """Append a line. Raises RrfpError if the file `is_needed` and its directory was removed."""
+        """Append a line. If the disk refuses it, it waits in memory with a warning; beyond 64 MiB
+        the file is given up, and then nothing is written. Raises RrfpError if the file `is_needed`
+        and its directory was removed."""
         if self._file is None:
             return
         was_written = not self._waiting
@@ -366,15 +373,15 @@ class ReportFile:
 
     def copy_to(self, path: Path) -> None:
         """Write all lines so far, including those in memory, into a new file, even if the original
-        was removed. May raise OSError."""
+        was removed. May raise OSError, also if `path` exists."""
         with create_new(path) as copy:
             if self._file is not None:
                 copy.writelines(self._file.read())
             copy.writelines(self._waiting)
 
     def close(self) -> None:
-        """Write the lines in memory if the disk accepts them now, and close; a second call does
-        nothing."""
+        """Write the lines in memory, or warn that they are lost, and close; a second call does
+        nothing. Raises RrfpError if the file `is_needed` and its directory was removed."""
         file = self._file
         if file is None:
             return
@@ -388,7 +395,8 @@ class ReportFile:
         file.close()
 
     def _write_waiting(self, file: WholeLines) -> None:
-        """Write all lines that wait in memory. Raises OSError at the first that fails."""
+        """Write the lines that wait in memory, in order. Raises OSError at the first that fails,
+        after removing its written part; it and the later ones keep waiting."""
         while self._waiting:
             try:
                 file.write(self._waiting[0])
@@ -399,8 +407,8 @@ class ReportFile:
             file.end()
 
     def _note_gone(self, file: WholeLines, why: str) -> None:
-        """Warn that the file was removed, or raise if it `is_needed` and its directory was removed
-        too. Otherwise writing goes on, for `copy_to`."""
+        """Warn once that the file was removed; writing goes on, for `copy_to`. If it `is_needed`
+        and its directory was removed too, close it and raise RrfpError instead."""
         if self._is_needed and not self._path.parent.exists():
             self._file = None
             file.close()
@@ -418,7 +426,7 @@ class ReportFile:
             )
 
     def _give_up(self, file: WholeLines, why: str) -> None:
-        """Warn that the lines in memory are lost, and close the file."""
+        """Warn that the lines in memory are lost, drop them, and close the file."""
         _log.warning(
             "%s cannot be written (%s): it ends here, its last %d lines are lost, and the training "
             "goes on",

@@ -58,9 +58,9 @@ _TRACE_PER_RECORDS = 5
 
 
 def records_bytes(trace_mb: int | None, num_ranks: int) -> int:
-    """The limit on each rank's records in bytes, such that the records and the trace made of them,
-    which exist together for a moment, take `trace_mb` MiB (None: the default) in all. A rank gets
-    at least `LEAST_MB_OF_A_RANK`."""
+    """The limit on each rank's records in bytes, without its flight record, such that the records
+    and the trace made of them, which exist together for a moment, take `trace_mb` MiB (None: the
+    default) in all. A rank gets at least `LEAST_MB_OF_A_RANK`."""
     least_mb = LEAST_MB_OF_A_RANK * num_ranks
     most_bytes = max(trace_mb or DEFAULT_TRACE_MB, least_mb) << 20
     return (most_bytes // num_ranks - FILE_BYTES) // (1 + _TRACE_PER_RECORDS)
@@ -80,7 +80,7 @@ def segment_path(first: Path, number: int) -> Path:
 
 
 def segment_number(segment: Path) -> int:
-    """The number of a segment, counted from 1."""
+    """The number of a segment, counted from 1; 1 for any other name too."""
     match = _NAME.fullmatch(segment.name)
     return int(match[3] or 1) if match is not None else 1
 
@@ -97,7 +97,8 @@ def segments_in(records: Path) -> dict[int, list[Path]]:
 
 
 def segment_after(segment: Path) -> Path | None:
-    """The rank's next segment that exists; segments in between may have been removed."""
+    """The rank's next segment that exists; if `segment` was removed, those after it may be missing
+    too and are passed over. None without a later one, or for a name that is not a segment's."""
     match = _NAME.fullmatch(segment.name)
     if match is None:
         return None
@@ -126,20 +127,22 @@ class RecordedSteps:
     evaluation: int
 
     def has(self, step: int) -> bool:
-        """True if a step was recorded."""
+        """True if a step is one of the recorded ones."""
         _, number = split_step(step)
         return number >= (self.evaluation if is_evaluation(step) else self.step)
 
     def described(self, description: Mapping[str, Any]) -> dict[str, object]:
-        """The entries to add to the description of the trace."""
+        """The entries to add to the description of the trace: the first kept training step, and the
+        number of the session's steps before it."""
         num_dropped = self.step - first_step_of(description)
         return {DROPPED_STEPS: num_dropped, FIRST_KEPT_STEP: self.step}
 
 
 def steps_on_all_ranks(ended: Sequence[Sequence[int]]) -> RecordedSteps | None:
-    """The steps that all ranks still have, if some removed their first steps. `ended` has, for each
-    of those ranks, the steps whose ends it still has, in the order of the run. The result begins
-    with the first step that they all have. Without a shared step, returns None for all steps."""
+    """The steps that all ranks still have, if some removed their first steps: all from the first
+    shared one on. None, for all steps, without a shared step. `ended` has, for each of those ranks,
+    the steps whose ends it still has, in the order of the run; the first of them is never a shared
+    one."""
     if not ended:
         return None
     # Early messages of a rank's first step were recorded with the step before, and are removed.
@@ -152,7 +155,8 @@ def steps_on_all_ranks(ended: Sequence[Sequence[int]]) -> RecordedSteps | None:
 
 
 def _first_of(sort: str, kept: Iterable[int], gone: Iterable[int]) -> int:
-    """The first recorded number of a sort of steps (training steps or evaluations)."""
+    """The first recorded number of a sort of steps (training steps or evaluations); if none was
+    kept, the one after the last that is gone."""
 
     def numbers(steps: Iterable[int]) -> Iterator[int]:
         return (number for each, number in map(split_step, steps) if each == sort)
@@ -241,15 +245,15 @@ class SpillWriter:
         self._separator = "["
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Add records to the current flush, as the iterator yields them."""
+        """Write rows to the current flush, in batches, as the iterator yields them."""
         remaining = iter(rows)
         while batch := list(islice(remaining, _NUM_ROWS_OF_A_BATCH)):
             self._file.write(f"{self._separator}{_encode(batch)[1:-1]}".encode())
             self._separator = ","
 
     def flush(self) -> None:
-        """End the current flush and pass it to the operating system; an empty flush writes
-        nothing."""
+        """End the current flush and pass it to the operating system; an empty flush writes nothing.
+        If the size is limited, it may also begin the next segment and remove the oldest ones."""
         if self._separator == ",":
             self._file.write(b"]\n")
             self._file.end()
@@ -258,13 +262,14 @@ class SpillWriter:
                 self._keep_within(self._most_bytes)
 
     def close(self) -> None:
-        """Remove a flush that was not ended, and close; closing twice is harmless."""
+        """Remove a flush that was not ended, unlock the file and close it; closing twice is
+        harmless."""
         if not self._file.is_closed:
             self._file.discard_partial()
             _close(self._file)
 
     def _begin(self) -> WholeLines:
-        """Create the current segment and lock it."""
+        """Create (or empty) the current segment, lock it, and write its header."""
         file = WholeLines(segment_path(self._first, self._number), truncate=True)
         lock_for_writing(file)
         file.write(self._header)
@@ -272,8 +277,8 @@ class SpillWriter:
         return file
 
     def _keep_within(self, most_bytes: int) -> None:
-        """Begin the next segment if this one is long, and remove the oldest ones beyond the
-        bound."""
+        """Begin the next segment if this one has an eighth of the bound, and remove the oldest ones
+        while all might exceed it. The current segment is never removed."""
         size, share = self._file.num_bytes, most_bytes // NUM_SEGMENTS
         if size >= share:
             last, self._number = self._file, self._number + 1
@@ -288,12 +293,14 @@ class SpillWriter:
 
 
 def _header(info: RankInfo) -> bytes:
+    """The first line of a spill file: format, version and rank."""
     content = {"format": FORMAT, "version": VERSION, "rank": asdict(info)}
     return f"{_encode(content)}\n".encode()
 
 
 def _close(file: WholeLines) -> None:
-    # Unlock explicitly, because a forked process also has the file open and would keep the lock.
+    """Unlock and close a file. Closing alone does not unlock it, if a forked process has it open
+    too."""
     fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
@@ -324,7 +331,7 @@ def lock_for_writing(file: LockableFile) -> None:
 
 def is_being_written(path: Path) -> bool:
     """True if a living process writes this file and so has it locked (`lock_for_writing`); False
-    for a missing file. May raise OSError."""
+    for a missing file. Takes a shared lock for a moment. May raise OSError."""
     with suppress(FileNotFoundError), open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -342,8 +349,8 @@ class Line(NamedTuple):
 
 
 def iter_lines(path: Path) -> Iterator[Line]:
-    """The decoded lines of a spill file, without a torn last one. Raises RrfpError for a line that
-    is not JSON, and OSError."""
+    """Yield the decoded lines of a spill file, without a torn last one. The file is opened for some
+    lines at a time. Raises RrfpError for a line that is not JSON, and OSError."""
     offset = number = 0
     while True:
         # Open the file for some lines at a time: there may be more ranks than a process may open
@@ -394,8 +401,8 @@ def _is_possible(info: RankInfo) -> bool:
 
 def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) -> None:
     """Add the records of line `number`, counted from 1, to the lists of their types
-    (`RankRecords.by_name`). `value` is the decoded line. Raises RrfpError if it is not a valid
-    flush."""
+    (`RankRecords.by_name`). `value` is the decoded line; fields that earlier versions lack get
+    their defaults. Raises RrfpError if it is not a valid flush."""
     if not isinstance(value, list):
         raise _corrupt(path, number, "is not a list of records")
     found: dict[str, list[Any]] = {}
@@ -444,6 +451,7 @@ def _impossible(name: str, records: list[Any]) -> str:
 
 
 def _corrupt(path: Path, number: int, fact: str) -> RrfpError:
+    """The error for an invalid line of a spill file; `fact` is the rest of the sentence."""
     return RrfpError(f"{path}, line {number} {fact}; remove this file to read the other ranks")
 
 
@@ -493,7 +501,7 @@ class SpilledRank:
 
     def survey(self, num_recent: int) -> RankRecords:
         """Read all segments and set this object's times, `num_flushes` and `ended_steps`. Returns
-        the last records: at least `num_recent`, if there are as many."""
+        the last records: at least `num_recent`, if there are as many; none if that is 0."""
         recent: deque[_Flush] = deque()
         num_rows = 0
         for flush in self._flushes():
@@ -507,16 +515,18 @@ class SpilledRank:
         return self._records(recent)
 
     def parts(self, num_flushes: int) -> Iterator[RankRecords]:
-        """Yield the records of `num_flushes` flushes at a time."""
+        """Yield the records of `num_flushes` flushes at a time, read from the segments again."""
         flushes = self._flushes()
         while part := list(islice(flushes, num_flushes)):
             yield self._records(part)
 
     def _flushes(self) -> Iterator[_Flush]:
+        """Yield the flushes of all segments in order."""
         return chain.from_iterable(map(_flushes_of, self._segments))
 
     def _survey(self, flush: _Flush) -> None:
-        """Update this object by one flush. Raises RrfpError if it is damaged."""
+        """Update this object's times, `num_flushes` and `ended_steps` by one flush; an empty one
+        changes nothing. Raises RrfpError if it is damaged."""
         *_, rows = flush
         found = _summary_of(rows)
         if found is None:
@@ -531,6 +541,7 @@ class SpilledRank:
             self.ended_steps += ended_steps
 
     def _records(self, flushes: Sequence[_Flush] | deque[_Flush]) -> RankRecords:
+        """Decode these flushes into records of this rank. Raises RrfpError if one is damaged."""
         records = RankRecords(self.info)
         lists = records.by_name()
         for path, number, value in flushes:
@@ -539,8 +550,8 @@ class SpilledRank:
 
 
 def _summary_of(rows: Any) -> tuple[int, int, list[int]] | None:
-    """The first and the last time in a flush, and the steps that it ends; None for an empty or
-    invalid flush."""
+    """The first and the last time in a flush, and the steps whose `SCHEDULE` phase it has; None for
+    an empty or invalid flush."""
     try:
         first_ns = min(row[_TIME] for row in rows)
         last_ns = max(row[_END[row[0]]] for row in rows)

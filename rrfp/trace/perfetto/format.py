@@ -148,6 +148,8 @@ def compare_with_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None
 def _compare_step(
     tasks: Sequence[TaskRecord], indices: Sequence[int], dispatches: list[HintedDispatch | None]
 ) -> None:
+    """Set the entries of `dispatches` for one step, whose tasks are those at `indices` in the order
+    of their dispatch. Tasks with equal hint positions count as hinted in that order."""
     # Sort by hint position. Dispatch order breaks ties, which only damaged traces have.
     ranks = [(tasks[index].hint_position, place) for place, index in enumerate(indices)]
     hinted = sorted(ranks)
@@ -276,7 +278,8 @@ class Counters:
         self._outbox = _Outbox()
 
     def add(self, records: RankRecords, *, is_last: bool) -> dict[str, Points]:
-        """The points that the next part adds, by counter. A step's tasks must be in one part."""
+        """The points that the next part adds, by counter; bytes only once sizes are known. A step's
+        tasks must be in one part."""
         tasks = records.tasks
         starts_ns = [task.start_ns for task in tasks]
 
@@ -303,7 +306,8 @@ class Counters:
         return found
 
     def _has_begun(self, name: str, begins: bool) -> bool:
-        """True if a counter begins now (`begins`) or began in an earlier part."""
+        """Note that a counter begins, if `begins`. Returns True if it begins now or began in an
+        earlier part."""
         if begins:
             self._begun.add(name)
         return name in self._begun
@@ -322,6 +326,9 @@ class _Outbox:
     def add(
         self, tasks: Iterable[TaskRecord], sends: Iterable[SendRecord], *, is_last: bool
     ) -> Points:
+        """The points that the next part adds, in order of time. Unless `is_last`, changes that a
+        later message may precede wait for the next part. A message of unknown task counts from its
+        send's start."""
         ends_ns = {(t.step, t.kind, t.stage, t.microbatch): t.end_ns for t in tasks}
         # A message of a part's last step may be recorded in the next part.
         known_ns = self._ends_ns | ends_ns

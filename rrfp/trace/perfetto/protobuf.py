@@ -54,6 +54,7 @@ class Spans(NamedTuple):
     ends: Numbers
 
     def take(self, rows: Rows) -> "Spans":
+        """The spans at these indices."""
         return Spans(self.starts[rows], self.ends[rows])
 
 
@@ -70,6 +71,7 @@ class Fields(NamedTuple):
     """The position of the content of each text or message field."""
 
     def take(self, rows: Rows) -> "Fields":
+        """The fields at these indices."""
         return Fields(
             self.owners[rows], self.numbers[rows], self.values[rows], self.spans.take(rows)
         )
@@ -79,7 +81,8 @@ class Fields(NamedTuple):
         return self.take(np.flatnonzero(self.numbers == number))
 
     def last(self, number: int, count: int, default: int = 0) -> Numbers:
-        """The value of the last field with this number in each of `count` messages."""
+        """The value of the last field with this number in each of `count` messages; `default` for a
+        message without one."""
         found = np.full(count, default, np.int64)
         chosen = self.of(number)
         found[chosen.owners] = chosen.values
@@ -145,7 +148,7 @@ class _TextWords(NamedTuple):
 
 @cache
 def _names(names: tuple[str, ...]) -> tuple[Rows, _TextWords]:
-    """The order of the names by hash, and their words."""
+    """The order of the names by hash, and their words (cached). Names have at most 16 bytes."""
     encoded = [name.encode() for name in names]
     assert max(map(len, encoded)) <= LONGEST_NAME
     ends = np.cumsum([len(name) for name in encoded])
@@ -164,7 +167,8 @@ def _words_of(data: Bytes, texts: Spans) -> _TextWords:
 
 
 def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, Spans]:
-    """The values and spans of fields, by their wire types and the positions of their contents."""
+    """The values and spans of fields, by their wire types and the positions of their contents.
+    Raises DecodeError for a content beyond the buffer, or an unknown wire type."""
     present = np.flatnonzero(np.bincount(wires, minlength=8))
     if len(present) == 1:
         return _read_alike(data, int(present[0]), at)
@@ -195,7 +199,8 @@ def _read_alike(data: Bytes, wire: int, at: Numbers) -> tuple[Numbers, Spans]:
 
 
 def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
-    """Decode the varints at these positions. Returns their values and the positions after them."""
+    """Decode the varints at these positions. Returns their values and the positions after them.
+    Raises DecodeError for one beyond the buffer or of more than 10 bytes."""
     if at.size and at.max() >= len(data):
         raise DecodeError
     octets = data[at]
@@ -218,7 +223,8 @@ def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _words(data: Bytes, size: int) -> Words:
-    """A view with the little-endian number of `size` bytes at each position."""
+    """A view of the buffer, not a copy, with the little-endian number of `size` bytes at each
+    position."""
     return np.ndarray((len(data) - size + 1,), f"<u{size}", data, strides=(1,))
 
 
@@ -271,7 +277,7 @@ class Packets(NamedTuple):
     spans: Spans
 
     def behind(self, packets: Sequence[bytes]) -> "Packets":
-        """These packets with others before them."""
+        """These packets with the encoded `packets` before them."""
         if not packets:
             return self
         ends = np.cumsum([len(packet) for packet in packets])
@@ -306,25 +312,26 @@ class EventBatch:
         self._read_notes(data)
 
     def packet(self, event: int) -> bytes:
-        """The packet that holds an event."""
+        """The encoded packet that holds an event."""
         packet = self._packets[event]
         return self.octets[self._spans.starts[packet] : self._spans.ends[packet]]
 
     def instants_in(self, *categories: str) -> Rows:
-        """The instant events of these categories."""
+        """The indices of the instant events of these categories."""
         chosen = [CATEGORIES_READ.index(name) for name in categories]
         return np.flatnonzero(np.isin(self.categories, chosen) & (self.types == INSTANT))
 
     def flows(self, num_packets_passed: int) -> Numbers:
-        """The flow ids of all events after the first `num_packets_passed` packets."""
+        """The flow ids of all events, both passing and terminating ones, after the first
+        `num_packets_passed` packets."""
         found = [self._fields.of(number) for number in _FLOWS]
         return np.concatenate(
             [each.values[self._packets[each.owners] >= num_packets_passed] for each in found]
         )
 
     def pair_slices(self) -> tuple[Rows, Rows]:
-        """Pair the events that begin slices with those that end them, ordered by the end. Sets
-        `unended` and `num_stray_ends`."""
+        """Pair the events that begin slices with those that end them on the same track, ordered by
+        the end. Returns the indices of both; sets `unended` and `num_stray_ends`."""
         # Most slices end in the next event. The rest nest, like all slices of a track.
         slices = np.flatnonzero((self.types == _BEGIN) | (self.types == _END))
         begins, tracks = self.types[slices] == _BEGIN, self._tracks[slices]
@@ -357,6 +364,7 @@ class EventBatch:
         return np.where(self._note_types[found] == number, found, -1)
 
     def _find_categories(self, data: Bytes) -> Rows:
+        """The index in `CATEGORIES_READ` of each event's first category; -1 for others."""
         categories = self._fields.of(_CATEGORIES)
         owners, firsts = np.unique(categories.owners, return_index=True)
         found = np.full(self._num_events, -1, np.intp)
@@ -364,6 +372,8 @@ class EventBatch:
         return found
 
     def _read_notes(self, data: Bytes) -> None:
+        """Read the integer and text annotations of events in known categories, and set the table of
+        each event's annotation by name; others are skipped."""
         notes = self._fields.of(_NOTES)
         notes = notes.take(np.flatnonzero(self.categories[notes.owners] >= 0))
         num_notes = len(notes.owners)
@@ -386,8 +396,9 @@ class EventBatch:
 
 
 def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[Packets, int]:
-    """The next packets of a trace, about `num_bytes` in all, and the position of their end. This
-    loop runs once per packet and dominates the time of reading."""
+    """The next packets of a trace, about `num_bytes` in all, and the position of their end. Raises
+    RrfpError if it is not a Perfetto trace or ends within a packet. This loop runs once per packet
+    and dominates the time of reading."""
     octets = data[start : start + num_bytes]
     size = len(octets)
     tags: list[int] = []
@@ -418,7 +429,8 @@ def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tupl
 
 
 def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
-    """Read a packet's length. Returns the position of its content, and the length."""
+    """Read a packet's length. Returns the position of its content, and the length. Raises RrfpError
+    if the trace ends there, or the number is too long."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):
@@ -432,7 +444,8 @@ def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
 
 
 def foreign(path: Path) -> RrfpError:
-    """The error for a file that is not a Perfetto trace."""
+    """The error for a file that is not a Perfetto trace. Reads its beginning, to suggest gunzip for
+    a compressed one."""
     with open_regular(path) as file:
         is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     remedy = "; unpack it first, with gunzip" if is_gzipped else ""

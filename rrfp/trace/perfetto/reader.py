@@ -87,7 +87,7 @@ class TraceContents:
 
 def read_trace(path: Path) -> Recording:
     """Read a recording, exactly as it was written. Raises RrfpError if the file is missing, empty,
-    truncated, or not a trace of a run."""
+    truncated, damaged, or not a trace of one run."""
     reader = TraceReader(path)
     contents = reader.contents()
     reader.check_whole()
@@ -95,7 +95,7 @@ def read_trace(path: Path) -> Recording:
 
 
 def read_contents(path: Path) -> TraceContents:
-    """Read a trace that may be damaged. Raises RrfpError if the file is missing, empty, cut within
+    """Read a trace that may lack events. Raises RrfpError if the file is missing, empty, cut within
     a packet, or not a Perfetto trace of a run."""
     return TraceReader(path).contents()
 
@@ -121,7 +121,8 @@ class TraceReader:
         """The flow ids of each batch's arrows; None if they are not needed."""
 
     def contents(self) -> TraceContents:
-        """Read the whole trace. Raises RrfpError as `tables` does."""
+        """Read the whole trace, with signs of damage, which raise nothing. Raises RrfpError as
+        `tables` does."""
         flows: list[Numbers] = []
         self._flows = flows
         found: defaultdict[str, list[Table]] = defaultdict(list)
@@ -179,8 +180,9 @@ class TraceReader:
             raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
 
     def check_whole(self) -> None:
-        """Raise RrfpError if results from this trace would be wrong: the closing mark or other
-        events are missing, two sequences belong to one rank, or events end before they begin."""
+        """Raise RrfpError if results from this trace, which has been read, would be wrong: the
+        closing mark or other events are missing, two sequences belong to one rank, or events end
+        before they begin."""
         if self._num_records_written is None:
             raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
         if self._num_records < self._num_records_written:
@@ -203,7 +205,8 @@ class TraceReader:
             )
 
     def _read(self, packets: Packets) -> dict[str, Table]:
-        """Read a batch, after the open slices of earlier batches."""
+        """Read a batch, after the slices that earlier batches left open, and return its records by
+        type. Also updates the settings, the ranks, the open slices and the counts."""
         num_read_before = len(self._open)
         batch = EventBatch(packets.behind(self._open))
         begins, ends = batch.pair_slices()
@@ -220,7 +223,9 @@ class TraceReader:
         }
 
     def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
-        """The records of one type, ordered by their ends; None without records of it."""
+        """The records of one type, ordered by their ends; None without records of it. Optional
+        annotations get their defaults. Raises RrfpError for a record with a missing or impossible
+        value."""
         is_slice = "end_ns" in RECORD_TYPES[name]._fields
         own = batch.categories == CATEGORIES_READ.index(name)
         slices = own[begins]
@@ -265,7 +270,8 @@ class TraceReader:
         return table
 
     def _read_steps(self, name: str, batch: EventBatch, events: Rows, notes: Rows) -> Numbers:
-        """The step number of each event, from its annotation `step` or `evaluation`."""
+        """The step number of each event, from its annotation `step` or `evaluation`; evaluations
+        become negative. Raises RrfpError if an event has neither, or a negative evaluation."""
         are_evaluations = notes < 0
         if not are_evaluations.any():
             return batch.note_values[notes]
@@ -280,7 +286,8 @@ class TraceReader:
         return np.where(are_evaluations, evaluation_step(0) - numbers, numbers)
 
     def _read_texts(self, batch: EventBatch, notes: Rows) -> Numbers:
-        """The index in `texts` of each annotation's text. Raises RrfpError for invalid UTF-8."""
+        """The index in `texts` of each annotation's text; new texts are added. Raises RrfpError for
+        invalid UTF-8."""
         spans = batch.note_texts.take(notes)
         found = self._vocabulary.find(batch.data, spans)
         new = np.flatnonzero(found < 0)
@@ -299,7 +306,8 @@ class TraceReader:
         return RrfpError(f"the trace {self._path} has a damaged {name} '{event}': {problem}")
 
     def _read_mark(self, packet: Any) -> None:
-        """Read the settings, a rank's place, or the closing mark."""
+        """Read the run's settings, a rank's place, or the closing mark, and store it. Raises
+        RrfpError if it is damaged, or the trace's version is too new."""
         event = packet.track_event
         notes = {note.name: note for note in event.debug_annotations}
         try:
@@ -317,6 +325,7 @@ class TraceReader:
             ) from error
 
     def _parse(self, packet: bytes) -> Any:
+        """Decode a packet. Raises RrfpError if it is invalid."""
         try:
             return pb.TracePacket.FromString(packet)
         except message.DecodeError as error:
@@ -348,7 +357,8 @@ class _Vocabulary:
         return self._places_of_names[find(data, spans, self._names)]
 
     def place_of(self, encoded: bytes) -> int:
-        """The index of a text, which is added if it is new."""
+        """The index of a text, which is added if it is new. Raises UnicodeDecodeError if it is not
+        UTF-8."""
         place = self._places.get(encoded)
         if place is None:
             self._texts.append(encoded.decode())

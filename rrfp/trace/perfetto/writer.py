@@ -105,6 +105,7 @@ _cached_varint = lru_cache(1 << 10)(_varint)
 
 
 def _tag(field: int, wire: int) -> bytes:
+    """Encode the tag of a field: its number and wire type."""
     return _varint(field << 3 | wire)
 
 
@@ -131,7 +132,8 @@ class PacketWriter:
         self._shift_ns = 0
 
     def go_to_sequence(self, sequence: int, shift_ns: int = 0) -> None:
-        """Write all following packets to this sequence, with their times moved by `shift_ns`."""
+        """Write all following packets to this sequence, with their times moved by `shift_ns`. A new
+        sequence begins with a packet that clears its incremental state."""
         self._shift_ns = shift_ns
         self._sequence = _encoded(pb.TracePacket(trusted_packet_sequence_id=sequence))
         self._timed = self._sequence + _TIME_TAG
@@ -186,6 +188,7 @@ class PacketWriter:
         self._append_event(end_ns, _nameless_part(_END, track))
 
     def instant(self, time_ns: int, track: int, name: str, category: str, notes: bytes) -> None:
+        """Write an instant event with encoded annotations (`notes_of`)."""
         self._append_event(time_ns, _as_part(notes + _heading(_INSTANT, track, name, category)))
 
     def count(self, time_ns: int, track: int, value: int) -> None:
@@ -193,6 +196,7 @@ class PacketWriter:
         self._append_event(time_ns, _nameless_part(_COUNTER, track, value))
 
     def flush(self) -> None:
+        """Write the batch to the file, and empty it."""
         self._file.write(self._batch)
         self._batch.clear()
 
@@ -225,18 +229,20 @@ def note_of(name: str, value: int | str) -> bytes:
 
 @lru_cache(_NUM_PARTS_CACHED)
 def _note_name(name: str) -> bytes:
+    """Encode an annotation's name (cached)."""
     return _encoded(pb.DebugAnnotation(name=name))
 
 
 @lru_cache(_NUM_PARTS_CACHED)
 def _text_note(name: str, value: str) -> bytes:
+    """Encode an annotation with a text as a part of an event (cached)."""
     note = pb.DebugAnnotation(name=name, string_value=_text(value))
     return _encoded(pb.TrackEvent(debug_annotations=[note]))
 
 
 @lru_cache(_NUM_PARTS_CACHED)
 def _heading(event_type: int, track: int, name: str, category: str) -> bytes:
-    """Encode an event's type, track, name and category."""
+    """Encode an event's type, track, name and category (cached)."""
     return _encoded(
         pb.TrackEvent(type=event_type, track_uuid=track, name=_text(name), categories=[category])
     )
@@ -249,7 +255,7 @@ def _nameless_part(event_type: int, track: int, value: int | None = None) -> byt
 
 
 def _text(value: str) -> str:
-    """Replace characters that cannot be encoded: JSON and file names may contain lone
+    """Replace characters that cannot be encoded by `?`: JSON and file names may contain lone
     surrogates."""
     return value.encode(errors="replace").decode()
 
@@ -260,6 +266,7 @@ def _as_part(event: bytes) -> bytes:
 
 
 def _encoded(message: Any) -> bytes:
+    """Serialize a protobuf message."""
     return bytes(message.SerializeToString())
 
 
@@ -287,7 +294,8 @@ class Slice(NamedTuple):
 
 
 def encode_track(name: str, slices: Iterable[Slice]) -> bytes:
-    """Encode a track of this name, shown above all others; empty without slices."""
+    """Encode a track of this name, shown above all others, to append to a trace; empty without
+    slices."""
     file = BytesIO()
     out = PacketWriter(file, first_track=_FIRST_TRACK)
     track = None
@@ -385,6 +393,7 @@ class TraceWriter:
 
 
 def _task_name(record: Any) -> str:
+    """Format a record's task: `F3` for the forward of microbatch 3."""
     return f"{record.kind}{record.microbatch}"
 
 
@@ -403,6 +412,7 @@ def _begun_title(begun: BegunRecord) -> str:
 
 @lru_cache
 def _words_of(class_name: str) -> str:
+    """Split a class name into lower-case words: `input arrived`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", class_name).lower()
 
 
@@ -424,6 +434,7 @@ def _notes_of(category: str, values: tuple[int | str, ...]) -> bytes:
 
 @lru_cache(_NUM_NOTES_CACHED)
 def _step_note(step: int) -> bytes:
+    """Encode the annotation of a step, named `step` or `evaluation` (cached)."""
     return note_of(*split_step(step))
 
 
@@ -442,6 +453,7 @@ _cached_rest_of_notes = lru_cache(_NUM_NOTES_CACHED)(_rest_of_notes)
 
 @lru_cache(_NUM_NOTES_CACHED)
 def _notes_of_wanted(kind: str, stage: int, chunk: int, microbatch: int) -> bytes:
+    """Encode the annotations of the task in the hint's order (cached)."""
     return notes_of(
         [("kind", kind), ("stage", stage), ("chunk", chunk), ("microbatch", microbatch)]
     )
@@ -449,6 +461,7 @@ def _notes_of_wanted(kind: str, stage: int, chunk: int, microbatch: int) -> byte
 
 @lru_cache(_NUM_NOTES_CACHED)
 def _notes_of_places(hint_position: int, dispatch_position: int) -> bytes:
+    """Encode the annotations of a task's positions in the hint and in the dispatch (cached)."""
     return notes_of([("hint_position", hint_position), ("dispatch_position", dispatch_position)])
 
 
@@ -487,13 +500,17 @@ class _RankWriter:
         self._out.instant(0, track, f"rank {self._info.rank}", RANK, notes_of(fields.items()))
 
     def write_sends(self, records: RankRecords) -> None:
+        """Write a part's sends, where the messages' arrows begin, one track per receiver."""
         self._write_messages("send", records.sends, "send", "send to", sent_by)
 
     def write_receives(self, records: RankRecords) -> None:
+        """Write a part's receives, through which the messages' arrows pass, one track per
+        sender."""
         self._write_messages("receive", records.receives, "recv", "receive from", received_by)
 
     def write_rest(self, records: RankRecords, *, is_last: bool) -> None:
-        """Write all records of a part other than messages."""
+        """Write all records of a part other than messages. The tasks of a step that has not ended
+        are stored for the next part, unless `is_last`."""
         self._out.go_to_sequence(self._sequence, self._shift_ns)
         tasks = self._ended_tasks(records, is_last=is_last)
         self._write_tasks(tasks, records)
@@ -508,8 +525,8 @@ class _RankWriter:
         self._write_instants("loss", records.losses, lambda loss: f"lost {loss.num_lost} records")
 
     def _ended_tasks(self, records: RankRecords, *, is_last: bool) -> list[TaskRecord]:
-        """The tasks to write now. Stores those of the last step for the next part if it has not
-        ended."""
+        """The tasks to write now, after those stored from the part before. Unless `is_last`, stores
+        those of the last step for the next part if that step has not ended."""
         tasks, self._begun = self._begun + records.tasks, []
         if is_last or not tasks:
             return tasks
@@ -535,11 +552,12 @@ class _RankWriter:
         self._write_hints(tasks, dispatches)
 
     def _title(self, task: TaskRecord) -> str:
+        """Format a task: `F3`, or `F3.1` with its chunk if any rank of the run has several."""
         return f"{_task_name(task)}.{task.chunk}" if self._has_chunks else _task_name(task)
 
     def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> bytes:
-        """Encode a task's annotations besides its record: its rank, and the tasks that it
-        skipped."""
+        """Encode a task's annotations besides its record: its rank, and the names of at most 8
+        tasks that it skipped."""
         rank = note_of("rank", self._info.rank)
         if dispatch is None or not dispatch.skipped:
             return rank
@@ -551,7 +569,8 @@ class _RankWriter:
     def _write_hints(
         self, tasks: Sequence[TaskRecord], dispatches: Sequence[HintedDispatch | None]
     ) -> None:
-        """Write the task in the hint's order in place of each task, at the task's time."""
+        """Write a slice for the task in the hint's order at the time of each dispatched task; none
+        where the hint's order is unknown."""
         found = [
             (task, dispatch)
             for task, dispatch in zip(tasks, dispatches, strict=True)
@@ -569,6 +588,7 @@ class _RankWriter:
             self._out.slice(task.start_ns, task.end_ns, track, title, HINT, notes)
 
     def _write_counters(self, records: RankRecords, *, is_last: bool) -> None:
+        """Write the counters of a part; a point that repeats the last value is skipped."""
         for name, points in self._counters.add(records, is_last=is_last).items():
             if not points:
                 continue
@@ -589,6 +609,8 @@ class _RankWriter:
         direction: str,
         key: Callable[[int, Any], MessageKey],
     ) -> None:
+        """Write a slice per message, on one track per peer, and its arrow. `key` makes the
+        message's key, from which the arrow's id follows."""
         self._out.go_to_sequence(self._sequence, self._shift_ns)
         links = {
             peer: ((peer, f"{direction} {self._peer_names.get(peer, f'rank {peer}')}"),)
@@ -613,7 +635,9 @@ class _RankWriter:
         passes: Iterable[Sequence[int]] = repeat(()),
         ends: Iterable[Sequence[int]] = repeat(()),
     ) -> None:
-        """Write a slice per record, below the category's track of the stage."""
+        """Write a slice per record, below the category's track of the stage or its branch;
+        overlapping slices get different rows. `extra` are encoded annotations, `passes` and `ends`
+        arrows."""
         tracks = self._tracks_of(category, records, branches)
         rows = zip(records, tracks, titles, extra, passes, ends, strict=False)
         for record, track, title, more, passed, ended in rows:
@@ -626,6 +650,7 @@ class _RankWriter:
     def _write_instants(
         self, category: str, records: Sequence[Any], title: Callable[[Any], str]
     ) -> None:
+        """Write an instant per record on the category's track; nothing without records."""
         if not records:
             return
         track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[category])
@@ -639,7 +664,8 @@ class _RankWriter:
         records: Sequence[Any],
         branches: Sequence[tuple[Node, ...]] | None = None,
     ) -> list[int]:
-        """The track of each record: its branch's, in a row where no other slice overlaps it."""
+        """The track of each record: its branch's, in a row where no other slice overlaps it. Writes
+        the descriptors of new tracks."""
         members: defaultdict[tuple[Node, ...], list[int]] = defaultdict(list)
         for index, branch in enumerate(branches or repeat((), len(records))):
             members[branch].append(index)
@@ -654,7 +680,8 @@ class _RankWriter:
 
 
 def write_run_files(run: RunDir, recording: Recording) -> None:
-    """Write run.json and the trace of an imported or simulated run. May raise OSError."""
+    """Write run.json and the trace of an imported or simulated run, and update the link `latest`
+    beside its directory. Raises RrfpError if the trace cannot be written; may raise OSError."""
     write_trace(run.trace, recording)
     write_whole(run.run_json, f"{json.dumps(recording.settings, indent=2)}\n".encode())
     update_latest(run.path.parent)
