@@ -52,11 +52,12 @@ def candidates_of(
     splits: bool | None = None,
     may_bind: bool = True,
 ) -> list[Candidate]:
-    """Return the policies that fit a shape and stay within the bounds of `asked`, the starting one
-    first. Hints that do not fit are left out, never an error.
+    """Return a candidate for each use of a hint of `AUTO_CHOICES` that fits a shape and the bounds
+    of `asked`, with the hint of `asked` first. Others are left out, never an error.
 
-    `splits` selects policies that split the backward (True) or do not (False). Without `may_bind`,
-    no policy binds an order. A policy that binds is returned if its order keeps no more
+    A hint is used by readiness, with ranked weight gradients if it ranks them, and as a binding
+    order. `splits` selects policies that split the backward (True) or do not (False). Without
+    `may_bind`, no policy binds an order. A policy that binds is returned if its order keeps no more
     microbatches than a bound that counts them allows; with a bound in bytes this differs from step
     to step (`fits`).
     """
@@ -106,12 +107,12 @@ def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 MakeWorld = Callable[[Policy], StepConditions]
-"""The world of one replica's step under a policy, with fresh state."""
+"""Makes the simulator's conditions of one replica's step under a policy, with fresh state."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Steps of a run to compare candidates by, each with a world for every replica."""
+    """Steps of a run to compare candidates by, with the simulator's conditions of every replica."""
 
     steps: Sequence[Sequence[MakeWorld]]
     budgets: Sequence[int] = ()
@@ -225,11 +226,13 @@ def choose(
     current: Candidate | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Choice | None:
-    """Return the best candidate for steps like the `num_steps` measured ones.
+    """Return the best candidate for steps like the `num_steps` measured ones, by successive
+    halving: those far behind the best are dropped, the others run twice as many steps.
 
     The first candidate is the starting one. With a `current` one, another is chosen only if it
-    gains more than luck explains. Candidates under which a step does not fit into the memory are
-    left out; None if all are. If `is_over` returns True, the comparison ends early.
+    gains more than luck explains. Patient variants of those left after the first round are added.
+    Candidates under which a step does not fit into the memory are left out; None if all are. If
+    `is_over` returns True, the comparison ends early.
     """
     race = _Race(play)
     current_name = None if current is None else current.name

@@ -60,8 +60,8 @@ def broadcast_decision(
 def broadcast_order(
     decide: Callable[[], Sequence[int]], num_microbatches: int, groups: Any, device: torch.device
 ) -> list[int]:
-    """Return the admission order that `decide` returns on the replica's first rank. Raises as
-    `broadcast_decision` does."""
+    """Return, on all ranks of the replica, the admission order that `decide` returns on its first
+    rank. Raises as `broadcast_decision` does."""
     order: list[int] = broadcast_decision(
         lambda: torch.tensor(decide()),
         torch.empty(num_microbatches, dtype=torch.int64),

@@ -57,8 +57,9 @@ class MeasuredTasks:
         self._record(record)
 
     def table(self, shape: Shape) -> Numbers:
-        """Return the last complete step on this rank as `NUM_ROWS` x chunks x microbatches numbers,
-        flattened and followed by the bound in bytes; zeros if none of this shape was measured."""
+        """Return the last complete step on this rank: `NUM_ROWS` x chunks x microbatches numbers
+        (times of F, B and W in ns, then the bytes that F keeps and those that stay from B until W),
+        flattened and followed by the bound in bytes. Zeros if none of this shape was measured."""
         size = NUM_ROWS * shape.num_chunks * shape.num_microbatches
         found = np.zeros(size + 1)
         if self._complete is None or len(self._complete[0]) != shape.num_tasks_of_a_rank:
@@ -327,7 +328,8 @@ class SizeModel:
 
     @property
     def is_fitted(self) -> bool:
-        """True once enough predictions have been compared with measured sizes."""
+        """True once three predictions, or three sizes of repeated features, have been compared with
+        measured ones."""
         return self._kept.is_trusted and self._owed.is_trusted
 
 
@@ -445,7 +447,8 @@ class _SizeFit:
 
     @property
     def is_trusted(self) -> bool:
-        """True once enough predictions or repeats have been compared with measured sizes."""
+        """True once three predictions, or three sizes of repeated features, have been compared with
+        measured ones."""
         return max(self._checks.num_checks, self._repeats.num_checks) >= _LEAST_CHECKS
 
     @property

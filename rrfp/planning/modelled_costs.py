@@ -55,7 +55,8 @@ class ModelledSteps:
 
     def order(self, step: int) -> Sequence[int]:
         """Return the admission order of a step's microbatches, by their modelled costs or as
-        listed; for `--admit plan`, the pyramid. Planned orders (`admit_as`) do not change it."""
+        listed; for `--admit plan`, the pyramid. Planned orders (`admit_as`) do not change it.
+        Raises as `order_by_costs` does."""
         costs = self._costs.step(self.shape, self._seed + step, self._replica)
         return order_by_costs(costs, self._admission, step, self._replica)
 
@@ -139,7 +140,8 @@ def forecast_step(
 @lru_cache(maxsize=64)
 def noise_of(jitter: Jitter, shape: Shape) -> float:
     """Return the standard deviation of the logarithm of the factors by which jitter changes times,
-    from one draw. It is at most `LARGEST_SIGMA`, and at least 0.1 if jitter delays tasks."""
+    from one draw of them. It is at most `LARGEST_SIGMA`, at least 0.1 if jitter delays tasks, and 0
+    without jitter."""
     least = _NOISE_OF_DELAYS if jitter.delays_tasks else 0.0
     if not jitter.factors:
         return least

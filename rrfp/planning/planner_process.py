@@ -76,8 +76,9 @@ class PlannerProcess:
         return self._process.poll() is not None
 
     def send(self, request: object, *, waits: bool = False) -> bool:
-        """Send a request, pickled. With `waits`, wait until the pipe has space for it. Returns
-        False if the pipe is full or the process has ended; the process is unusable then."""
+        """Send a request, pickled. With `waits`, wait until the pipe has space for it; without,
+        return False if the pipe is full. Also returns False if the process has ended. After False
+        the process is unusable."""
         message = pickle.dumps(request)
         data = _LENGTH.pack(len(message)) + message
         while data:
@@ -92,7 +93,7 @@ class PlannerProcess:
         return True
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the answers since the last call, JSON objects, without waiting."""
+        """Return the complete answers since the last call, parsed JSON objects, without waiting."""
         with suppress(BlockingIOError):
             while data := os.read(self._answers, 65536):
                 self._read += data

@@ -159,6 +159,7 @@ class StepAdmission:
     ) -> Assignment:
         """Balance the global batch of a step over the replicas. Returns the numbers of each
         replica's items in the order in which they enter, and remembers them as `assignment`.
+        Modelled steps give their assignment without communication.
 
         `items` returns this replica's own items; it is called on the first rank of each replica,
         unless a file lists the assignments. If a first rank cannot weigh its items it raises that

@@ -84,8 +84,9 @@ class StepPolicies:
 
 
 def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPolicy:
-    """Fit a policy to steps of this shape; the shape's kinds are ignored. With `forward_only`, the
-    order has the forwards only, and no weight gradients are ranked.
+    """Fit a policy to steps of this shape, and derive what it guarantees about the order of tasks;
+    the shape's kinds are ignored. With `forward_only`, the order has the forwards only, and no
+    weight gradients are ranked.
 
     Raises UsageError for a hint that does not fit the shape or the bounds.
     """

@@ -131,7 +131,7 @@ class RaceFiles:
         ]
 
     def ended(self) -> set[tuple[str, int]]:
-        """Entry name and round of every completed turn."""
+        """Return the entry name and the round of every completed turn; failures do not count."""
         return {(each.entry, each.round) for each in self.read_turns() if isinstance(each, Turn)}
 
     def failed(self) -> set[str]:

@@ -73,7 +73,8 @@ class Case:
 
     @property
     def time_factor(self) -> float:
-        """Factor between the task times of the race and those of the costs."""
+        """Factor between the task times of the race and those of the costs; 1 for unscaled
+        costs."""
         return 1.0 if self.task_ms is None else self.task_ms / _PRESET_MS
 
 
@@ -97,7 +98,8 @@ class LineupRow:
 
     @property
     def bound(self) -> str:
-        """Memory bound for tables, such as `limit 4`; empty for systems with a fixed order."""
+        """Memory bound for tables, such as `limit 4`; empty for systems that rrfp does not dispatch
+        by readiness."""
         if not self.system.is_ours:
             return ""
         return f"limit {self.limit}" if self.hold is None else f"hold {self.hold}"

@@ -227,7 +227,8 @@ class Tally:
             sleep_until(self._clock() + self.message_ns(receiver))
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Context of a wait for transfers; records it."""
+        """Context of a wait for transfers; records it, with a cause that depends on the tasks run
+        so far."""
         return self.wait(self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank))
 
 

@@ -195,8 +195,8 @@ class _Records:
         self._records, self._tasks = [], []
 
     def take_ns(self) -> tuple[int, int]:
-        """Return the time in coordination and in all other waits since the last call, in ns, and
-        drop these waits."""
+        """Return the time in waits for coordination, then the time in all other waits, in ns since
+        the last call, and drop these waits."""
         records, self._records = self._records, []
         coordination_ns = blocking_ns = 0
         for record in records:
@@ -264,7 +264,8 @@ class RacedSystem:
         return self._batches[1]
 
     def warm_up(self, number: int) -> None:
-        """Run the round's step once, to open links and warm caches equally for all systems.
+        """Run the round's step once, to open links and warm caches equally for all systems, and
+        clear its gradients and records.
 
         After the first time it runs only one microbatch per rank, unless the schedule is built for
         a number of microbatches. A schedule that learns task times runs the whole step, paced.
@@ -320,7 +321,7 @@ class RacedSystem:
         return gradients(self._model.chunks, self.settings, self.layout)
 
     def forget(self) -> None:
-        """Clear the gradients and the records."""
+        """Clear the gradients of the shared model and the records of this system."""
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
         self._model.optimizer.zero_grad()
@@ -359,7 +360,8 @@ class RacedSystem:
         return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
 
     def close(self) -> None:
-        """Close the links, whose threads would disturb other systems. Later steps reopen them."""
+        """Close the links, whose threads would disturb other systems; Megatron's own schedule has
+        none. Later steps reopen them."""
         if isinstance(self._schedule, ForwardBackward | PeerSchedule):
             self._schedule.close()
 
@@ -530,7 +532,8 @@ class _Race:
             system.forget()
 
     def _compare(self, turn: Turn, system: RacedSystem) -> Turn:
-        """Return the turn with the comparison of its gradients; unchanged except on rank 0."""
+        """Gather the gradients of all ranks on rank 0, and return the turn with their comparison to
+        the reference; unchanged on other ranks. Every rank calls this."""
         settings = system.settings
         found = gather_tensors(system.gradients())
         if self._layout.rank != 0:
@@ -557,7 +560,9 @@ def _reference_key(settings: TrainSettings) -> tuple[int, int]:
 
 
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
-    """Make a turn from the `RacedSystem.figures` of all ranks, one row each."""
+    """Make a turn from the `RacedSystem.figures` of all ranks, one row each. The step lasts from
+    the first rank's start to the last one's end; times are means over ranks, and peaks are the
+    largest."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, *counts = table.T
     held, num_tasks, num_over, peak_bytes = counts
     # Time before a rank's own entry and after its own return counts as idle.

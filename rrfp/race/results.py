@@ -63,8 +63,8 @@ class ResultRow:
 
     @property
     def is_void(self) -> bool:
-        """True if the gradients differ from the reference's, so that the times are meaningless;
-        False if that is unknown."""
+        """True if the gradients differ too much from the reference's, so that the times are
+        meaningless; False if that is unknown."""
         return self.gradients_agree is False
 
     @property

@@ -210,7 +210,8 @@ class BenchDir:
         return [each for size in lineup.races for each in self.race(*size).read_turns()]
 
     def prepare(self, lineup: Lineup, *, force: bool) -> IO[bytes]:
-        """Create the directory, or resume an earlier run of the same lineup in it.
+        """Create the directory with the lineup's file, or resume an earlier run of the same lineup
+        in it.
 
         `force` deletes the results of any earlier lineup. Raises UsageError if the directory holds
         another lineup and `force` is not set, or other files. The returned file holds a lock: no

@@ -58,8 +58,8 @@ class CostOptions:
 
 
 def source_of_costs(text: str, asked: CostOptions, jitter: Jitter) -> Source:
-    """Make a source from text as `--costs` takes it. Raises UsageError if the text is invalid or
-    does not fit the options."""
+    """Make a source from text as `--costs` takes it. Raises UsageError if the text is invalid,
+    names a recorded run or cut costs, or does not fit the options."""
     costs = resolve_costs(text)
     check_divided(costs, text, asked.tp)
     if asked.pp * asked.microbatches * asked.tp * asked.dp > MOST_FORWARDS:

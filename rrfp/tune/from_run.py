@@ -99,7 +99,8 @@ def source_of_run(
 
 
 def _is_uniform(recording: Recording) -> bool:
-    """Return whether all messages, and so all microbatches, have the same size."""
+    """Return whether all messages, and so all microbatches, have the same size. Empty messages are
+    ignored."""
     found = {send.num_bytes for records in recording.ranks for send in records.sends}
     return len(found - {0}) == 1
 
@@ -175,7 +176,8 @@ def _admitted(settings: Mapping[str, object]) -> str | None:
 
 
 def _baseline(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
-    """The run's own settings as a candidate; None if its order is not that of a known hint."""
+    """Return the run's own settings as a candidate; None if its order is not that of a known hint,
+    or if its hold is `auto` or a share of 1F1B's peak."""
     policy = run.policy
     hint = run.hint_name
     if hint not in HINTS or isinstance(policy.hold, Auto | ShareOf1F1B):

@@ -317,7 +317,8 @@ class Space:
         return list(dict.fromkeys([even, balanced(even, self.work, slowness, shape)]))
 
     def holds(self, candidate: Candidate) -> Iterator[Hold]:
-        """Yield the holds to try: the whole memory, and smaller numbers of microbatches."""
+        """Yield the holds to try: the whole memory, and smaller numbers of microbatches, from half
+        of one to two per pipeline rank."""
         whole = self.memory_in(candidate.joined, candidate.divided)
         yield whole
         ranks = self.source.shape.num_ranks
@@ -628,7 +629,8 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
 def predict_unbound(
     candidate: Candidate, source: Source, seeds: Sequence[int]
 ) -> Prediction | None:
-    """Predict a candidate on these steps without a memory bound."""
+    """Predict a candidate on these steps without the search's memory bound; the candidate's own
+    hold still applies. None if it cannot run one of them."""
     bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.knows_sizes]
     return predict(candidate, Evaluator(source, bound, Budget(len(seeds))), seeds)
 
@@ -636,8 +638,8 @@ def predict_unbound(
 def _baseline(
     source: Source, space: Space, unbound: Evaluator, fresh: Sequence[int]
 ) -> Prediction | None:
-    """Predict the run's own settings, or Megatron's 1F1B without a run, without a memory bound;
-    None if they cannot run."""
+    """Predict the run's own settings, or Megatron's 1F1B without a run. The search's memory bound
+    does not apply; None if they cannot run."""
     own = source.own
     if own is None:
         plain = [

@@ -109,8 +109,8 @@ def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def balanced(
     begin: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> tuple[int, ...]:
-    """Minimize the load of the most loaded rank, from `begin` by moving single layers. Ties go to
-    the split with the most even loads."""
+    """Return a split with the least load of the most loaded rank, reached from `begin` by moving
+    single layers until none helps. Ties go to the split with the most even loads."""
 
     def badness(split: Sequence[int]) -> tuple[float, float]:
         found = loads(split, work, slowness, shape)
@@ -294,7 +294,8 @@ class Source:
 
     @property
     def _whole(self) -> Costs:
-        """The costs with one stage per rank, as for 1F1B."""
+        """The costs cut to one stage per rank, as for 1F1B; unchanged if they have one chunk or no
+        layers."""
         even = self.even(self.shape.num_ranks)
         if self.layered is None or even is None or self.shape.num_chunks == 1:
             return self.costs
@@ -302,8 +303,9 @@ class Source:
 
     @property
     def admissions(self) -> Sequence[Admit]:
-        """The admission orders to try. Others than the given one make sense only if the
-        microbatches' costs differ by more than the noise of single tasks."""
+        """The admission orders to try: the given one, and the pyramid if the microbatches' known
+        costs differ by more than the noise of single tasks. A run that had its own `--admit`, or
+        microbatches of one size, leaves only the given one."""
         if self.admitted is not None or self.is_uniform:
             return [Admit.GIVEN]
         between, noise = 0.0, 0.0
