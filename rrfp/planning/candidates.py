@@ -28,13 +28,15 @@ class Candidate:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """A name that no other candidate of the run has."""
+        """A key that no other candidate of the run has: hint, dispatch, order of weight gradients
+        and patience."""
         policy = self.policy
         return (policy.hint.name, policy.dispatch, policy.w, policy.waits)
 
 
 def describe_choice(policy: Policy) -> str:
-    """Describe the part of a policy that a choice decides, as `zb-v ready ranked`."""
+    """Describe the part of a policy that a choice decides, as `zb-v ready ranked`: hint and
+    dispatch, then `ranked` and `patient` where they apply."""
     words = [policy.hint.name, str(policy.dispatch)]
     if policy.w is WeightGradients.RANKED:
         words.append(str(policy.w))
@@ -50,11 +52,12 @@ def candidates_of(
     splits: bool | None = None,
     may_bind: bool = True,
 ) -> list[Candidate]:
-    """Return the policies that fit a shape and stay within the bounds of `asked`, the starting one
-    first.
+    """Return a candidate for each use of a hint of `AUTO_CHOICES` that fits a shape and the bounds
+    of `asked`, with the hint of `asked` first. Others are left out, never an error.
 
-    `splits` selects policies that split the backward (True) or do not (False). Without `may_bind`,
-    no policy binds an order. A policy that binds is returned if its order keeps no more
+    A hint is used by readiness, with ranked weight gradients if it ranks them, and as a binding
+    order. `splits` selects policies that split the backward (True) or do not (False). Without
+    `may_bind`, no policy binds an order. A policy that binds is returned if its order keeps no more
     microbatches than a bound that counts them allows; with a bound in bytes this differs from step
     to step (`fits`).
     """
@@ -84,13 +87,15 @@ def candidates_of(
 
 
 def unbound_of(policy: Policy, asked: Policy) -> Policy:
-    """Return a policy with the order of a binding one as its hint, and the bounds of `asked`."""
+    """Return a policy that dispatches by readiness, with the order of a binding one as its hint,
+    and the bounds of `asked`."""
     ready = replace(asked, hint=policy.hint, order=policy.order)
     return replace(ready, w=WeightGradients.RANKED) if policy.hint.ranks_weight_gradients else ready
 
 
 def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return patient variants of the candidates that can wait for announced tasks."""
+    """Return patient variants of the candidates that dispatch by readiness and are not patient yet.
+    The candidates themselves are not returned."""
     return [
         replace(each, policy=each.policy.waiting())
         for each in candidates
@@ -102,12 +107,12 @@ def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 MakeWorld = Callable[[Policy], StepConditions]
-"""The world of one replica's step under a policy, with fresh state."""
+"""Makes the simulator's conditions of one replica's step under a policy, with fresh state."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Steps of a run to compare candidates by, each with a world for every replica."""
+    """Steps of a run to compare candidates by, with the simulator's conditions of every replica."""
 
     steps: Sequence[Sequence[MakeWorld]]
     budgets: Sequence[int] = ()
@@ -134,14 +139,15 @@ class MeasuredSteps:
 
 
 def least_budgets(sizes: ActivationSizes, shape: Shape) -> list[int]:
-    """The bytes that the heaviest microbatches take on each pipeline rank's chunks."""
+    """Return the bytes that the heaviest microbatches take on each pipeline rank's chunks, one of
+    each chunk at once."""
     return [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
 
 
 def fits(policy: Policy, shape: Shape, sizes: ActivationSizes, budgets: Sequence[int]) -> bool:
-    """True if a step of these sizes stays within the budgets under a policy. Without a binding
-    order the dispatcher enforces them; with one, the order alone decides the peak, and not the
-    tasks' times."""
+    """Return whether a step of these sizes stays within the budgets (bytes by pipeline rank) under
+    a policy. Without a binding order this is True, as the dispatcher enforces them; with one, the
+    order alone decides the peak, and not the tasks' times."""
     if policy.dispatch is not Dispatch.FIXED:
         return True
     order = policy.order
@@ -220,11 +226,13 @@ def choose(
     current: Candidate | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Choice | None:
-    """Return the best candidate for steps like the `num_steps` measured ones.
+    """Return the best candidate for steps like the `num_steps` measured ones, by successive
+    halving: those far behind the best are dropped, the others run twice as many steps.
 
     The first candidate is the starting one. With a `current` one, another is chosen only if it
-    gains more than luck explains. Candidates under which a step does not fit into the memory are
-    left out; None if all are. If `is_over` returns True, the comparison ends early.
+    gains more than luck explains. Patient variants of those left after the first round are added.
+    Candidates under which a step does not fit into the memory are left out; None if all are. If
+    `is_over` returns True, the comparison ends early.
     """
     race = _Race(play)
     current_name = None if current is None else current.name
@@ -267,11 +275,13 @@ class _Race:
 
     @property
     def num_candidates(self) -> int:
+        """The number of candidates that were simulated, with those that do not fit into the
+        memory."""
         return len(self._times_ns) + len(self._fails)
 
     def run(self, candidates: Sequence[Candidate], num: int) -> list[Candidate]:
-        """Simulate the first `num` steps under each candidate. Returns the candidates under which
-        they fit into the memory, best first."""
+        """Simulate the first `num` steps under each candidate, except those that it has run before.
+        Returns the candidates under which they fit into the memory, best mean time first."""
         for each in candidates:
             times_ns = self._times_ns.setdefault(each.name, [])
             while len(times_ns) < num and each.name not in self._fails:
@@ -285,14 +295,17 @@ class _Race:
         return sorted(ran, key=self.mean_ns)
 
     def mean_ns(self, candidate: Candidate) -> float:
+        """Return a candidate's mean time over the steps that it has run, in ns."""
         return fmean(self._times_ns[candidate.name])
 
     def predicted(self, candidate: Candidate) -> Predicted:
+        """Return a candidate with its times on the steps that it has run."""
         return Predicted(candidate, tuple(self._times_ns[candidate.name]))
 
 
 def _gains(best: Predicted, kept: Predicted) -> bool:
-    """True if the best candidate gains more over the present one than luck explains."""
+    """Return whether the best candidate gains more over the present one than luck explains, on
+    average: over 0.5% of the step's time and over twice the standard error."""
     gains = [
         kept_ns - best_ns for kept_ns, best_ns in zip(kept.times_ns, best.times_ns, strict=False)
     ]

@@ -32,7 +32,7 @@ _UNDECIDED = -1
 
 
 def is_first_rank(groups: Any) -> bool:
-    """True on the rank that decides for its replica."""
+    """True on the rank that decides for its replica: rank 0 of its `tp`, `cp` and `pp` groups."""
     return all(group.rank() == 0 for group in (groups.tp, groups.cp, groups.pp))
 
 
@@ -46,8 +46,9 @@ def broadcast_decision(
     """Call `decide` on the replica's first rank and return its result on all ranks of the replica,
     which call this together.
 
-    The result has the shape and type of `like`, and its first entry is not negative. If `decide`
-    raises, so does the first rank, and the others raise PeerLostError: it could not do its `task`.
+    The result, on the CPU, has the shape and type of `like`, and its first entry is not negative.
+    If `decide` raises, so does the first rank, and the others raise PeerLostError: it could not do
+    its `task`.
     """
     # First to the ranks of the first stage, then from each of them down its pipeline.
     sharing = (groups.cp, groups.tp) if groups.pp.rank() == 0 else ()
@@ -59,8 +60,8 @@ def broadcast_decision(
 def broadcast_order(
     decide: Callable[[], Sequence[int]], num_microbatches: int, groups: Any, device: torch.device
 ) -> list[int]:
-    """Return the admission order that `decide` returns on the replica's first rank. Raises as
-    `broadcast_decision` does."""
+    """Return, on all ranks of the replica, the admission order that `decide` returns on its first
+    rank. Raises as `broadcast_decision` does."""
     order: list[int] = broadcast_decision(
         lambda: torch.tensor(decide()),
         torch.empty(num_microbatches, dtype=torch.int64),
@@ -93,7 +94,8 @@ def _broadcast(
     failed: str,
 ) -> torch.Tensor:
     """Broadcast the result of `decide`, which only the deciding rank has, over one group after the
-    other."""
+    other, and return it on the CPU. If it fails, the deciding rank raises its error after the
+    broadcasts, and the others raise PeerLostError with the text `failed`."""
     decision = torch.full_like(like, _UNDECIDED)
     failure: Exception | None = None
     if decide is not None:
@@ -186,8 +188,8 @@ class TableGather:
 
     def result(self) -> tuple[Numbers, tuple[int, ...]] | None:
         """Wait for the gather. Returns the table of all stages, `[row][stage][microbatch]`, and the
-        bounds in bytes by pipeline rank (empty without any). None on other ranks than the first,
-        and if some rank has not measured the step."""
+        bounds in bytes by pipeline rank (empty unless every rank has one). None on other ranks than
+        the first, and if some rank has not measured the step."""
         if self._work is not None:
             self._work.wait()
         shape = self._shape
@@ -215,8 +217,9 @@ _LENGTH_BYTES = 8
 
 
 def encode_items(value: object) -> bytes:
-    """Encode a value. Raises UsageError for a value with anything but tensors, numbers and text in
-    dicts, lists and tuples."""
+    """Encode a value as bytes: its structure as JSON, then the numbers of its tensors. Raises
+    UsageError for a value with anything but tensors, numbers, text and bytes in dicts, lists and
+    tuples."""
     tensors: list[torch.Tensor] = []
     tree = _tree_of(value, tensors)
     forms = [[str(each.dtype), [*each.shape], each.is_cuda] for each in tensors]
@@ -247,8 +250,8 @@ def decode_items(payload: bytes, device: torch.device) -> Any:
 
 
 def _tree_of(value: object, tensors: list[torch.Tensor]) -> object:
-    """Convert a value to JSON, with tagged lists for types that JSON lacks. Tensors are appended to
-    the list."""
+    """Convert a value to JSON, with tagged lists for types that JSON lacks. Its tensors are
+    appended to `tensors` in the order in which they occur. Raises UsageError for any other type."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         tensors.append(value.detach())
         return ["tensor"]
@@ -316,7 +319,8 @@ def exchange_items(
     """Return the items that are assigned to this replica, in the order of its assignment; `given`
     are the items of its own data. All ranks of `replicas` call this together.
 
-    Raises UsageError for an item that cannot be sent; the others raise PeerLostError then.
+    Raises UsageError for an item that cannot be sent (the others raise PeerLostError then), and if
+    the ranks draw data for different chunks. Raises RrfpError for bytes that cannot be decoded.
     """
     own_replica, num_each = replicas.rank(), len(assignment[0])
     assigned: Items = {chunk: [_MISSING] * num_each for chunk in given}
@@ -350,7 +354,8 @@ def exchange_items(
 
 
 def _put(found: Sequence[tuple[int, int, Any]], assigned: Items) -> None:
-    """Put items, with their chunk and their place in it, among the assigned ones."""
+    """Store items in `assigned`, at their chunk and their place in it. Raises UsageError for a
+    chunk that it lacks, as this rank draws no data for it."""
     for chunk, place, item in found:
         if chunk not in assigned:
             raise UsageError(_DIFFER)
@@ -360,8 +365,9 @@ def _put(found: Sequence[tuple[int, int, Any]], assigned: Items) -> None:
 def _all_to_all(
     payloads: Sequence[bytes], failure: Exception | None, replicas: Any, device: torch.device
 ) -> list[bytes]:
-    """Send a payload to each replica and return those from all replicas; empty if none sends
-    anything. A rank with a `failure` raises it after all have learned of it."""
+    """Send a payload to each replica and return those from all replicas; an empty list if no
+    replica sends anything. A rank with a `failure` raises it after all have learned of it, and the
+    others raise PeerLostError."""
     sizes = [_FAILED] * len(payloads) if failure is not None else list(map(len, payloads))
     own = torch.tensor(sizes, dtype=torch.int64, device=device)
     all_sizes = [torch.empty_like(own) for _ in payloads]

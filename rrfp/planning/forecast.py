@@ -41,7 +41,9 @@ class MeasuredTasks:
         self._complete: tuple[list[TaskRecord], int] | None = None
 
     def record(self, record: Record) -> None:
-        """Take a record. Any thread may call this; the records of tasks come from one."""
+        """Remember a record of a task, and pass every record on. The record of a schedule's phase
+        completes a step; evaluation steps are not remembered. Any thread may call this; the records
+        of tasks come from one."""
         if isinstance(record, TaskRecord) and not is_evaluation(record.step):
             if self._tasks and self._tasks[0].step != record.step:
                 self._tasks = []
@@ -55,8 +57,9 @@ class MeasuredTasks:
         self._record(record)
 
     def table(self, shape: Shape) -> Numbers:
-        """Return the last complete step on this rank as `NUM_ROWS` x chunks x microbatches numbers,
-        flattened and followed by the bound in bytes; zeros if none of this shape was measured."""
+        """Return the last complete step on this rank: `NUM_ROWS` x chunks x microbatches numbers
+        (times of F, B and W in ns, then the bytes that F keeps and those that stay from B until W),
+        flattened and followed by the bound in bytes. Zeros if none of this shape was measured."""
         size = NUM_ROWS * shape.num_chunks * shape.num_microbatches
         found = np.zeros(size + 1)
         if self._complete is None or len(self._complete[0]) != shape.num_tasks_of_a_rank:
@@ -142,7 +145,8 @@ class _DecayingFit:
         self.coefficients = np.zeros(num_features)
 
     def learn(self, features: Numbers, amounts: Numbers) -> None:
-        """Add a step's microbatches. Amounts count by their relative error."""
+        """Add a step's microbatches, give earlier steps 0.9 of their weight, and compute the
+        coefficients again. Amounts count by their relative error."""
         rows = features / np.maximum(amounts, _LEAST)[:, None]
         shares = amounts / np.maximum(amounts, _LEAST)
         self._gram = _DECAY * self._gram + rows.T @ rows
@@ -179,17 +183,19 @@ class StepModel:
 
     @property
     def is_fitted(self) -> bool:
+        """True once a step was learned."""
         return bool(self._fits)
 
     @property
     def noise(self) -> float:
-        """The recent error of the predictions, as `PredictedCosts.noise`."""
+        """The recent error of the predictions, as `PredictedCosts.noise`; 0 before the first
+        step."""
         return 0.0 if self._noise is None else self._noise
 
     def learn(self, features: Numbers, measured: Numbers) -> None:
-        """Add a step: the features of its microbatches, `[microbatch][feature]`, and the measured
-        table of all stages, `[row][stage][microbatch]`. Another number of features or stages
-        starts the model over."""
+        """Add a step, and update the noise by the error of its prediction: `features` are those of
+        its microbatches, `[microbatch][feature]`, and `measured` is the table of all stages,
+        `[row][stage][microbatch]`. Another number of features or stages starts the model over."""
         form = (features.shape[1], measured.shape[1])
         if form != self._form:
             self.__init__()  # type: ignore[misc]
@@ -215,6 +221,7 @@ class StepModel:
         )
 
     def _table(self, features: Numbers) -> Numbers:
+        """Return the predicted table of a step with these features, `[row][stage][microbatch]`."""
         num_stages = self._form[1]
         rows = range(len(self._fits) // num_stages)
         coefficients = np.array(
@@ -223,8 +230,9 @@ class StepModel:
         return np.asarray(coefficients @ features.T)
 
     def _error(self, features: Numbers, measured: Numbers) -> float:
-        """The spread of measured over predicted times: by the median, which a few outliers do not
-        move."""
+        """Return the spread of measured over predicted times of F, B and W, as
+        `PredictedCosts.noise`, at most 1. It is estimated by the median, which a few outliers do
+        not move."""
         predicted = self._table(features)[:3]
         is_task = (measured[:3] > 0) & (predicted > 0)
         logs = np.log(measured[:3][is_task] / predicted[is_task])
@@ -235,7 +243,8 @@ class StepModel:
 
 
 def times_of(table: npt.NDArray[np.int64]) -> TaskTimes:
-    """The times in a table `[row][stage][microbatch]`."""
+    """Return the times in a table `[row][stage][microbatch]`, which are its first three rows. A
+    forward takes 1 ns or more."""
     forward, input_gradient, weight_gradient = table[:3]
     return TaskTimes(
         np.maximum(forward, 1).tolist(), input_gradient.tolist(), weight_gradient.tolist()
@@ -243,7 +252,8 @@ def times_of(table: npt.NDArray[np.int64]) -> TaskTimes:
 
 
 def sizes_of(table: npt.NDArray[np.int64]) -> ActivationSizes:
-    """The sizes in a table `[row][stage][microbatch]`."""
+    """Return the sizes in a table `[row][stage][microbatch]`, which are its last two rows. Bytes
+    that stay from B until W are at most those that F keeps."""
     kept, owed = table[3:]
     return ActivationSizes(kept.tolist(), np.minimum(owed, kept).tolist())
 
@@ -318,14 +328,15 @@ class SizeModel:
 
     @property
     def is_fitted(self) -> bool:
-        """True once enough predictions have been compared with measured sizes."""
+        """True once three predictions, or three sizes of repeated features, have been compared with
+        measured ones."""
         return self._kept.is_trusted and self._owed.is_trusted
 
 
 @dataclass(slots=True)
 class _Excess:
-    """The relative excess of sizes over their predictions. ActivationSizes below the prediction do
-    not count: a microbatch without images may keep nothing at all."""
+    """The relative excess of sizes over their predictions. Sizes below the prediction do not count:
+    a microbatch without images may keep nothing at all."""
 
     num_checks: int = 0
     largest: float = 0.0
@@ -389,7 +400,9 @@ class _SizeFit:
         self._covariance: Numbers = np.zeros((1, 1))
 
     def take(self, features: Features, size: int) -> None:
-        """Add a measured size, and compute the coefficients again if there are many new samples."""
+        """Add a measured size, and compute the coefficients again if there are many new samples.
+        With features that were measured before, only their own sample changes. Beyond 1,024 samples
+        the least recently measured one is dropped."""
         sample = self._samples.pop(features, None)
         if sample is not None:
             self._repeats.take(sample.mean, size, sample.spread)
@@ -418,7 +431,9 @@ class _SizeFit:
         return float(np.asarray(features) / self._scale @ self._coefficients)
 
     def bound(self, features: Features) -> int | None:
-        """Return an upper bound on a size; None if nothing measured gives one."""
+        """Return an upper bound on a size; None if nothing measured gives one. Features that were
+        measured before are bounded by their own sizes and a margin; others by the smaller one of a
+        measured size scaled up and the fitted sum with a margin."""
         if (sample := self._samples.get(features)) is not None:
             varies = self._repeats if self._repeats.num_checks >= _MANY_CHECKS else self._worst
             allowed = sample.mean * (1.0 + varies.margin * sample.spread)
@@ -432,11 +447,13 @@ class _SizeFit:
 
     @property
     def is_trusted(self) -> bool:
-        """True once enough predictions or repeats have been compared with measured sizes."""
+        """True once three predictions, or three sizes of repeated features, have been compared with
+        measured ones."""
         return max(self._checks.num_checks, self._repeats.num_checks) >= _LEAST_CHECKS
 
     @property
     def _worst(self) -> _Excess:
+        """The excess with the larger margin: of repeated features, or of the predictions."""
         return max(self._checks, self._repeats, key=lambda excess: excess.margin)
 
     def _scaled_up(self, features: Features) -> float:
@@ -458,7 +475,8 @@ class _SizeFit:
             return float(np.where(np.isinf(ratios), np.inf, np.maximum(ratios, 1.0) * sizes).min())
 
     def _compute(self) -> None:
-        """Compute the coefficients. ActivationSizes count by their relative error."""
+        """Compute the coefficients, and the data from which `_spread` estimates their uncertainty.
+        Sizes count by their relative error."""
         means = np.array([max(sample.mean, 1.0) for sample in self._samples.values()])
         relative = np.array([*self._samples]) / means[:, None]
         norms = np.linalg.norm(relative, axis=0)

@@ -96,9 +96,14 @@ class HintChooser:
         device: torch.device,
         has_experts: bool,
     ) -> StepPolicy:
-        """Return the policy of a training step of this shape. `splits` says whether Megatron's
-        configuration splits the backward (None: either works). Raises as `broadcast_decision`
-        does."""
+        """Return the policy of a training step of this shape, which all ranks take from the first
+        rank of all. It does not wait for a choice, unless the hint says so.
+
+        It also gathers the measured steps and, at regular intervals, starts the process that
+        chooses. Another shape begins again with the starting candidate. `splits` says whether
+        Megatron's configuration splits the backward (None: either works). Raises as
+        `broadcast_decision` does.
+        """
         num_members = groups.tp.size() * groups.cp.size()
         # In a group, a binding order leaves nothing to agree on, and the links are opened for
         # agreement. With a hold in bytes, the peak of a binding order is not known before a step.
@@ -122,13 +127,14 @@ class HintChooser:
         return replace(self._policy, choice=figures)
 
     def close(self) -> None:
-        """End the process, if there is one, also at exit."""
+        """End the process that chooses, if there is one. Also called at exit."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
     def _begin(self, rules: ChoiceRules) -> None:
-        """Start over, for steps of another shape."""
+        """Start over for steps of another shape: end the process, drop the measured steps, and put
+        the starting candidate into effect."""
         self.close()
         self._rules, self._candidates = rules, rules.all()
         self._num_steps, self._is_asking, self._gather = 0, False, None
@@ -143,25 +149,29 @@ class HintChooser:
         self._policy = step_policy(chosen.policy, chosen.shape, forward_only=False)
 
     def _due(self, number: int) -> int:
-        """The number of steps until the next request."""
+        """Return the number of steps until the next request; 0 for a step that makes one."""
         # The last step that counts is over as the next one begins, and gathered one later.
         first = _WARM_UP + _NUM_FIRST + 1
         return first - number if number <= first else -(number - first) % self._auto.every
 
     def _num_measured(self, requested_at: int) -> int:
-        """The number of steps before a request that are measured for it."""
+        """Return the number of steps right before a request that are measured for it."""
         most = _NUM_FIRST if requested_at == _WARM_UP + _NUM_FIRST + 1 else NUM_STEPS
         return min(most, max(1, self._auto.every - 2))
 
     def _start_gather(self, shape: Shape, groups: Any, replicas: Any, device: torch.device) -> None:
-        """Send the table of the last step, of this shape, to the first rank."""
+        """Start to gather the table of the last step, of this shape, on the pipeline's first rank.
+        Only ranks of the first replica, with tensor- and context-parallel rank 0, take part; others
+        do nothing."""
         if replicas.rank() > 0 or groups.tp.rank() > 0 or groups.cp.rank() > 0:
             return
         assert self._measured is not None
         self._gather = TableGather(self._measured.table(shape), shape, groups, device)
 
     def _collect(self) -> None:
-        """Add the step whose table was gathered while the last step ran, on the first rank."""
+        """Wait for the gather that began with the last step, and remember the step that it
+        measured, on the first rank. Backwards that were not split are divided into B and W by the
+        last known shares. Does nothing without a gather or if a rank has not measured the step."""
         gather, self._gather = self._gather, None
         result = None if gather is None else gather.result()
         if result is None:
@@ -178,7 +188,8 @@ class HintChooser:
         self._known.append(table.astype(np.float32))
 
     def _request(self, step: int, num_members: int) -> None:
-        """Start a process that chooses, on the first rank of all."""
+        """Start a process that chooses, and send it the measured steps, on the first rank of all.
+        Without any it does nothing; if it fails, it warns."""
         if not self._known:
             return
         assert self._rules is not None
@@ -197,7 +208,9 @@ class HintChooser:
             self._give_up(str(error))
 
     def _receive(self, groups: Any, replicas: Any, device: torch.device) -> ChoiceFigures | None:
-        """Take over the decision that the first rank of all broadcasts as a step begins."""
+        """Take part in the broadcast of the decision of the first rank of all, and put the
+        candidate that it names into effect. Returns its figures; None if there is no choice yet, or
+        if choosing failed."""
         like = torch.empty(4, dtype=torch.float64)
         task = "choose a hint"
         code, predicted_s, kept_s, num_candidates = broadcast_decision(
@@ -218,7 +231,9 @@ class HintChooser:
         return ChoiceFigures(int(num_candidates), predicted_s, kept_s)
 
     def _decide(self) -> torch.Tensor:
-        """The decision of the first rank of all. A failure is no change."""
+        """Return the decision of the first rank of all: a code, then the predicted time, the time
+        under the policy until now, and the number of candidates. The process is ended after its
+        answer. A failure is a warning and no change."""
         code, figures = _NO_CHANGE, [0.0, 0.0, 0.0]
         try:
             answer = None if self._process is None else self._answer(self._process)
@@ -240,8 +255,8 @@ class HintChooser:
         return torch.tensor([code, *figures], dtype=torch.float64)
 
     def _answer(self, process: PlannerProcess) -> dict[str, Any] | None:
-        """The process' answer; None if it has not come yet. Raises RrfpError if it cannot come any
-        more."""
+        """Return the process' answer; None if it has not come yet, which it waits for only if the
+        hint says so. Raises RrfpError if it cannot come any more."""
         answers = process.wait(_WAIT_S) if self._auto.waits else process.answers()
         if not answers and process.has_ended:
             raise RrfpError("the process that chooses has ended; what it printed above says why")

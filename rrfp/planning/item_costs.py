@@ -43,6 +43,8 @@ class ItemCost:
         return [self._weigh(item, number) for number, item in enumerate(items)]
 
     def _weigh(self, item: Any, number: int) -> float:
+        """Return the weight of item `number` of the step. Raises UsageError if the function fails,
+        or gives anything but a finite number."""
         try:
             found = self.function(item)
             # Unpack a tensor or an array of one number.
@@ -83,7 +85,8 @@ def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
 
 def resolve_features(features: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
     """Return the function from an item to its features that the user passes or names as
-    MODULE:FUNCTION, or None without one. Raises UsageError for one that cannot be imported."""
+    MODULE:FUNCTION, or None without one. Raises UsageError for another text, and a function that
+    cannot be imported."""
     if not isinstance(features, str):
         return features
     if not _FUNCTION_NAME.fullmatch(features):
@@ -95,7 +98,8 @@ _FUNCTION_NAME = re.compile(r"[\w.]+:\w+")
 
 
 def _import_function(name: str, what: str) -> Callable[[Any], Any]:
-    """Import the function MODULE:FUNCTION; errors call it `what`."""
+    """Import the function MODULE:FUNCTION, also from the current directory; errors call it `what`.
+    Raises UsageError if the module cannot be imported or has no such callable."""
     module_name, _, function_name = name.partition(":")
     try:
         with _current_directory_importable():
@@ -125,6 +129,7 @@ def _current_directory_importable() -> Iterator[None]:
 
 
 def _described(error: BaseException) -> str:
+    """Format an error as its type and its first line."""
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
@@ -141,15 +146,20 @@ _TOKENS = ("tokens", "input_ids", "text")
 
 
 def _work(item: Any) -> int:
+    """Count the positions of an item, image patches included, and add the patches once more: each
+    also passes through image layers. Raises UsageError for an item without tokens."""
     return _num_places(item) + _num_patches(item)
 
 
 def _tokens(item: Any) -> int:
-    """Count the positions of an item that are not image patches."""
+    """Count the positions of an item that are not image patches. Raises UsageError for an item
+    without tokens."""
     return _num_places(item) - _num_patches(item)
 
 
 def _patches(item: Any) -> int:
+    """Count the image patches of an item. Raises UsageError for an item without an entry
+    `patches`."""
     if not isinstance(item, Mapping) or "patches" not in item:
         raise UsageError(
             f"an item of the data iterator, a {type(item).__name__}, has no 'patches' to count; "
@@ -166,7 +176,8 @@ _COUNTS: dict[CostName, Callable[[Any], int]] = {
 
 
 def _num_places(item: Any) -> int:
-    """Count the places of the item's sequences, patches included."""
+    """Count the places of the item's sequences, patches included. Raises UsageError for an item
+    without tokens."""
     key = _token_key(item)
     if key is None:
         raise UsageError(
@@ -178,14 +189,15 @@ def _num_places(item: Any) -> int:
 
 
 def _token_key(item: Any) -> str | None:
-    """The key of an item's tokens; None if it has none."""
+    """Return the key of an item's tokens: the first of `tokens`, `input_ids` and `text` that it
+    has; None if it has none or is no mapping."""
     return (
         next((key for key in _TOKENS if key in item), None) if isinstance(item, Mapping) else None
     )
 
 
 def _num_patches(item: Mapping[str, Any]) -> int:
-    """Count the rows of `patches`; each takes one place in the sequence."""
+    """Count the rows of `patches`, 0 without any; each takes one place in the sequence."""
     return len(item["patches"]) if "patches" in item else 0
 
 
@@ -241,19 +253,23 @@ def features_of(item: Any, function: Callable[[Any], Any] | None = None) -> Feat
 
 
 def with_group(own: Features, members: Sequence[Features]) -> Features:
-    """Append the sums over all replicas that share experts to the features of a microbatch: its
-    experts get tokens of these replicas, too."""
+    """Append the sums over all replicas that share experts, `members`, to the features of a
+    microbatch: its experts get tokens of these replicas, too. The constant first feature is not
+    summed."""
     return (*own, *(math.fsum(values) for values in list(zip(*members, strict=True))[1:]))
 
 
 def _squares_between(bounds: Any) -> float:
-    """Sum the squares of the lengths of packed sequences."""
+    """Sum the squares of the lengths of packed sequences between these bounds. Negative lengths,
+    which padding makes, count as 0."""
     flat = [*map(float, bounds.reshape(-1))]
     # A fixed number of bounds is filled up with the last one, or with negative numbers.
     return sum(max(end - start, 0.0) ** 2 for start, end in itertools.pairwise(flat))
 
 
 def _user_features(item: Any, function: Callable[[Any], Any]) -> list[float]:
+    """Return the numbers that the user's function gives for an item, one or several. Raises
+    UsageError if it fails, or gives anything but finite numbers of 0 or more."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         found = function(item)

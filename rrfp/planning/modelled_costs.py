@@ -54,16 +54,20 @@ class ModelledSteps:
         """A step, and its planned order."""
 
     def order(self, step: int) -> Sequence[int]:
-        """The admission order of a step's microbatches, by their modelled costs."""
+        """Return the admission order of a step's microbatches, by their modelled costs or as
+        listed; for `--admit plan`, the pyramid. Planned orders (`admit_as`) do not change it.
+        Raises as `order_by_costs` does."""
         costs = self._costs.step(self.shape, self._seed + step, self._replica)
         return order_by_costs(costs, self._admission, step, self._replica)
 
     def admit_as(self, step: int, order: Sequence[int]) -> None:
-        """Use a planned order for the conditions of a step."""
+        """Remember the planned order of one step, for its `conditions`. It replaces an earlier
+        one."""
         self._planned = step, tuple(order)
 
     def forecast(self, step: int, policy: Policy, num_members: int) -> StepForecast:
-        """The forecast of a step for a planner of this policy."""
+        """Return the forecast of a step for a planner of this policy. Raises as `forecast_step`
+        does."""
         return forecast_step(
             self._costs,
             self._jitter,
@@ -90,7 +94,8 @@ class ModelledSteps:
         ]
 
     def conditions(self, step: int, shape: Shape) -> Conditions:
-        """Draw the costs and the jitter of a step of this shape, in its admission order."""
+        """Draw the costs and the jitter of a step of this shape, in its admission order: the order
+        of `admit_as` if that was for this step."""
         admission, seed = self._admission, self._seed + step
         if self._planned is not None and self._planned[0] == step:
             admission = ListedOrders("plan", (self._planned[1],))
@@ -134,7 +139,9 @@ def forecast_step(
 
 @lru_cache(maxsize=64)
 def noise_of(jitter: Jitter, shape: Shape) -> float:
-    """The standard deviation of the logarithm of the factors by which jitter changes times."""
+    """Return the standard deviation of the logarithm of the factors by which jitter changes times,
+    from one draw of them. It is at most `LARGEST_SIGMA`, at least 0.1 if jitter delays tasks, and 0
+    without jitter."""
     least = _NOISE_OF_DELAYS if jitter.delays_tasks else 0.0
     if not jitter.factors:
         return least
@@ -181,8 +188,12 @@ class BalancedCosts:
     )
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """Raises UsageError if the costs do not fit the shape, if they are not known before the
-        step, and if a file assigns to another number of replicas or microbatches."""
+        """Return the costs of the items that are assigned to a replica, in the order in which they
+        enter. The other costs (agreement, lateness, gradient reduction) remain the replica's own.
+
+        Raises UsageError if the costs do not fit the shape, if they are not known before the step,
+        and if a file assigns to another number of replicas or microbatches.
+        """
         balanced = self._step(shape, seed)
         own = balanced.given[replica]
         return replace(
@@ -197,6 +208,7 @@ class BalancedCosts:
         return self._step(shape, seed).assignment
 
     def _step(self, shape: Shape, seed: int) -> _BalancedStep:
+        """Return the balanced step of all replicas; the last two steps are cached."""
         key = shape, seed
         if key not in self._steps:
             if len(self._steps) == _MOST_REMEMBERED:
@@ -205,6 +217,8 @@ class BalancedCosts:
         return self._steps[key]
 
     def _balance(self, shape: Shape, seed: int) -> _BalancedStep:
+        """Draw the items of all replicas and assign them to the replicas: as the file lists them,
+        or else so that the times of the ranks are balanced. Raises as `step` does."""
         given = [self.given.step(shape, seed, replica) for replica in range(self.num_replicas)]
         joined = _joined(given)
         if self.listed is not None:
@@ -220,12 +234,13 @@ class BalancedCosts:
 
 
 def without_balance(costs: Costs) -> Costs:
-    """The costs of the items that the data give to each replica."""
+    """Return the costs of the items that the data give to each replica: those inside
+    `BalancedCosts`, and any other costs unchanged."""
     return costs.given if isinstance(costs, BalancedCosts) else costs
 
 
 def times_by_rank(times: TaskTimes, shape: Shape) -> list[Times]:
-    """The time of each microbatch on each pipeline rank, in ns."""
+    """Return the time of each microbatch on each pipeline rank, in ns, summed over F, B and W."""
     by_rank: list[list[Sequence[int]]] = [[] for _ in range(shape.num_ranks)]
     for rows in (times.forward, times.input_gradient, times.weight_gradient):
         for stage, row in enumerate(rows):
@@ -235,7 +250,8 @@ def times_by_rank(times: TaskTimes, shape: Shape) -> list[Times]:
 
 
 def _joined(given: Sequence[StepCosts]) -> StepCosts:
-    """Join the microbatches of all replicas in one step of the first one."""
+    """Join the microbatches of all replicas in one step, whose other costs are those of the first
+    replica. It has sizes only if all replicas have them."""
     first = given[0]
     sizes = [each.sizes for each in given if each.sizes is not None]
     return replace(
@@ -259,5 +275,5 @@ def _joined(given: Sequence[StepCosts]) -> StepCosts:
 
 
 def _joined_rows(tables: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Concatenate the rows of several tables."""
+    """Concatenate the rows of several tables: row n of the result has row n of each table."""
     return [list(chain.from_iterable(rows)) for rows in zip(*tables, strict=True)]

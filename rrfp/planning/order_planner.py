@@ -105,7 +105,7 @@ class OrderPlanner:
 
     @property
     def record(self) -> Callable[[Record], None]:
-        """The function that takes the schedule's records."""
+        """The function that takes the schedule's records: it measures them and passes them on."""
         return self._measured.record
 
     def order(
@@ -117,8 +117,13 @@ class OrderPlanner:
         groups: Any,
         device: torch.device,
     ) -> list[int]:
-        """Return the order in which the items of a step become its microbatches, and request a plan
-        of the next step under the same policy. Raises as `broadcast_decision` does."""
+        """Return the order in which the items of a step become its microbatches: the best plan so
+        far, or else the pyramid, as the replica's first rank decides and broadcasts.
+
+        It waits for a plan only if searches have a number of simulations. Sets `figures`, starts to
+        gather the measured times of the last step (unless steps are modelled), and requests a plan
+        of the next step under the same policy. Raises as `broadcast_decision` does.
+        """
         now_s = time.monotonic()
         self._step_s = None if self._began_s is None else now_s - self._began_s
         self._began_s = now_s
@@ -170,20 +175,23 @@ class OrderPlanner:
         return order
 
     def close(self) -> None:
-        """End the planner's process, also at exit."""
+        """End the planner's process, if there is one. Also called at exit."""
         if self._process is not None:
             self._process.close()
             self._process = self._setting = None
 
     def _forecasts(self, setting: PlanSetting) -> Callable[[int], StepForecast] | None:
-        """A function from a step's number to its forecast; None if steps are not modelled."""
+        """Return a function from a step's number to its forecast, which is computed once; None if
+        steps are not modelled."""
         modelled = self._modelled
         if modelled is None:
             return None
         return cache(lambda number: modelled.forecast(number, setting.policy, setting.num_members))
 
     def _learned(self) -> MeasuredStep | None:
-        """The step whose table was gathered while the last step ran, on the first rank."""
+        """Wait for the pending gather and return the step that it measured, for the planner to
+        learn from. None without a gather or the step's features, on other ranks than the first, and
+        if a rank has not measured the step."""
         gather, self._gather = self._gather, None
         result = None if gather is None else gather.result()
         if result is None or self._gathered_features is None:
@@ -195,8 +203,9 @@ class OrderPlanner:
     def _pyramid(
         self, step: int, items: StepItems, forecasts: Callable[[int], StepForecast] | None
     ) -> Sequence[int]:
-        """The order of a step without a plan: the pyramid or, if items cannot be weighed, the order
-        of the data."""
+        """Return the order of a step without a plan: the pyramid of its modelled or weighed items.
+        If items cannot be weighed, it is the order of the data, with one warning; with a cost that
+        the user chose, the error is raised."""
         if forecasts is not None:
             return forecasts(step).pyramid
         found = items.items()
@@ -209,7 +218,8 @@ class OrderPlanner:
             return range(len(found))
 
     def _plan_of(self, step: int) -> dict[str, Any] | None:
-        """The best plan for a step that has come so far; its search is recorded."""
+        """Return the best plan for a step that has come so far, and record its search as a phase.
+        None without one; an error of the process is only logged, once."""
         if self._process is None:
             return None
         plan = None
@@ -223,7 +233,9 @@ class OrderPlanner:
         return plan
 
     def _answers_for(self, step: int, process: PlannerProcess) -> list[dict[str, Any]]:
-        """The answers for a step so far; with a number of simulations, all of them."""
+        """Return the process' new answers for a step; those for other steps are dropped. A search
+        of a number of simulations is waited for until its last answer. Raises RrfpError if the
+        process ends or gives no answer for 300 s."""
         found = [fields for fields in process.answers() if fields["step"] == step]
         if self._num_simulations is not None and self._requested_step == step:
             while not any("last" in fields for fields in found):
@@ -238,7 +250,9 @@ class OrderPlanner:
         learned: MeasuredStep | None,
         forecasts: Callable[[int], StepForecast] | None,
     ) -> None:
-        """Send a request for a plan of the next step, with the measurements of an earlier one."""
+        """Send the planner's process a request for a plan of a step, with the measurements of an
+        earlier one. Starts the process first if necessary; if that or sending fails, nothing is
+        planned from now on. Items that cannot be looked at cause one warning."""
         if self._is_off:
             return
         features = modelled = None
@@ -277,19 +291,22 @@ class OrderPlanner:
 
     @property
     def _seconds(self) -> float:
-        """The processor time of the next search."""
+        """The processor time of the next search, in seconds: `plan_ms`, or else a tenth of the last
+        step's time, or 0.05 s if no step's time is known."""
         if self._plan_ms is not None:
             return self._plan_ms / 1e3
         return _FIRST_S if self._step_s is None else self._step_s / _SHARE_OF_STEP
 
     def _features_of(self, step: int, items: StepItems) -> Numbers | None:
-        """The features of the step that begins, by item."""
+        """Return the features of the step that begins, by item: those of its request, or else
+        computed from its items; None if they have none."""
         if self._sent_features is not None and self._sent_features[0] == step:
             return self._sent_features[1]
         return self._features(items.items())
 
     def _features(self, items: Sequence[Any]) -> Numbers | None:
-        """The features of these items; None, with a warning, if they have none."""
+        """Return the features of these items, a row for each; None, with one warning, if they have
+        none."""
         try:
             return np.array([features_of(item, self._feature_function) for item in items])
         except (UsageError, ValueError) as error:
@@ -297,12 +314,13 @@ class OrderPlanner:
             return None
 
     def _give_up(self, why: str) -> None:
-        """Plan nothing from now on."""
+        """Plan nothing from now on: end the process, and warn with the reason."""
         self._is_off = True
         self.close()
         self._warn_once(f"{why}; steps are admitted as a pyramid from now on")
 
     def _warn_once(self, sentence: str) -> None:
+        """Log a warning, unless this planner has logged the same sentence before."""
         if sentence not in self._warnings:
             self._warnings.add(sentence)
             _log.warning("--admit plan: %s", sentence)

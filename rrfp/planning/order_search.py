@@ -58,7 +58,8 @@ class StepForecast:
 
     @property
     def pyramid(self) -> tuple[int, ...]:
-        """The order that a search begins with: light, heavy, light."""
+        """The order that a search begins with: light, heavy, light, by the expected times over all
+        stages."""
         return tuple(pyramid(weights_ns(self.costs.times)))
 
 
@@ -84,7 +85,8 @@ class NoisySteps:
         return self._forecast.noise > 0
 
     def makespan_ns(self, order: Sequence[int], draw: int) -> int:
-        """Simulate the step in this order under a draw."""
+        """Simulate the step in this order under a numbered draw of noise, and return its time in
+        ns. Each call counts in `num_simulations`."""
         forecast, costs = self._forecast, self._forecast.costs
         links, sizes = costs.links, costs.sizes
         forward, input_gradient, weight_gradient = self._noisy(draw)[:, :, order].tolist()
@@ -105,7 +107,8 @@ class NoisySteps:
         return play(forecast.shape, forecast.policy, world).makespan_ns
 
     def _noisy(self, draw: int) -> Floats:
-        """The times under a draw, in whole nanoseconds."""
+        """Return the times under a draw, in whole nanoseconds, by kind, stage and microbatch. Each
+        draw is made once and kept."""
         if draw not in self._drawn:
             factors = lognormals(
                 self._times.size, self._forecast.noise, *self._forecast.key, "plan", draw
@@ -141,7 +144,7 @@ class Plan:
     """The mean time in the pyramid's order, never less than `predicted_ns`."""
 
     def to_json(self) -> dict[str, object]:
-        """The plan as a planner process answers it."""
+        """Return the plan as the fields of a planner process' answer."""
         return {
             "order": self.order,
             "candidates": self.num_candidates,
@@ -167,15 +170,19 @@ class Search:
 
     @property
     def num_simulations(self) -> int:
+        """The number of simulations so far, with those of the pyramid and of checks."""
         return self._steps.num_simulations
 
     @property
     def can_improve(self) -> bool:
-        """True if there are other orders than the pyramid."""
+        """True if there are other orders than the pyramid: the step has two or more
+        microbatches."""
         return len(self.pyramid) > 1
 
     def improve(self) -> bool:
-        """Try a neighbor of the best order. Returns True if it has become the best."""
+        """Try a random neighbor of the best order. Returns True if it has become the best. It is
+        dropped after the first draw by which its total time is no less than that of the best
+        order."""
         order = self._neighbor()
         self.num_candidates += 1
         first, self._first = self._first, (self._first + 1) % self._num_draws
@@ -221,16 +228,20 @@ class Search:
         return Plan(self.best, self.num_candidates, best_ns, pyramid_ns)
 
     def _simulate_best(self, draw: int) -> int:
+        """Return the time of the best order under a draw, in ns; simulated once for each draw."""
         if draw not in self._best_ns:
             self._best_ns[draw] = self._steps.makespan_ns(self.best, draw)
         return self._best_ns[draw]
 
     def _simulate_pyramid(self, draw: int) -> int:
+        """Return the time of the pyramid under a draw, in ns; simulated once for each draw."""
         if draw not in self._pyramid_ns:
             self._pyramid_ns[draw] = self._steps.makespan_ns(self.pyramid, draw)
         return self._pyramid_ns[draw]
 
     def _neighbor(self) -> Order:
+        """Return a random neighbor of the best order: two microbatches swapped, one moved, or a
+        segment reversed."""
         order = list(self.best)
         one, other = self._two_places(len(order))
         match self._below(3):
@@ -249,6 +260,7 @@ class Search:
         return one, other + (other >= one)
 
     def _below(self, num: int) -> int:
+        """Draw an integer of 0 or more that is less than `num`."""
         # Only `random` itself gives the same numbers under every version of Python.
         return int(self._random.random() * num)
 
@@ -288,8 +300,9 @@ def plan_all(
     finished: Callable[[], None] = lambda: None,
     num_processes: int | None = None,
 ) -> list[Plan]:
-    """Plan each step; the plans do not depend on the number of processes (by default, one a core).
-    `finished` is called after each. Raises as `plan_order` does."""
+    """Plan each step, in planner processes that run at the same time (by default, one a core) and
+    end before this returns; few simulations run in this process. The plans do not depend on the
+    number of processes. `finished` is called after each. Raises as `plan_order` does."""
     num_processes = min(num_processes or num_cores(), len(steps))
     if num_processes < 2 or num_simulations * len(steps) < _LEAST_SIMULATIONS:
         plans = []
@@ -330,6 +343,8 @@ def plan_all(
 
 
 def _plan_in(process: PlannerProcess, forecast: StepForecast, num_simulations: int) -> Plan:
+    """Let a process plan a step, wait for its answer and return the plan. Raises the UsageError or
+    RrfpError that it answers, and RrfpError if it ends without an answer."""
     process.send((forecast, num_simulations), waits=True)
     fields, *_ = process.wait()
     if "error" in fields:

@@ -76,8 +76,9 @@ class PlannerProcess:
         return self._process.poll() is not None
 
     def send(self, request: object, *, waits: bool = False) -> bool:
-        """Send a request. Returns False if the pipe is full, or with `waits` if the process has
-        ended; the process is unusable then."""
+        """Send a request, pickled. With `waits`, wait until the pipe has space for it; without,
+        return False if the pipe is full. Also returns False if the process has ended. After False
+        the process is unusable."""
         message = pickle.dumps(request)
         data = _LENGTH.pack(len(message)) + message
         while data:
@@ -92,7 +93,7 @@ class PlannerProcess:
         return True
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the answers since the last call, without waiting."""
+        """Return the complete answers since the last call, parsed JSON objects, without waiting."""
         with suppress(BlockingIOError):
             while data := os.read(self._answers, 65536):
                 self._read += data
@@ -120,11 +121,11 @@ class PlannerProcess:
         return found
 
     def kill(self) -> None:
-        """End the process while another thread waits for it."""
+        """Kill the process, while another thread may be waiting for it. Its pipes remain open."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and close its pipes."""
+        """Close the pipes, kill the process, and wait for its end for up to 5 s."""
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 assert pipe is not None
@@ -174,6 +175,7 @@ class Requests:
         return len(self._read) > _LENGTH.size and self._end <= len(self._read)
 
     def _next(self) -> Any:
+        """Return the first request in `_read`, which must be complete, and remove it."""
         end = self._end
         request = pickle.loads(self._read[_LENGTH.size : end])
         self._read = self._read[end:]
@@ -188,7 +190,7 @@ class Requests:
 
 
 def answer(fields: dict[str, object]) -> None:
-    """Send an answer to the parent of this process."""
+    """Write an answer to standard output, which the parent reads. Exits if the parent is gone."""
     try:
         os.write(1, f"{json.dumps(fields)}\n".encode())
     except OSError:
@@ -196,4 +198,5 @@ def answer(fields: dict[str, object]) -> None:
 
 
 def _set_nonblocking(descriptor: int) -> None:
+    """Let reads and writes of a file descriptor raise BlockingIOError instead of waiting."""
     fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | os.O_NONBLOCK)

@@ -84,7 +84,8 @@ class PlanRequest:
 
 
 def plan_run_steps() -> None:
-    """Answer each `PlanRequest` with better and better orders, the last one marked "last"."""
+    """Answer each `PlanRequest` with better and better orders, the last one marked "last", until
+    the parent is gone. An error is answered, too, and ends that request only."""
     requests = Requests()
     planner = _RunPlanner(requests)
     for request in requests:
@@ -104,7 +105,9 @@ class _RunPlanner:
         self._setting: PlanSetting | None = None
 
     def plan(self, request: PlanRequest) -> None:
-        """Learn from the request, and search until its time is over or another one comes."""
+        """Learn from the request, then search, and answer with the pyramid and each better order.
+        The answer after the time or number of simulations is marked "last". It stops without one if
+        another request comes or the parent is gone."""
         start_ns = time.monotonic_ns()
         if request.learned is not None:
             self._model.learn(request.learned.features, request.learned.measured)
@@ -137,8 +140,8 @@ class _RunPlanner:
         answer(_plan_fields(request, start_ns, search.plan()) | {"last": True})
 
     def _forecast(self, request: PlanRequest) -> StepForecast | None:
-        """The forecast of the requested step, by modelled or predicted costs; None before anything
-        was learned."""
+        """Return the forecast of the requested step, by its modelled costs or by those predicted
+        from its features; None without features or before anything was learned."""
         setting, step = self._setting, request.modelled
         assert setting is not None
         if step is None:
@@ -160,7 +163,7 @@ class _RunPlanner:
 
 
 def _plan_fields(request: PlanRequest, start_ns: int, plan: Plan) -> dict[str, object]:
-    """An answer with a plan, and the time of its search until now."""
+    """Return the fields of an answer with a plan, and the time of its search until now."""
     return {
         "step": request.step,
         **plan.to_json(),
@@ -216,7 +219,8 @@ class ChoiceRequest:
 
 
 def choose_hints() -> None:
-    """Answer each `ChoiceRequest` with the index of the best candidate."""
+    """Answer each `ChoiceRequest` with the index of the best candidate, or with an error, until the
+    parent is gone."""
     requests = Requests()
     for request in requests:
         try:
@@ -226,7 +230,8 @@ def choose_hints() -> None:
 
 
 def _chosen(request: ChoiceRequest, requests: Requests) -> dict[str, object]:
-    """Simulate the candidates of a request, and answer with the best one."""
+    """Simulate the candidates of a request for up to 60 s, and return the answer's fields with the
+    best one. Raises RrfpError if no candidate fits into the memory."""
     until_s = time.monotonic() + _MOST_S
     candidates = request.rules.all()
     tables = [_table(request, number) for number in range(NUM_STEPS)]
@@ -251,8 +256,9 @@ def _chosen(request: ChoiceRequest, requests: Requests) -> dict[str, object]:
 
 
 def _table(request: ChoiceRequest, number: int) -> Numbers:
-    """A measured step or, after the last one, a mixture: at each place it has the microbatch that
-    one of the measured steps had there, so that light and heavy ones enter in the same order."""
+    """Return a measured step or, after the last one, a mixture: at each place it has the microbatch
+    that one of the measured steps had there, so that light and heavy ones enter in the same
+    order."""
     measured = request.measured
     if number < len(measured):
         return measured[number]
@@ -263,7 +269,8 @@ def _table(request: ChoiceRequest, number: int) -> Numbers:
 
 
 def _world_maker(table: Numbers, request: ChoiceRequest) -> MakeWorld:
-    """The world of a step with the times and sizes of this table."""
+    """Return a function from a policy to new conditions for the simulator, with the times and sizes
+    of this table. They do not depend on the policy."""
     rounded = np.rint(np.float64(table)).astype(np.int64)
     world = StepConditions(
         times_of(rounded),
@@ -279,7 +286,8 @@ def _world_maker(table: Numbers, request: ChoiceRequest) -> MakeWorld:
 
 
 def plan_simulated_steps() -> None:
-    """Answer each pair of a `StepForecast` and a number of simulations with a plan."""
+    """Answer each pair of a `StepForecast` and a number of simulations with a plan or an error,
+    until the parent is gone."""
     requests = Requests()
     for forecast, num_simulations in requests:
         try:

@@ -81,24 +81,27 @@ class StepAdmission:
 
     @property
     def plans(self) -> bool:
-        """True if a planner searches for the orders."""
+        """True with `--admit plan`: a planner searches for the order of each step."""
         return self._admission is Admit.PLAN
 
     @property
     def balances(self) -> bool:
-        """True if the global batch is balanced over the replicas."""
+        """True if `--admit-across` assigns the global batch to the replicas, by weights or by a
+        file."""
         return self._across is not AdmitAcross.NONE
 
     @property
     def admits_given(self) -> bool:
-        """True if every replica's items enter in the order of the data."""
+        """True if every replica's items enter in the order of the data: `--admit given` without
+        balancing."""
         return self._admission is Admit.GIVEN and not self.balances
 
     def planner(
         self, record: Callable[[Record], None], num_simulations: int | None = None
     ) -> OrderPlanner:
-        """Make the planner of one pipeline's steps. It measures the records that its own `record`
-        gets, and passes them on to `record`."""
+        """Make the `OrderPlanner` of one pipeline's steps. Its own `record` measures the records
+        that it gets and passes them on to `record`. Without `admit_cost` it gets no cost, so that
+        items that cannot be weighed cause a warning instead of an error."""
         return OrderPlanner(
             record,
             None if self._settings.admit_cost is None else self._cost,
@@ -117,7 +120,13 @@ class StepAdmission:
         replicas: Callable[[], Any],
         device: torch.device,
     ) -> Sequence[int]:
-        """Return the order in which the items of a step enter, unless it is planned.
+        """Return the order in which the items of a step enter; with `--admit plan`, the planner
+        does this.
+
+        Modelled costs give the same order on every rank, and `--admit given` is the order of the
+        data. Otherwise the ranks of a replica call this together: its first rank makes the pyramid
+        of its items' weights, or reads the order of the admission file, and broadcasts it. Raises
+        as `broadcast_decision` does.
 
         `replicas` returns the process group of all replicas; it is called only for an admission
         file with orders for several replicas.
@@ -150,6 +159,7 @@ class StepAdmission:
     ) -> Assignment:
         """Balance the global batch of a step over the replicas. Returns the numbers of each
         replica's items in the order in which they enter, and remembers them as `assignment`.
+        Modelled steps give their assignment without communication.
 
         `items` returns this replica's own items; it is called on the first rank of each replica,
         unless a file lists the assignments. If a first rank cannot weigh its items it raises that
@@ -187,7 +197,8 @@ class StepAdmission:
         return self.assignment
 
     def _balanced(self, step: int, weights: torch.Tensor, num_ranks: int) -> Assignment:
-        """Balance items by their weights, a row per replica, and order each replica's items."""
+        """Return a step's assignment: the file's, or items balanced over the replicas by their
+        weights (a row per replica), with each replica's items in admission order."""
         num_replicas, num_microbatches = weights.shape
         if isinstance(self._across, ListedAssignments):
             return self._across.of_step(step, num_replicas, num_microbatches)
@@ -210,8 +221,13 @@ class StepAdmission:
         groups: Any,
         device: torch.device,
     ) -> list[Features]:
-        """Return the features of each microbatch, in admission order. `items` returns the step's
-        items in the order of the data, on the replica's first rank."""
+        """Return the features of each microbatch, in admission order, on all ranks of the replica,
+        which call this together. `items` returns the step's items in the order of the data, on the
+        replica's first rank.
+
+        That rank raises UsageError if the items differ in their number of features, or have more
+        than 32; the others raise PeerLostError then.
+        """
 
         def decide() -> torch.Tensor:
             rows = [features_of(item, self._features) for item in items()]
@@ -255,7 +271,7 @@ class StepFile:
         self._file = ReportFile(path)
 
     def write(self, orders: Orders) -> None:
-        """Write the line of the next step, which has ended."""
+        """Append the line of the next step, which has ended. A full disk causes only a warning."""
         self._file.write(format_step(orders))
 
     def close(self) -> None:
@@ -263,13 +279,14 @@ class StepFile:
 
 
 def part_of(path: Path, replica: int) -> Path:
-    """The file of one replica, until `join_parts` joins all of them."""
+    """Return the path of one replica's file, such as `admission-0.csv`, until `join_parts` joins
+    all."""
     return path.with_name(f"{path.stem}-{replica}{path.suffix}")
 
 
 def join_parts(path: Path) -> None:
-    """Join the files of all replicas, up to the last step that all of them have. Does nothing
-    without files."""
+    """Join the files of all replicas into `path`, up to the last step that all of them have, and
+    delete them. Does nothing without files."""
     parts: list[Path] = []
     while (part := part_of(path, len(parts))).exists():
         parts.append(part)

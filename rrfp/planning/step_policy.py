@@ -26,7 +26,7 @@ class ChoiceFigures:
     """The predicted time of a step under the policy before it."""
 
     def described(self) -> dict[str, object]:
-        """The fields of a line of `metrics.jsonl`."""
+        """Return the fields of a line of `metrics.jsonl`."""
         return {
             "candidates": self.num_candidates,
             "predicted_s": self.predicted_s,
@@ -65,8 +65,8 @@ class StepPolicies:
         self._has_warned = False
 
     def warn_once(self, shape: Shape) -> None:
-        """Warn at the first training step if a bound cannot fill its pipeline, or about the memory
-        that it takes without one."""
+        """Warn if a bound cannot fill the pipeline of this shape, or about the memory that it takes
+        without one. Only the first call checks, at the first training step."""
         if not self._has_warned:
             self._has_warned = True
             found = unfilled(self._policy, shape)
@@ -75,7 +75,8 @@ class StepPolicies:
                 _log.warning("%s", warning)
 
     def of(self, shape: Shape, *, forward_only: bool) -> StepPolicy:
-        """Return the policy of steps of this shape. Raises as `step_policy` does."""
+        """Return the policy of steps of this shape, fitted once for each shape. Raises as
+        `step_policy` does."""
         key = (shape, forward_only)
         if key not in self._by_shape:
             self._by_shape[key] = step_policy(self._policy, shape, forward_only=forward_only)
@@ -83,7 +84,9 @@ class StepPolicies:
 
 
 def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPolicy:
-    """Fit a policy to steps of this shape; the shape's kinds are ignored.
+    """Fit a policy to steps of this shape, and derive what it guarantees about the order of tasks;
+    the shape's kinds are ignored. With `forward_only`, the order has the forwards only, and no
+    weight gradients are ranked.
 
     Raises UsageError for a hint that does not fit the shape or the bounds.
     """
@@ -101,7 +104,8 @@ def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPoli
 
 
 def hints_in_order(shape: Shape) -> list[str]:
-    """The hints under which every stage runs its microbatches in sequence."""
+    """Return the names of the hints under which every stage runs its microbatches in sequence.
+    Hints that do not fit the shape are left out."""
     found = []
     for name in HINTS:
         with suppress(UsageError):  # it does not fit the shape
@@ -111,6 +115,7 @@ def hints_in_order(shape: Shape) -> list[str]:
 
 
 def _keeps_microbatch_order(order: Order) -> bool:
+    """Return whether every stage runs each kind of task in ascending order of microbatches."""
     tasks = (task for row in order.rows for task in sorted(row, key=lambda task: task[:2]))
     return all(
         before.microbatch < after.microbatch

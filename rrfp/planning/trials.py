@@ -93,6 +93,7 @@ class Row:
 
     @property
     def mean_s(self) -> float:
+        """The mean time of a step over the seeds."""
         return fmean(self.makespans_s)
 
     @property
@@ -110,10 +111,12 @@ class Row:
 
     @property
     def floor_s(self) -> float:
+        """The mean of the lower bounds that no schedule can beat."""
         return fmean(trial.floor_ns / NS_PER_S for trial in self.trials)
 
     @property
     def load_s(self) -> float:
+        """The mean of the work of the most loaded rank."""
         return fmean(trial.load_ns / NS_PER_S for trial in self.trials)
 
     @property
@@ -131,23 +134,27 @@ class Row:
         return self.mean_s / self.load_s
 
     def ratio_to(self, other: "Row") -> float:
+        """Return the ratio of this row's mean step time to that of another row."""
         return self.mean_s / other.mean_s
 
     @property
     def peak_held(self) -> tuple[float, ...]:
-        """The most that a rank held under any seed, in microbatches of the whole rank."""
+        """The most that each pipeline rank held under any seed, in microbatches of the whole
+        rank."""
         by_rank = zip(*(trial.peak_held for trial in self.trials), strict=True)
         return tuple(max(slots) / self.num_chunks for slots in by_rank)
 
     @property
     def peak_held_bytes(self) -> tuple[int, ...] | None:
-        """The most bytes that a rank held under any seed; None if the costs have no sizes."""
+        """The most bytes that each pipeline rank held under any seed; None if the costs have no
+        sizes."""
         peaks = [trial.peak_held_bytes for trial in self.trials]
         known = [each for each in peaks if each is not None]
         return tuple(map(max, zip(*known, strict=True))) if len(known) == len(peaks) else None
 
     @property
     def bubble_fraction(self) -> float:
+        """The mean of the steps' bubble fractions."""
         return fmean(trial.bubble_fraction for trial in self.trials)
 
 
@@ -160,10 +167,10 @@ def run_settings(
 ) -> list[Row]:
     """Simulate a step of every setting under every seed. Returns a row per setting.
 
-    Each setting's recording, if given, gets a step per seed. `finished` is called after each trial,
-    and after each plan (`num_plans`).
-    Raises UsageError if costs do not fit a setting's shape, and RrfpError if a binding order
-    deadlocks over its links.
+    Shares of 1F1B's peak, the hint `auto` and planned orders are resolved first. Each setting's
+    recording, if given, gets a step per seed. `finished` is called after each trial, and after each
+    plan (`num_plans`). Raises UsageError if costs do not fit a setting's shape, and RrfpError if a
+    binding order deadlocks over its links.
     """
     trials: list[list[Trial]] = [[] for _ in settings]
     settings = [with_choice(with_budget(setting, seeds), seeds) for setting in settings]
@@ -183,7 +190,8 @@ def run_settings(
 
 def with_budget(setting: Setting, seeds: Sequence[int]) -> Setting:
     """Return the setting with a hold that is a multiple of 1F1B's peak converted to a number, for
-    these seeds."""
+    these seeds; any other setting unchanged. Raises UsageError for a hold in bytes that is too
+    small for some step, or with costs without sizes."""
     steps = [(seed, replica) for seed in seeds for replica in range(setting.num_replicas)]
     policy, costs = setting.policy, setting.costs
     if isinstance(costs, BalancedCosts):
@@ -194,7 +202,8 @@ def with_budget(setting: Setting, seeds: Sequence[int]) -> Setting:
 
 
 def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool = False) -> Setting:
-    """Return the setting with a chosen policy in the place of the hint `auto`.
+    """Return the setting with a chosen policy in the place of the hint `auto`; any other setting
+    unchanged.
 
     The choice is made by steps of other seeds than these, as a run learns from earlier steps. The
     hold, if any, must be a number. With `counts_places` the chosen policy has an order, which
@@ -231,7 +240,8 @@ def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool =
 
 
 def num_plans(settings: Sequence[Setting], seeds: Sequence[int]) -> int:
-    """Count the steps that are planned in trials of these settings."""
+    """Count the steps that are planned in trials of these settings: one for each seed and replica
+    of those with `Admit.PLAN`."""
     plan = [setting.num_replicas for setting in settings if setting.admit is Admit.PLAN]
     return sum(plan) * len(seeds)
 
@@ -239,8 +249,9 @@ def num_plans(settings: Sequence[Setting], seeds: Sequence[int]) -> int:
 def _planned(
     settings: Sequence[Setting], seeds: Sequence[int], finished: Callable[[], None]
 ) -> list[Setting]:
-    """Return the settings with planned orders in the place of `Admit.PLAN`. A plan knows the costs
-    and the amount of jitter, but not the jitter itself."""
+    """Return the settings with planned orders in the place of `Admit.PLAN`, and the others
+    unchanged. A plan knows the costs and the amount of jitter, but not the jitter itself.
+    `finished` is called after each plan."""
     found = []
     for setting in settings:
         if setting.admit is Admit.PLAN:
@@ -279,7 +290,7 @@ class _Drawn:
 
 
 def _draw(setting: Setting, seed: int, replica: int, step: int) -> _Drawn:
-    """Draw a replica's conditions of a step."""
+    """Draw a replica's conditions of a step, and compute their lower bound."""
     drawn = conditions(
         setting.costs, setting.jitter, setting.admit, setting.shape, seed, replica, step
     )
@@ -293,7 +304,8 @@ def _run(
     recording: Recording | None,
     step: int,
 ) -> Trial:
-    """Simulate a step of a setting. Draws that settings share are made once, in `drawn`."""
+    """Simulate a step of a setting in all replicas, into `recording` if it is given. Draws that
+    settings share are made once, in `drawn`."""
     replicas = []
     for replica in range(setting.num_replicas):
         # Settings keep these two objects alive, so their ids stay unique.
@@ -325,7 +337,8 @@ def _run(
 
 
 def _policy_of(setting: Setting, replicas: Sequence[Conditions]) -> Policy:
-    """The policy of a step: `unbound` if the step would exceed the hold on a replica."""
+    """Return the policy of a step: `unbound` if the step would exceed the hold on a replica,
+    otherwise the setting's own."""
     unbound, shape = setting.unbound, setting.shape
     if unbound is None or unbound.hold_bytes is None:
         return setting.policy
@@ -336,8 +349,9 @@ def _policy_of(setting: Setting, replicas: Sequence[Conditions]) -> Policy:
 
 
 def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int | None:
-    """The paper's upper bound. None if it does not apply: it holds for `bf` and `bfw` with one
-    chunk per rank, free links, and no bounds."""
+    """Return the paper's upper bound on the slowest replica, with the gradient reduction. None if
+    it does not apply: it holds for `bf` and `bfw` with readiness-driven dispatch, one chunk per
+    rank, no tensor parallelism, free links, no bounds, and no jitter that delays tasks."""
     shape, policy = setting.shape, setting.policy
     applies = (
         policy.hint in (BF, BFW)

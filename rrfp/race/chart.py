@@ -85,6 +85,8 @@ def _ratio_chart(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
 
 
 def _time_parts_chart(rows: Sequence[ResultRow]) -> Any | None:
+    """Draw each row's compute, blocking and coordination time as a stacked bar in seconds; None if
+    no row has them."""
     found = [
         {**_labels(row), "part": part, "place": place, "seconds": seconds}
         for row in rows
@@ -111,6 +113,7 @@ def _time_parts_chart(rows: Sequence[ResultRow]) -> Any | None:
 
 
 def _labels(row: ResultRow) -> dict[str, str]:
+    """Return the fields by which charts place and color a row: its case, label and dispatch."""
     return {
         "case": row.lineup_row.case.name,
         "row": row.label,

@@ -33,7 +33,8 @@ class DeepSpeedSchedule(PeerSchedule):
     _built_for: tuple[int, tuple[int, ...]] | None = None
 
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
-        """Build DeepSpeed's engine for steps of this size, unless the last one was built for it."""
+        """Build DeepSpeed's engine for steps of this size, unless the last one was built for it.
+        Also initializes DeepSpeed's communication, over torch's process groups."""
         if self._built_for == (num_microbatches, batch_shape):
             return
         (stage,) = self.layout.stages
@@ -64,6 +65,8 @@ class DeepSpeedSchedule(PeerSchedule):
         self._built_for = num_microbatches, batch_shape
 
     def run_tasks(self, batches: Sequence[Batch], tally: Tally) -> list[Any]:
+        """Run a step of DeepSpeed's engine, with paced and recorded instructions. Returns the
+        losses as `PeerSchedule.run_tasks` does."""
         self._stage.begin(batches)
         engine = self._engine
         engine._INSTRUCTION_MAP = self._instructions(tally)
@@ -74,7 +77,8 @@ class DeepSpeedSchedule(PeerSchedule):
         """Do nothing: DeepSpeed's transfers block, so none is in flight."""
 
     def _instructions(self, tally: Tally) -> dict[type, Callable[..., None]]:
-        """DeepSpeed's instructions, paced and recorded for this step."""
+        """Return DeepSpeed's instructions, paced and recorded for this step. Its gradient reduction
+        and optimizer step do nothing."""
         (stage,) = self.layout.stages
         originals = type(self._engine)._INSTRUCTION_MAP
         wraps: dict[type, Wrap] = {
@@ -95,16 +99,17 @@ class DeepSpeedSchedule(PeerSchedule):
 
 
 def _tasks(stage: int, kind: Kind) -> Iterator[Task]:
-    """A stage's tasks of a kind in 1F1B's order, by microbatch."""
+    """Yield a stage's tasks of a kind in 1F1B's order, by microbatch, without end."""
     return (Task(stage, kind, microbatch) for microbatch in count())
 
 
 def _wrap_next(wrap: Callable[[Task], AbstractContextManager[None]], tasks: Iterator[Task]) -> Wrap:
+    """Return a function that makes `wrap`'s context for the next one of the tasks."""
     return lambda: wrap(next(tasks))
 
 
 def _wrapped(execute: Callable[..., None], wrap: Wrap) -> Callable[..., None]:
-    """An instruction's function that runs in the context of `wrap`."""
+    """Return an instruction's function that calls `execute` in the context of `wrap`."""
 
     def wrapped(engine: Any, **of_instruction: Any) -> None:
         with wrap():
@@ -121,7 +126,7 @@ class _Stage(torch.nn.Module):
         self._module = module
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Prepare for a step."""
+        """Set the microbatches of the next step, and begin with the first one."""
         self._module.begin(batches)
         self._indices = iter(torch.arange(len(batches)))
 

@@ -38,6 +38,7 @@ class Entry:
     """SHA-256 of its costs file, which every host reads; None for a preset."""
 
     def to_json(self) -> str:
+        """Format the entry as a line of JSON."""
         described = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps(described | {"settings": self.settings.described()})
 
@@ -108,6 +109,7 @@ class RaceFiles:
         return self.path / "under_way.json"
 
     def write_entries(self, entries: Sequence[Entry]) -> None:
+        """Write the file of entries, in the place of an earlier one."""
         lines = "".join(f"{entry.to_json()}\n" for entry in entries)
         write_whole(self.entries, lines.encode())
 
@@ -115,10 +117,12 @@ class RaceFiles:
         return [Entry.from_json(line) for line in self.entries.read_text("utf-8").splitlines()]
 
     def append(self, ended: Turn | Failure) -> None:
+        """Append a turn or failure to the file of results."""
         append_object(self.turns, asdict(ended))
 
     def read_turns(self) -> list[Turn | Failure]:
-        """The turns and failures so far."""
+        """Read the turns and failures so far, in the order of completion. Invalid lines are
+        skipped; a missing file gives an empty list."""
         return [
             kind(**values)
             for values in read_objects(self.turns)
@@ -127,7 +131,7 @@ class RaceFiles:
         ]
 
     def ended(self) -> set[tuple[str, int]]:
-        """Entry name and round of every completed turn."""
+        """Return the entry name and the round of every completed turn; failures do not count."""
         return {(each.entry, each.round) for each in self.read_turns() if isinstance(each, Turn)}
 
     def failed(self) -> set[str]:
@@ -136,7 +140,8 @@ class RaceFiles:
         return {name for name, each in last.items() if isinstance(each, Failure)}
 
     def write_current_turn(self, entry: Entry, number: int) -> None:
-        """Store the entry and the round of the turn that begins now."""
+        """Store the entry and the round of the turn that begins now, in the place of the last
+        one."""
         write_whole(self.current_turn_file, json.dumps([entry.name, number]).encode())
 
     def read_current_turn(self) -> tuple[str, int] | None:
@@ -183,8 +188,8 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
 def rounds(
     entries: Sequence[Entry], ended: Collection[tuple[str, int]]
 ) -> Iterator[tuple[int, Entry]]:
-    """Yield the turns by round, except those in `ended`. The order within a round depends only on
-    its number and the entries."""
+    """Yield the turns by round, as (round, entry), except those in `ended`. The entries of a round
+    are shuffled; their order depends only on its number and the entries."""
     num_rounds = max((entry.settings.num_steps for entry in entries), default=0)
     for number in range(num_rounds):
         order = list(entries)

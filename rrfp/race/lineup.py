@@ -50,7 +50,8 @@ class Case:
 
     @property
     def costs(self) -> str:
-        """The costs in `profile`: a preset, or a file, whose path may contain plus signs."""
+        """The costs in `profile`: a preset, or a file, whose path may contain plus signs. It is the
+        longest part that names an existing file, or else the text before the first plus sign."""
         parts = self.profile.split("+")
         for count in range(len(parts), 1, -1):
             costs = "+".join(parts[:count])
@@ -60,17 +61,20 @@ class Case:
 
     @property
     def jitter(self) -> str:
+        """The jitter in `profile`, after its costs; `none` without any."""
         return self.profile[len(self.costs) + 1 :] or "none"
 
     @property
     def name(self) -> str:
+        """The case in words: its profile, ranks, microbatches, seed and task time."""
         ranks = f"PP {self.pp}" + (f" x TP {self.tp}" if self.tp > 1 else "")
         task = "" if self.task_ms is None else f", {self.task_ms:g} ms a task"
         return f"{self.profile}, {ranks}, {self.microbatches} microbatches, seed {self.seed}{task}"
 
     @property
     def time_factor(self) -> float:
-        """Factor between the task times of the race and those of the costs."""
+        """Factor between the task times of the race and those of the costs; 1 for unscaled
+        costs."""
         return 1.0 if self.task_ms is None else self.task_ms / _PRESET_MS
 
 
@@ -94,7 +98,8 @@ class LineupRow:
 
     @property
     def bound(self) -> str:
-        """Memory bound for tables, such as `limit 4`; empty for systems with a fixed order."""
+        """Memory bound for tables, such as `limit 4`; empty for systems that rrfp does not dispatch
+        by readiness."""
         if not self.system.is_ours:
             return ""
         return f"limit {self.limit}" if self.hold is None else f"hold {self.hold}"
@@ -125,15 +130,15 @@ class Lineup:
 
     @property
     def races(self) -> dict[tuple[int, int], list[Entry]]:
-        """The entries of each launch, by (pipeline ranks, tensor-parallel ranks)."""
+        """The entries by launch: by (pipeline ranks, tensor-parallel ranks)."""
         found: dict[tuple[int, int], list[Entry]] = {}
         for entry in self.entries.values():
             found.setdefault((entry.settings.layout.pp, entry.settings.layout.tp), []).append(entry)
         return found
 
     def to_json(self) -> str:
-        """The lineup as text. Equal lineups give equal texts if the costs files, the software and
-        the machine are the same."""
+        """Format the entries, the versions of the software and the number of cores. Equal lineups
+        give equal texts if the costs files, the software and the machine are the same."""
         projects = {PEERS[entry.peer].project for entry in self.entries.values() if entry.peer}
         lineup = {
             "versions": versions(*sorted(projects - {Project.TORCH})),
@@ -144,8 +149,9 @@ class Lineup:
 
 
 def line_up(presets: Sequence[Preset], scale: Scale, asked: RaceOptions) -> Lineup:
-    """Make the lineup of these presets. Raises UsageError for options that cannot be raced, and if
-    no system is left to compare with megatron-1f1b."""
+    """Make the lineup of these presets. An entry that several presets share has the most steps that
+    one of them asks for. Raises UsageError for options that cannot be raced, and if no system is
+    left to compare with megatron-1f1b."""
     for bound in asked.holds:
         read_bound(bound)
     rows: list[LineupRow] = []
@@ -172,7 +178,8 @@ def line_up(presets: Sequence[Preset], scale: Scale, asked: RaceOptions) -> Line
 
 
 def _rows_of(preset: Preset, scale: Scale, asked: RaceOptions) -> Iterator[tuple[LineupRow, Entry]]:
-    """The rows of a preset, each with its entry."""
+    """Yield the rows of a preset, each with its entry. Raises UsageError for costs that do not fit
+    a case."""
     for contest in preset.contests:
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
         for case in _cases(contest, scale, asked):
@@ -201,7 +208,8 @@ def _rows_of(preset: Preset, scale: Scale, asked: RaceOptions) -> Iterator[tuple
 
 
 def _task_ms(case: Case, scale: Scale, asked: RaceOptions) -> float | None:
-    """The mean task time of a case. Raises UsageError for --task-ms with costs from a file."""
+    """Return the mean task time of a case; None for costs from a file, which say it themselves.
+    Raises UsageError for --task-ms with such costs."""
     if case.costs in COST_PRESETS:
         return asked.task_ms or scale.task_ms
     if asked.task_ms is not None:
@@ -213,6 +221,8 @@ def _task_ms(case: Case, scale: Scale, asked: RaceOptions) -> float | None:
 
 
 def _cases(contest: Contest, scale: Scale, asked: RaceOptions) -> Iterator[Case]:
+    """Yield the cases of a contest: each seed, size, profile and level of jitter. The user's seed
+    and profiles replace the contest's."""
     if asked.seed is not None:
         seeds: tuple[int, ...] = (asked.seed,)
     else:
@@ -229,6 +239,10 @@ def _cases(contest: Contest, scale: Scale, asked: RaceOptions) -> Iterator[Case]
 def _combinations(
     contest: Contest, case: Case, asked: RaceOptions, varies: bool
 ) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
+    """Yield the systems that race in a case, each with the limits, holds and admission orders that
+    it races under. Only systems that rrfp dispatches by readiness have any; others than the given
+    order need microbatches that differ (`varies`). Systems that were not asked for or cannot run
+    are left out."""
     for name in contest.systems:
         system = SYSTEMS[name]
         # Megatron's 1F1B always runs, because all others are compared with it.
@@ -256,8 +270,8 @@ def _fits(system: System, case: Case) -> bool:
 
 
 def _peer_races(system: System, case: Case, asked: RaceOptions) -> bool:
-    """Return whether a peer races. A peer that the user names always does; if it cannot run, a
-    later check raises the reason."""
+    """Return whether a peer races: if its project is asked for, and it can run here or the user
+    names it. A later check raises the reason why a named one cannot run."""
     assert system.peer is not None
     project = PEERS[system.peer].project
     if project not in asked.peers:
@@ -267,7 +281,8 @@ def _peer_races(system: System, case: Case, asked: RaceOptions) -> bool:
 
 
 def _microbatches_differ(case: Case) -> bool:
-    """Return whether the microbatches' known costs differ, so that the admission order matters.
+    """Return whether the microbatches' times are known before the step and differ, so that the
+    admission order matters.
 
     Raises UsageError for costs that do not fit the case.
     """
@@ -280,7 +295,8 @@ def _microbatches_differ(case: Case) -> bool:
 
 
 def cannot_race(name: str, error: UsageError) -> UsageError:
-    """Make the error for a case or an entry that cannot run, with the flags to change."""
+    """Return the error, to be raised, for a case or an entry that cannot run, with the flags to
+    change."""
     return UsageError(
         f"{name} cannot race: {error}; or choose others with --system, --profile or --scale"
     )
@@ -303,7 +319,8 @@ def read_bound(text: str) -> tuple[int | None, Hold | None]:
 
 def _absolute_hold(hold: Hold, case: Case, system: System, steps: int) -> Hold:
     """Convert a hold that is a fraction of 1F1B's peak to a number, which is the same for all
-    systems of a case."""
+    systems of a case; other holds are returned unchanged. Raises UsageError if a step needs more,
+    or for bytes with costs without sizes."""
     shape = Shape(case.pp, case.microbatches, system.chunks, system.placement)
     rounds = [(case.seed + number, 0) for number in range(steps)]
     try:
@@ -333,7 +350,7 @@ def _slowdown_baseline(
 
 
 def _name(case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit) -> str:
-    """The unique name of an entry."""
+    """Return the unique name of an entry: case, system, bound and admission order."""
     words = [case.name + ":", system.name]
     if limit is not None:
         words.append(f"limit {limit}")
@@ -353,6 +370,8 @@ def _settings(
     steps: int,
     pace: str,
 ) -> TrainSettings:
+    """Make the training settings of an entry: a small MLP with two layers per rank, without trace,
+    under the system's policy with these bounds."""
     policy = replace(system.policy, limit=limit, hold=hold)
     return TrainSettings(
         **policy.values(),

@@ -72,10 +72,11 @@ class PeerSchedule(ABC):
     def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
         """Run one step; every rank of the pipeline calls this. Returns the loss function's results
         in microbatch order (empty except on the last stage). Gradients are added to the parameters'
-        `main_grad`.
+        `main_grad` and reduced at the end.
 
-        The first step, and one with another number or shape of microbatches, also connects the
-        ranks. Raises UsageError if the microbatches differ in shape.
+        Sets `report`, and records the step's phase. The first step, and one with another number or
+        shape of microbatches, also connects the ranks. Raises UsageError if the microbatches differ
+        in shape.
         """
         shapes = {tuple(batch["tokens"].shape) for batch in batches}
         if len(shapes) > 1:
@@ -140,7 +141,9 @@ class ChunkModule(torch.nn.Module):
         return [reduced for _, reduced in sorted(self._reduced.items())]
 
     def forward(self, *inputs: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
-        """The activation for the next stage, or the loss that the backward starts from."""
+        """Run Megatron's forward of a microbatch. Returns the activation for the next stage or, on
+        the last stage, the loss that the backward starts from; its reduced loss is kept for
+        `losses`."""
         index, config = int(microbatch), self._model.config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         reduced: list[Any] = []
@@ -191,7 +194,7 @@ class Tally:
         return self._counts.peak_held / self._shape.num_chunks
 
     def message_ns(self, receiver: Task) -> int:
-        """Modelled time of the message to a task; 0 without pace."""
+        """Return the modelled time of the message to a task; 0 without pace."""
         return 0 if self._pace is None else self._pace.message_ns(receiver)
 
     @contextmanager
@@ -224,7 +227,8 @@ class Tally:
             sleep_until(self._clock() + self.message_ns(receiver))
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Context of a wait for transfers; records it."""
+        """Context of a wait for transfers; records it, with a cause that depends on the tasks run
+        so far."""
         return self.wait(self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank))
 
 
@@ -246,13 +250,14 @@ class DelayedSends:
         self._links: dict[int, ThreadPoolExecutor] = {}
 
     def hold_back(self, sends: Sequence[dist.P2POp], message_ns: int) -> None:
-        """Mark these sends to be delayed by `message_ns` when the function of `batch` starts
-        them."""
+        """Mark these sends to be delayed by `message_ns` when the function of `batch` starts them.
+        Nothing is sent, and 0 marks nothing."""
         if message_ns:
             self._times_ns.update((id(send), message_ns) for send in sends)
 
     def batch(self, original: BatchSends) -> BatchSends:
-        """A replacement for torch's `_batch_p2p` that delays the marked sends."""
+        """Return a replacement for torch's `_batch_p2p` that delays the marked sends. Without any,
+        it calls `original` with all operations at once."""
 
         def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
             if not self._times_ns and not self._links:
@@ -262,7 +267,7 @@ class DelayedSends:
         return batch
 
     def close(self) -> None:
-        """Wait for all sends, and end the links' threads."""
+        """Wait for all delayed sends, and end the links' threads."""
         for link in self._links.values():
             link.shutdown()
         self._links.clear()
@@ -306,12 +311,16 @@ class TorchSchedule(PeerSchedule):
         self._pipeline: _TorchPipeline | None = None
 
     def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
+        """Build torch's schedule and this rank's stages, unless the present ones fit."""
         if self._pipeline is None or not self._pipeline.fits(num_microbatches, batch_shape):
             self._pipeline = _TorchPipeline(
                 self.name, self.model, self.layout, num_microbatches, batch_shape
             )
 
     def run_tasks(self, batches: Sequence[Batch], tally: Tally) -> list[Any]:
+        """Run one step of torch's schedule. Meanwhile its functions for transfers are replaced by
+        ones that delay sends and record waits. Returns the losses as `PeerSchedule.run_tasks`
+        does."""
         assert self._pipeline is not None
         for stage in self._pipeline.stages:
             stage.begin(batches, tally, self._delayed_sends)
@@ -321,6 +330,7 @@ class TorchSchedule(PeerSchedule):
         return self._pipeline.stages[-1].losses()
 
     def close(self) -> None:
+        """Wait for all delayed sends, and end their threads. Later steps still work."""
         self._delayed_sends.close()
 
 
@@ -355,11 +365,14 @@ class _TorchPipeline:
         )
 
     def fits(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> bool:
+        """Return whether the schedule was built for this number and shape of microbatches."""
         return (self.shape.num_microbatches, self._batch_shape) == (num_microbatches, batch_shape)
 
 
 def _empty_message(config: Any, batch_shape: tuple[int, ...]) -> torch.Tensor:
-    """The message of Megatron's stages for a microbatch: (length, micro_batch_size, hidden)."""
+    """Return an uninitialized message of Megatron's stages for a microbatch: (length,
+    micro_batch_size, hidden), with a tensor-parallel rank's part of the length under sequence
+    parallelism."""
     micro_batch_size, length = batch_shape
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
@@ -409,6 +422,7 @@ class _TorchStage(pipelining.PipelineStage):
     # torch's schedules call the following functions for a task, and for its messages.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a microbatch's F as torch does, paced and recorded."""
         task = Task(self.stage_index, Kind.F, fwd_chunk_id)
         with self._tally.task(task), self._defer_weights(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -420,6 +434,8 @@ class _TorchStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        """Run a microbatch's B as torch does, paced and recorded. If this schedule splits other
+        backwards, a full one runs B, then W."""
         task = Task(self.stage_index, Kind.B, bwd_chunk_id)
         runs_weights_too = full_backward and self.dw_builder is not None
         with self._tally.task(task), self._defer_weights(bwd_chunk_id):
@@ -430,14 +446,17 @@ class _TorchStage(pipelining.PipelineStage):
             self.backward_weight_one_chunk(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run a microbatch's W as torch does, paced and recorded."""
         with self._tally.task(Task(self.stage_index, Kind.W, bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return torch's sends of an activation, marked to be delayed by its modelled time."""
         sends = super().get_fwd_send_ops(fwd_chunk_id)
         return self._hold_back(sends, Task(self.stage_index, Kind.F, fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return torch's sends of a gradient, marked to be delayed by its modelled time."""
         sends = super().get_bwd_send_ops(bwd_chunk_id)
         return self._hold_back(sends, Task(self.stage_index, Kind.B, bwd_chunk_id))
 
@@ -449,12 +468,13 @@ class _TorchStage(pipelining.PipelineStage):
             yield
 
     def _weight_gradient(self) -> Callable[[], None]:
-        """A function that computes the weight gradients deferred by the current backward."""
+        """Return a function that computes the weight gradients deferred by the current backward."""
         assert self._deferred is not None
         return partial(self._deferred.run, self._deferring_microbatch)
 
     def _hold_back(self, sends: list[dist.P2POp], sender: Task) -> list[dist.P2POp]:
-        """Delay a task's sends by their modelled time; returns them."""
+        """Mark a task's sends to be delayed by the modelled time of its message, and return
+        them."""
         receiver = self._shape.receiver(sender)
         if sends and receiver is not None:
             self._delayed_sends.hold_back(sends, self._tally.message_ns(receiver))
@@ -463,8 +483,8 @@ class _TorchStage(pipelining.PipelineStage):
 
 @contextmanager
 def _transfers(tally: Tally, delayed_sends: DelayedSends) -> Iterator[None]:
-    """Replace the two functions with which torch's schedules start transfers and wait for them, to
-    delay sends and to record waits."""
+    """Replace, during the block, the two functions with which torch's schedules start transfers and
+    wait for them, to delay sends and to record waits."""
     start, finish = schedules._batch_p2p, schedules._wait_batch_p2p
 
     def recorded(work: list[Any]) -> None:

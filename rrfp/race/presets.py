@@ -48,15 +48,19 @@ Sizes = tuple[tuple[int, int, int], ...]
 
 
 def _one_size(scale: Scale) -> Sizes:
+    """Return a single size: the scale's pipeline ranks and microbatches, without tensor
+    parallelism."""
     return ((scale.pp, 1, scale.microbatches),)
 
 
 def _tensor_parallel_sizes(scale: Scale) -> Sizes:
+    """Return a size for each of the scale's groups of pipeline and tensor-parallel ranks."""
     return tuple((pp, tp, scale.microbatches) for pp, tp in scale.groups)
 
 
 def _growing_sizes(scale: Scale) -> Sizes:
-    """More pipeline ranks, then more microbatches."""
+    """Return sizes with more and more pipeline ranks, then with more and more microbatches, each
+    once."""
     pps = [(pp, 1, scale.microbatches) for pp in scale.pps]
     counts = [(scale.pp, 1, count) for count in scale.microbatch_counts]
     return tuple(dict.fromkeys([*pps, *counts]))

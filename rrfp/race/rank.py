@@ -75,6 +75,8 @@ def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) ->
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a copy of a parameter's gradient on the CPU in fp32, from `main_grad` if there is one;
+    zeros without a gradient."""
     gradient = getattr(parameter, "main_grad", parameter.grad)
     if gradient is None:
         return torch.zeros(parameter.shape)
@@ -98,7 +100,8 @@ def relative_difference(
 
 
 def _difference(own: torch.Tensor, other: torch.Tensor) -> float:
-    """||own - other|| / ||other||; infinite for a zero or non-finite reference."""
+    """Return ||own - other|| / ||other||: 0 for equal gradients, infinite for a zero reference or a
+    difference that is not finite."""
     difference = float((own.double() - other.double()).norm())
     norm = float(other.double().norm())
     if difference == 0:
@@ -139,9 +142,13 @@ class _RoundPace:
         """The current round; None for an unpaced step."""
 
     def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
+        """Return the activation sizes of the current round (of round 0 if unpaced); `step` is
+        ignored."""
         return self.pacer.sizes(self.round or 0, shape)
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
+        """Return the pace of the current round, or one that adds no time if unpaced; `step` is
+        ignored."""
         return _Unpaced() if self.round is None else self.pacer.start_step(self.round, shape)
 
 
@@ -153,14 +160,15 @@ class _Records:
         self._tasks: list[TaskRecord] = []
 
     def record(self, record: Record) -> None:
+        """Keep a record of a task or a wait; all others are dropped."""
         if isinstance(record, WaitRecord):
             self._records.append(record)
         elif isinstance(record, TaskRecord):
             self._tasks.append(record)
 
     def take_peak_bytes(self, sizes: ActivationSizes, kinds: Sequence[Kind]) -> int:
-        """Peak activation bytes in the tasks since the last call, computed from the sizes of the
-        rank's chunks in the same way for every system."""
+        """Return the peak activation bytes in the tasks since the last call, and drop these tasks.
+        They are computed from the sizes of the rank's chunks in the same way for every system."""
         tasks, self._tasks = self._tasks, []
         held = peak = 0
         for task in sorted(tasks):
@@ -183,10 +191,12 @@ class _Records:
         return peak
 
     def forget(self) -> None:
+        """Drop all records."""
         self._records, self._tasks = [], []
 
     def take_ns(self) -> tuple[int, int]:
-        """Time in coordination and in all other waits since the last call."""
+        """Return the time in waits for coordination, then the time in all other waits, in ns since
+        the last call, and drop these waits."""
         records, self._records = self._records, []
         coordination_ns = blocking_ns = 0
         for record in records:
@@ -254,7 +264,8 @@ class RacedSystem:
         return self._batches[1]
 
     def warm_up(self, number: int) -> None:
-        """Run the round's step once, to open links and warm caches equally for all systems.
+        """Run the round's step once, to open links and warm caches equally for all systems, and
+        clear its gradients and records.
 
         After the first time it runs only one microbatch per rank, unless the schedule is built for
         a number of microbatches. A schedule that learns task times runs the whole step, paced.
@@ -270,8 +281,8 @@ class RacedSystem:
         self.forget()
 
     def step(self, batches: Sequence[Batch], number: int | None = None) -> None:
-        """Run a step, paced for round `number` if given. Gradients are added to the present
-        ones."""
+        """Run a step, with the pace of round `number` or, for None, without pace. Gradients are
+        added to the present ones."""
         self._pace.round = number
         with virtual_pipeline_of(self.settings):
             if isinstance(self._schedule, PeerSchedule):
@@ -306,17 +317,19 @@ class RacedSystem:
         return _LEAST_TIMEOUT_S + (_TIMEOUT_FACTOR * work_ns + stopped_ns) / NS_PER_S
 
     def gradients(self) -> Gradients:
+        """Copy the gradients of this rank's chunks to the CPU, as `gradients` does."""
         return gradients(self._model.chunks, self.settings, self.layout)
 
     def forget(self) -> None:
-        """Clear the gradients and the records."""
+        """Clear the gradients of the shared model and the records of this system."""
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
         self._model.optimizer.zero_grad()
         self._records.forget()
 
     def figures(self, offset_ns: int) -> torch.Tensor:
-        """The figures of the last step on this rank, as `turn_of` reads them."""
+        """Return the figures of the last step on this rank, as `turn_of` reads them, and drop its
+        records. Times are shifted by `offset_ns`, so that they compare across hosts."""
         assert self._schedule.report is not None
         summary = self._schedule.report.summary
         tally = self._pace.pacer.tally
@@ -338,7 +351,8 @@ class RacedSystem:
         )
 
     def _peak_bytes(self) -> int:
-        """Peak activation bytes of this rank in the last round; -1 if sizes are unknown."""
+        """Return the peak activation bytes of this rank in the last round, and drop the records of
+        its tasks; -1 if sizes are unknown."""
         modelled = self._pace.pacer.modelled
         assert modelled is not None
         shape = modelled.shape
@@ -346,7 +360,8 @@ class RacedSystem:
         return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
 
     def close(self) -> None:
-        """Close the links, whose threads would disturb other systems. Later steps reopen them."""
+        """Close the links, whose threads would disturb other systems; Megatron's own schedule has
+        none. Later steps reopen them."""
         if isinstance(self._schedule, ForwardBackward | PeerSchedule):
             self._schedule.close()
 
@@ -382,14 +397,17 @@ def _shape_of(entry: Entry) -> Shape:
 
 
 def virtual_pipeline_of(settings: TrainSettings) -> AbstractContextManager[None]:
-    """Context that sets Megatron's global number of chunks per rank."""
+    """Return a context that sets Megatron's global number of chunks per rank to that of these
+    settings."""
     from rrfp.megatron.adapters.parallel_state import virtual_pipeline
 
     return virtual_pipeline(virtual_pipeline_size(settings))
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Run this rank's part of every remaining turn. Raises any error of a step."""
+    """Run this rank's part of every turn that has not ended. Rank 0 reads the entries and sends
+    them to all ranks, stores the turn that begins, and appends the results. Before round 0 of an
+    entry, missing reference gradients are computed. Raises any error of a step."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     files = RaceFiles(run.path)
     leads = layout.rank == 0
@@ -416,7 +434,7 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _state(files: RaceFiles) -> object:
-    """The entries and the completed turns as JSON values, to broadcast to all ranks."""
+    """Read the entries and the completed turns as JSON values, to broadcast to all ranks."""
     return [[entry.to_json() for entry in files.read_entries()], sorted(files.ended())]
 
 
@@ -445,7 +463,12 @@ class _Race:
         """All ranks' reference gradients by `_reference_key`; only rank 0 has the tensors."""
 
     def turn(self, entry: Entry, number: int) -> Turn:
-        """Run an entry's step of a round; every rank calls this, and rank 0 gets all figures."""
+        """Run an entry's step of a round, after its warm-up; every rank calls this. Returns the
+        figures over all ranks; in round 0, rank 0 also compares the gradients with the reference's.
+
+        The gradients and links are cleared and closed afterwards. The process is ended if this
+        takes longer than the turn's time limit.
+        """
         system = self._system(entry)
         with _time_limit(entry, number, system.timeout_s(number)):
             system.warm_up(number)
@@ -484,7 +507,8 @@ class _Race:
         return self._systems[entry.name]
 
     def missing_reference(self, entry: Entry) -> Entry | None:
-        """The entry that computes the reference gradients for this one; None if they are known."""
+        """Return the entry that computes the reference gradients for this one, Megatron's 1F1B on
+        the same data; None if they are known."""
         key = _reference_key(entry.settings)
         if key in self._references:
             return None
@@ -497,7 +521,8 @@ class _Race:
         )
 
     def refer_to(self, reference: Entry) -> None:
-        """Compute the reference's gradients of the first round; every rank calls this."""
+        """Compute the reference's gradients of the first round, without pace, and gather them on
+        rank 0; every rank calls this."""
         system = self._system(reference)
         with _time_limit(reference, 0, system.timeout_s(0)):
             system.warm_up(0)
@@ -507,7 +532,8 @@ class _Race:
             system.forget()
 
     def _compare(self, turn: Turn, system: RacedSystem) -> Turn:
-        """Return the turn with the comparison of its gradients; unchanged except on rank 0."""
+        """Gather the gradients of all ranks on rank 0, and return the turn with their comparison to
+        the reference; unchanged on other ranks. Every rank calls this."""
         settings = system.settings
         found = gather_tensors(system.gradients())
         if self._layout.rank != 0:
@@ -534,7 +560,9 @@ def _reference_key(settings: TrainSettings) -> tuple[int, int]:
 
 
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
-    """Make a turn from the `RacedSystem.figures` of all ranks, one row each."""
+    """Make a turn from the `RacedSystem.figures` of all ranks, one row each. The step lasts from
+    the first rank's start to the last one's end; times are means over ranks, and peaks are the
+    largest."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, *counts = table.T
     held, num_tasks, num_over, peak_bytes = counts
     # Time before a rank's own entry and after its own return counts as idle.
@@ -566,7 +594,8 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 @contextmanager
 def _time_limit(entry: Entry, number: int, timeout_s: float) -> Iterator[None]:
-    """End the process if the block takes longer; a wait inside a library cannot be interrupted."""
+    """End the process, with a failure report, if the block takes longer; a wait inside a library
+    cannot be interrupted."""
     timer = threading.Timer(timeout_s, partial(_give_up, entry, number, timeout_s))
     timer.daemon = True
     timer.start()
@@ -577,7 +606,7 @@ def _time_limit(entry: Entry, number: int, timeout_s: float) -> Iterator[None]:
 
 
 def _give_up(entry: Entry, number: int, timeout_s: float) -> None:
-    """Write a failure report and exit."""
+    """Write a failure report for a turn that took too long, and end the process at once."""
     sentence = f"round {number} of {entry.name} was not over after {timeout_s:.0f} s"
     FailureReport(sentence, RrfpError.exit_code, False, False).write()
     os._exit(RrfpError.exit_code)

@@ -12,11 +12,14 @@ from rrfp.trace.records import NS_PER_S
 
 
 def result_table(rows: Sequence[ResultRow]) -> Table:
-    """All rows for programs. In CSV, the bounds of intervals have columns of their own."""
+    """Make one table of all rows, for programs. In CSV, the bounds of intervals have columns of
+    their own. It has no columns if there are no rows."""
     return Table("", [*_result_columns(rows)] if rows else [], rows_key="rows")
 
 
 def _result_columns(rows: Sequence[ResultRow]) -> Iterator[Column]:
+    """Yield a column for each field of the rows' JSON. Estimates get further columns for CSV
+    alone."""
     found = [row.as_json() for row in rows]
     for name in found[0]:
         values = [each[name] for each in found]
@@ -34,6 +37,8 @@ def _result_columns(rows: Sequence[ResultRow]) -> Iterator[Column]:
 def _estimate_columns(
     name: str, estimates: Sequence[Estimate | None], *more: str
 ) -> Iterator[Column]:
+    """Yield columns for CSV alone with the lower and upper bounds of estimates, and `more` of their
+    fields, such as the median; empty for None."""
     for part in (*more, "low", "high"):
         values = [None if each is None else getattr(each, part) for each in estimates]
         yield Column(None, values, key=f"{name}_{part}", path="")
@@ -70,6 +75,8 @@ _MEANING = {
 
 
 def _case_table(case: Case, rows: Sequence[ResultRow], measure: Measure) -> Table:
+    """Make the table of a case: step times, speed relative to Megatron, and the columns of the
+    measure. Empty columns are left out. The conclusion names the fastest row."""
     times = Times(row.step_time_s.high * NS_PER_S for row in rows if row.step_time_s is not None)
 
     def time(row: ResultRow) -> str:
@@ -105,22 +112,29 @@ def _case_table(case: Case, rows: Sequence[ResultRow], measure: Measure) -> Tabl
 
 
 def _speed(row: ResultRow) -> str:
+    """Format a row's speedup over Megatron's 1F1B; `void` if its gradients differ from the
+    reference's."""
     return "void" if row.is_void else _ratio(row.ratio_to_megatron)
 
 
 def _ratio(found: Estimate | None) -> str:
+    """Format an estimate's median; an empty text for None."""
     return "" if found is None else f"{found.median:.3f}"
 
 
 def _held(row: ResultRow) -> str:
+    """Format the peak number of microbatches on a rank; an empty text if unknown."""
     return "" if row.peak_held is None else f"{row.peak_held:g}"
 
 
 def _peak(row: ResultRow) -> str:
+    """Format the peak bytes of a rank in GB; an empty text if unknown."""
     return "" if row.peak_held_bytes is None else f"{row.peak_held_bytes / 1e9:.3g}"
 
 
 def _seconds(seconds: Callable[[ResultRow], float | None]) -> Callable[[ResultRow], str]:
+    """Make a function that formats one of a row's times in seconds; an empty text for None."""
+
     def cell(row: ResultRow) -> str:
         found = seconds(row)
         return "" if found is None else f"{found:.3f}"
@@ -129,10 +143,12 @@ def _seconds(seconds: Callable[[ResultRow], float | None]) -> Callable[[ResultRo
 
 
 def _slowdown(row: ResultRow) -> str:
+    """Format the median of a row's slowdown in percent, with its sign; an empty text if unknown."""
     return "" if row.slowdown is None else f"{100 * row.slowdown.median:+.1f}"
 
 
 def _slowdown_interval(row: ResultRow) -> str:
+    """Format the interval of a row's slowdown in percent; an empty text if unknown."""
     found = row.slowdown
     return "" if found is None else f"{100 * found.low:+.1f} {100 * found.high:+.1f}"
 
@@ -159,6 +175,8 @@ _MEASURE_COLUMNS: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
 
 
 def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Yield a sentence for each row that is void or has failed, then one that counts the rows whose
+    gradients agree with the reference's."""
     for row in rows:
         where = f"{row.lineup_row.case.name}: {row.label}"
         if row.is_void:

@@ -63,12 +63,13 @@ class ResultRow:
 
     @property
     def is_void(self) -> bool:
-        """True if the gradients differ from the reference's, so that the times are meaningless."""
+        """True if the gradients differ too much from the reference's, so that the times are
+        meaningless; False if that is unknown."""
         return self.gradients_agree is False
 
     @property
     def ratios(self) -> dict[str, Estimate | None]:
-        """All ratios, by name."""
+        """All ratios by name, the slowdown among them; None for unknown ones."""
         return {
             "ratio_to_megatron": self.ratio_to_megatron,
             "ratio_to_floor": self.ratio_to_floor,
@@ -78,7 +79,8 @@ class ResultRow:
         }
 
     def as_json(self) -> dict[str, object]:
-        """The row as `rrfp bench --format json` prints it."""
+        """Return the row as `rrfp bench --format json` prints it. Ratios are medians, with their
+        intervals in `intervals`; an infinite gradient difference is null."""
         lineup_row, system, case = self.lineup_row, self.lineup_row.system, self.lineup_row.case
         ratios = self.ratios
         return {
@@ -122,7 +124,8 @@ class ResultRow:
 def results(
     lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, ModelledTimes]
 ) -> list[ResultRow]:
-    """One row for each row of the lineup."""
+    """Combine turns and modelled times into one row for each row of the lineup. A completed turn
+    cancels earlier failures of its entry; turns of entries outside the lineup are ignored."""
     turns: dict[str, dict[int, Turn]] = {name: {} for name in lineup.entries}
     failures: dict[str, Failure] = {}
     for each in ended:
@@ -142,7 +145,8 @@ def results(
 
 
 def _gradients_agree(of_entry: Mapping[int, Turn]) -> bool | None:
-    """Return whether an entry's gradients agree with the reference's; None before round 0."""
+    """Return whether an entry's gradients differ from the reference's by at most 1e-5; None before
+    round 0."""
     difference = of_entry[0].gradient_difference if 0 in of_entry else None
     return None if difference is None else difference <= MOST_DIFFERENCE
 
@@ -154,6 +158,9 @@ def _row(
     model: ModelledTimes,
     failure: Failure | None,
 ) -> ResultRow:
+    """Combine the turns of a row's entry, of Megatron's 1F1B and of its baseline into a result.
+    Ratios compare the rounds that both have run; they need gradients that agree, in both
+    entries."""
     own = turns[lineup_row.entry]
     rounds = sorted(own)
     times = {number: own[number].step_time_s for number in rounds}
@@ -208,10 +215,12 @@ def _row(
 
 
 def _median(values: Sequence[float]) -> float | None:
+    """Return the median; None without values."""
     return median(values) if values else None
 
 
 def _estimate(values: Sequence[float]) -> Estimate | None:
+    """Return the median with its bootstrap interval; None without values."""
     if not values:
         return None
     return estimate(resampled_medians({"length": np.array(values)}, 0)["length"])

@@ -45,14 +45,15 @@ class ModelledTimes:
 
     @property
     def times_s(self) -> tuple[float, ...]:
-        """Estimated times of the rounds."""
+        """The simulated times of the rounds, or the lower bounds if those are unknown."""
         return self.floor_s if self.simulated_s is None else self.simulated_s
 
 
 def model_entries(
     entries: Iterable[Entry], kept_in: Path, finished: Callable[[], None] = lambda: None
 ) -> dict[str, ModelledTimes]:
-    """Model the times of all entries, by name. The file `kept_in` caches them.
+    """Return the modelled times of all entries, by name. Those in the file `kept_in` are not
+    simulated again; new ones are appended to it.
 
     `finished` is called once per entry.
     """
@@ -81,7 +82,7 @@ def model_entries(
 
 
 def _read(path: Path) -> dict[str, ModelledTimes]:
-    """Read the cached models; invalid lines are skipped."""
+    """Read the cached models; invalid lines are skipped, and a missing file is empty."""
     names = {"entry", *(field.name for field in fields(ModelledTimes))}
     return {
         values.pop("entry"): ModelledTimes(**values)
@@ -91,7 +92,8 @@ def _read(path: Path) -> dict[str, ModelledTimes]:
 
 
 def _model(entries: Sequence[Entry]) -> list[ModelledTimes]:
-    """Model entries that have the same conditions in every round."""
+    """Simulate entries that have the same conditions in every round, and return their modelled
+    times."""
     costs = _costs(entries[0])
     jitter = parse_jitter(entries[0].settings.run.jitter)
     seed, steps = entries[0].settings.run.seed, entries[0].settings.num_steps
@@ -109,10 +111,12 @@ def _model(entries: Sequence[Entry]) -> list[ModelledTimes]:
 
 
 def _seconds(times_ns: Iterable[int]) -> tuple[float, ...]:
+    """Convert times in ns to seconds."""
     return tuple(time_ns / NS_PER_S for time_ns in times_ns)
 
 
 def _costs(entry: Entry) -> Costs:
+    """Return the costs of an entry, with its factor between their times and those of the race."""
     assert entry.settings.run.pace is not None
     return ScaledCosts(resolve_costs(entry.settings.run.pace), entry.time_factor)
 
@@ -127,7 +131,8 @@ def check_model(entry: Entry) -> None:
 
 
 def _setting(entry: Entry, costs: Costs, jitter: Jitter) -> Setting:
-    """The simulator's setting for an entry."""
+    """Return the simulator's setting for an entry. Megatron's own schedule is simulated as a fixed
+    order with blocking transfers."""
     settings = entry.settings
     is_native = settings.policy.dispatch == Dispatch.MEGATRON
     policy = settings.effective_policy
@@ -188,6 +193,7 @@ class BenchDir:
 
     @property
     def lineup(self) -> Path:
+        """The file with the lineup, which is also the lock file."""
         return self.path / "plan.json"
 
     @property
@@ -196,14 +202,16 @@ class BenchDir:
         return self.path / "models.jsonl"
 
     def race(self, pp: int, tp: int) -> RaceFiles:
+        """Return the files of the race with this grouping of ranks."""
         return RaceFiles(self.path / f"pp{pp}-tp{tp}")
 
     def ended(self, lineup: Lineup) -> list[Turn | Failure]:
-        """The lineup's turns and failures so far."""
+        """Read the lineup's turns and failures so far."""
         return [each for size in lineup.races for each in self.race(*size).read_turns()]
 
     def prepare(self, lineup: Lineup, *, force: bool) -> IO[bytes]:
-        """Create the directory, or resume an earlier run of the same lineup in it.
+        """Create the directory with the lineup's file, or resume an earlier run of the same lineup
+        in it.
 
         `force` deletes the results of any earlier lineup. Raises UsageError if the directory holds
         another lineup and `force` is not set, or other files. The returned file holds a lock: no
@@ -247,6 +255,8 @@ class BenchDir:
         return file
 
     def _lock(self, file: IO[bytes]) -> None:
+        """Lock the lineup's file, without waiting. Raises UsageError if another command holds the
+        lock."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -256,6 +266,8 @@ class BenchDir:
             ) from None
 
     def _clear(self) -> None:
+        """Delete the results of all races, the charts and the cached models; the lineup's file
+        remains."""
         for found in self.path.glob("pp*-tp*"):
             if found.is_dir():
                 shutil.rmtree(found)
@@ -265,6 +277,7 @@ class BenchDir:
 
 
 def _is_lineup(text: str) -> bool:
+    """Return whether a text is JSON with a lineup's entries."""
     try:
         lineup = json.loads(text)
     except (ValueError, RecursionError):
@@ -273,7 +286,8 @@ def _is_lineup(text: str) -> bool:
 
 
 def _why_other(path: Path, known: str, text: str) -> str:
-    """Format the error for a directory with another lineup, with the difference."""
+    """Format the error for a directory with another lineup: software or cores that have changed, or
+    otherwise another race."""
     was, now = json.loads(known), json.loads(text)
     names = {"versions": "software", "cores": "number of cores"}
     differ = [name for name in names if was.get(name) != now[name]]
@@ -290,7 +304,8 @@ def _why_other(path: Path, known: str, text: str) -> str:
 
 
 def check(lineup: Lineup, hosts: Hosts, out: Path) -> None:
-    """Raise UsageError for the first entry that cannot run."""
+    """Raise UsageError for the first entry that cannot run: its settings, its costs or jitter, or
+    its peer's requirements do not fit. Each combination of costs and shape is checked once."""
     modelled = set()
     for entry in lineup.entries.values():
         settings = entry.settings
@@ -336,7 +351,7 @@ def race(
 def turns_left(
     lineup: Lineup, bench: BenchDir, *, retry: bool = False
 ) -> Iterator[tuple[int, Entry]]:
-    """The turns that `race` would run, as (round, entry)."""
+    """Yield the turns that `race` would run, as (round, entry)."""
     for size, entries in lineup.races.items():
         files = bench.race(*size)
         yield from _remaining_turns(_entries_to_run(entries, files, retry=retry), files)
@@ -345,7 +360,8 @@ def turns_left(
 def time_left_s(
     lineup: Lineup, bench: BenchDir, models: Mapping[str, ModelledTimes], *, retry: bool = False
 ) -> float:
-    """Estimated time in seconds of the turns of `turns_left`."""
+    """Estimate the time in seconds of the turns of `turns_left`, with 15 s for each launch and 1 s
+    between turns."""
     turns = list(turns_left(lineup, bench, retry=retry))
     launches = {(entry.settings.layout.pp, entry.settings.layout.tp) for _, entry in turns}
     return _LAUNCH_S * len(launches) + sum(
@@ -367,7 +383,12 @@ def _remaining_turns(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tup
 def _launch(
     entries: Sequence[Entry], files: RaceFiles, hosts: Hosts, launch: Launch
 ) -> Failure | None:
-    """Launch the ranks and wait for their end; returns the failure of an entry, if one failed."""
+    """Launch the ranks and wait for their end. Returns the failure of an entry, if one failed on a
+    single host; it is appended to the results, and the launch's logs are renamed.
+
+    Host 0 writes the file of entries first. Raises the launch's error if no turn was running, if
+    Megatron's 1F1B failed, for an interrupt or an invalid setting, and on several hosts.
+    """
     run = RunDir(files.path)
     if hosts.leads:
         make_directory(files.path)
@@ -402,7 +423,8 @@ def _grouping_settings(settings: TrainSettings) -> TrainSettings:
 
 
 def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
-    """The failure of the entry whose turn was running; None between turns."""
+    """Return the failure of the entry whose turn was running, with the error's first line; None
+    between turns."""
     current_turn = files.read_current_turn()
     if current_turn is None:
         return None
@@ -414,7 +436,7 @@ def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
 
 def _move_logs_aside(sentence: str, run: RunDir) -> str:
     """Rename the logs of a failed launch, as the next launch writes new ones; returns the sentence
-    with the new path."""
+    with the new path, unchanged if there are no logs."""
     if not run.logs.exists():
         return sentence
     kept = run.path / f"logs-failed-{len([*run.path.glob('logs-failed-*')])}"

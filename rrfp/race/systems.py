@@ -28,7 +28,8 @@ class Project(StrEnum):
 
     @property
     def is_installed(self) -> bool:
-        # A directory of that name in the working directory has a spec but no origin.
+        """True if the project's package can be imported. It is not imported, and a mere directory
+        of that name in the working directory does not count."""
         spec = importlib.util.find_spec(self)
         return spec is not None and spec.origin is not None
 
@@ -47,7 +48,7 @@ class Peer:
     """True if it splits weight gradients off the backward, always or for some microbatches."""
 
     def shape(self, num_ranks: int, num_microbatches: int) -> Shape:
-        """The tasks of one of its steps."""
+        """Return the shape of one of its steps, with its kinds of task."""
         kinds = SPLIT_BACKWARD if self.splits else WHOLE_BACKWARD
         return Shape(num_ranks, num_microbatches, self.chunks, self.placement, kinds)
 
@@ -55,6 +56,7 @@ class Peer:
 def _torch(
     schedule: str, chunks: int, placement: Placement = Placement.LOOP, *, splits: bool = False
 ) -> Peer:
+    """Make a peer that is a schedule of torch.distributed.pipelining."""
     return Peer(Project.TORCH, schedule, chunks, placement, splits)
 
 
@@ -70,7 +72,8 @@ PEERS = {
 
 
 def check_peer(name: str, settings: TrainSettings) -> None:
-    """Raise UsageError if the peer of that name cannot train with these settings."""
+    """Raise UsageError if there is no peer of that name, if its project is not installed, or if it
+    cannot train with these settings."""
     if name not in PEERS:
         raise UsageError(f"'{name}' is not a peer that can run here ({', '.join(PEERS)})")
     peer = PEERS[name]
@@ -110,8 +113,8 @@ def check_installed(project: Project, what: str) -> None:
 
 
 def peer_problem(name: str, num_ranks: int, number: int) -> str | None:
-    """The reason why a peer cannot run `number` microbatches on `num_ranks` ranks; None if it
-    can."""
+    """Return the reason why a peer cannot run `number` microbatches on `num_ranks` ranks; None if
+    it can. Other requirements are not checked."""
     if name == "torch-1f1b" and number < num_ranks:
         return (
             f"needs at least one microbatch per rank, {num_ranks}, not {number}; choose "
@@ -132,6 +135,7 @@ def peer_problem(name: str, num_ranks: int, number: int) -> str | None:
 
 
 def _require(condition: bool, message: str) -> None:
+    """Raise UsageError with this message unless the condition is true."""
     if not condition:
         raise UsageError(message)
 
@@ -174,11 +178,12 @@ def _system(
     chunks: int = 1,
     placement: Placement = Placement.LOOP,
 ) -> System:
+    """Make a system of rrfp or Megatron with a hint, its dispatch and its layout."""
     return System(name, Policy(HINTS[hint], dispatch=dispatch), chunks, placement)
 
 
 def _peer(name: str, hint: str) -> System:
-    """A peer; `hint` is one with the same tasks."""
+    """Make the system of a peer, on the peer's layout; `hint` is one with the same tasks."""
     return _system(name, hint, chunks=PEERS[name].chunks, placement=PEERS[name].placement)
 
 

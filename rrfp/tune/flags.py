@@ -24,7 +24,7 @@ class Flags:
 
 
 def flags_of(candidate: Candidate, source: Source) -> Flags:
-    """The flags with which a run uses the candidate's settings."""
+    """Return the flags with which a run uses the candidate's settings."""
     policy = tuple(_policy(candidate, source))
     layout = tuple(_layout(candidate, source))
     is_loop = candidate.placement is Placement.LOOP
@@ -38,6 +38,8 @@ def flags_of(candidate: Candidate, source: Source) -> Flags:
 
 
 def _policy(candidate: Candidate, source: Source) -> Iterator[str]:
+    """Yield the flags of a candidate's policy and admission order. A run's own `--admit` takes the
+    place of the candidate's."""
     yield from candidate.policy.flags()
     if source.admitted is not None:
         yield f"--admit {quote(source.admitted)}"
@@ -46,6 +48,8 @@ def _policy(candidate: Candidate, source: Source) -> Iterator[str]:
 
 
 def _layout(candidate: Candidate, source: Source) -> Iterator[str]:
+    """Yield the flags of `rrfp train` for the split of layers, if they can be moved, the number of
+    microbatches and, if it changes, the micro-batch size."""
     if candidate.split is not None and source.moves_layers:
         yield f"--layers {sum(candidate.split)}"
         if len(set(candidate.split)) > 1:
@@ -56,6 +60,8 @@ def _layout(candidate: Candidate, source: Source) -> Iterator[str]:
 
 
 def _megatron(candidate: Candidate, source: Source) -> tuple[str, ...] | None:
+    """Return the flags of Megatron-LM's scripts; None for the V placement and for models other than
+    language models."""
     if candidate.placement is Placement.V or not source.is_text:
         return None
     size, ranks = _size(candidate, source), source.shape.num_ranks

@@ -58,8 +58,8 @@ class CostOptions:
 
 
 def source_of_costs(text: str, asked: CostOptions, jitter: Jitter) -> Source:
-    """Make a source from text as `--costs` takes it. Raises UsageError if the text is invalid or
-    does not fit the options."""
+    """Make a source from text as `--costs` takes it. Raises UsageError if the text is invalid,
+    names a recorded run or cut costs, or does not fit the options."""
     costs = resolve_costs(text)
     check_divided(costs, text, asked.tp)
     if asked.pp * asked.microbatches * asked.tp * asked.dp > MOST_FORWARDS:
@@ -120,7 +120,8 @@ def cut_of(text: str, source: Source, asked_uneven: Uneven, split: Sequence[int]
 
 
 def by_stage(layers: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage, from one number per stage or from their total."""
+    """Return the number of layers of each stage, from one number per stage or from their total,
+    which is divided evenly. Raises UsageError for a number that does not fit the stages."""
     if len(layers) > 1 or num_stages == 1:
         check_split(layers, sum(layers), num_stages, "--layers")
         return layers
@@ -133,7 +134,8 @@ def by_stage(layers: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
 
 
 def _own_shape(costs: Costs, asked: CostOptions) -> Shape:
-    """The shape with the fewest chunks for which the costs are valid."""
+    """Return the shape with the fewest chunks, up to 8, for which the costs are valid. Raises the
+    UsageError of one chunk if all are invalid."""
     whole: UsageError | None = None
     for chunks in range(1, _MOST_CHUNKS + 1):
         shape = Shape(asked.pp, asked.microbatches, chunks)
@@ -150,7 +152,9 @@ def _own_shape(costs: Costs, asked: CostOptions) -> Shape:
 def _layers(
     costs: Costs, shape: Shape, asked: CostOptions
 ) -> tuple[Layered | None, tuple[int, ...] | None, list[str]]:
-    """The costs by layer and their own split, or None, and notes on what cannot be searched."""
+    """Return the costs by layer and their own split, or None for both, and notes on what cannot be
+    searched. Raises UsageError for `layers` that the model itself has, or that do not fit the
+    stages."""
     if isinstance(costs, FlopCosts):
         if asked.layers is not None:
             raise UsageError("the model says how many layers it has; leave --layers out")
@@ -187,7 +191,8 @@ def _layouts(
 
 
 def _sizes(layered: Layered | None, asked: CostOptions) -> list[tuple[int, int]]:
-    """The sizes of microbatches to try, as (joined, divided)."""
+    """Return the sizes of microbatches to try, as (joined, divided): only the given one unless the
+    costs by layer know the time that does not depend on size."""
     sizes = [(1, 1)]
     if layered is not None and layered.fixed_ns is not None:
         sizes += [(num, 1) for num in _JOINED if asked.microbatches % num == 0]

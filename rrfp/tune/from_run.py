@@ -33,12 +33,12 @@ def source_of_run(
     loop_only: bool = False,
     num_vision_stages: int = 0,
 ) -> Source:
-    """Make a source from a recorded run. The search uses every second step, and predictions are
-    made for the others.
+    """Make a source from a recorded run. The search uses every second one of at most 40 steps, and
+    predictions are made for the others.
 
     `layers` gives the number of layers by stage, or their total, if the run does not record it. The
     first `num_vision_stages` stages have vision layers. Raises RrfpError for a run that cannot be
-    replayed.
+    replayed, and UsageError for one that is too large.
     """
     run = read_run(recording)
     if run.shape.num_ranks * run.shape.num_microbatches * run.num_members > MOST_FORWARDS:
@@ -99,7 +99,8 @@ def source_of_run(
 
 
 def _is_uniform(recording: Recording) -> bool:
-    """Return whether all messages, and so all microbatches, have the same size."""
+    """Return whether all messages, and so all microbatches, have the same size. Empty messages are
+    ignored."""
     found = {send.num_bytes for records in recording.ranks for send in records.sends}
     return len(found - {0}) == 1
 
@@ -111,14 +112,15 @@ def settings_of(recording: Recording) -> Mapping[str, object]:
 
 
 def _overhead_ns(steps: Sequence[MeasuredStep]) -> int:
-    """Mean time between two tasks, without waits for messages: the runtime's own work, and waits
-    for a core."""
+    """Return the mean time between two tasks, without waits for messages: the runtime's own work,
+    and waits for a core."""
     found = [ns for step in steps for each in step.replicas for ns in each.overheads_ns.values()]
     return round(fmean(found)) if found else 0
 
 
 def _beyond_median_ns(steps: Sequence[MeasuredStep]) -> int:
-    """Mean minus median message time; the costs already contain the median."""
+    """Return the mean minus the median message time, at least 0; the costs already contain the
+    median."""
     found = [ns for step in steps for each in step.replicas for ns in each.transfers_ns.values()]
     return max(0, round(fmean(found)) - median_low(found)) if found else 0
 
@@ -126,7 +128,9 @@ def _beyond_median_ns(steps: Sequence[MeasuredStep]) -> int:
 def _split(
     run: RecordedRun, settings: Mapping[str, object], layers: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
-    """Layers by stage; None if neither the user nor the run gives them."""
+    """Return the layers by stage: the user's, the run's `--layout`, or the run's layers in equal
+    parts. None if neither the user nor the run gives them, or if that layout has another number of
+    stages. Raises UsageError for `layers` that do not fit the stages."""
     num_stages = run.shape.num_stages
     if layers is not None:
         return by_stage(layers, num_stages)
@@ -149,6 +153,9 @@ def _towers(num_vision_stages: int, shape: Shape) -> tuple[str | None, ...]:
 def _layouts(
     run: RecordedRun, layered: StageLayers | None, *, moves_layers: bool, loop_only: bool
 ) -> list[tuple[int, Placement]]:
+    """Return the layouts to search that have a layer for each stage; only the run's own one without
+    costs by layer. If layers cannot be moved, they must divide evenly. The V placement needs two
+    ranks, and `loop_only` excludes it."""
     if layered is None:
         return [(run.shape.num_chunks, run.shape.placement)]
     ranks = run.shape.num_ranks
@@ -162,12 +169,15 @@ def _layouts(
 
 
 def _admitted(settings: Mapping[str, object]) -> str | None:
+    """Return the run's `--admit`; None if its microbatches entered as the data gave them or it is
+    unknown."""
     admit = settings.get("admit")
     return admit if isinstance(admit, str) and admit != Admit.GIVEN else None
 
 
 def _baseline(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
-    """The run's own settings as a candidate; None if its order is not that of a known hint."""
+    """Return the run's own settings as a candidate; None if its order is not that of a known hint,
+    or if its hold is `auto` or a share of 1F1B's peak."""
     policy = run.policy
     hint = run.hint_name
     if hint not in HINTS or isinstance(policy.hold, Auto | ShareOf1F1B):
@@ -187,4 +197,5 @@ def _baseline(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | No
 
 
 def _whole(value: object) -> int | None:
+    """Return a value that is a positive integer; None for any other value."""
     return value if type(value) is int and value > 0 else None

@@ -49,7 +49,7 @@ class Budget:
     """Deadline by the monotonic clock."""
 
     def is_spent(self) -> bool:
-        """Return whether the budget is used up."""
+        """Return whether the simulations are used up or the deadline has passed."""
         return self.simulations <= 0 or (self.until is not None and monotonic() >= self.until)
 
 
@@ -68,7 +68,8 @@ class Evaluator:
     _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
 
     def run(self, candidates: Iterable[Candidate], seed: int) -> list[StepOutcome | None]:
-        """The outcome of each candidate under a seed; None if it cannot run within the memory."""
+        """Return the outcome of each candidate under a seed; None if it cannot run within the
+        memory. Only those without a cached outcome are simulated, even if the budget is spent."""
         asked = list(candidates)
         new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
         for first in range(0, len(new), _AT_ONCE):
@@ -76,7 +77,8 @@ class Evaluator:
         return [self._outcomes[each, seed] for each in asked]
 
     def mean_ns(self, candidate: Candidate, seeds: Sequence[int]) -> float:
-        """Mean step time over seeds; infinite if the candidate cannot run under one of them."""
+        """Return the mean step time over seeds, simulated if it is not cached; infinite if the
+        candidate cannot run under one of them."""
         total = 0
         for seed in seeds:
             (outcome,) = self.run([candidate], seed)
@@ -86,10 +88,12 @@ class Evaluator:
         return total / len(seeds)
 
     def least_bytes(self, candidate: Candidate, seeds: Iterable[int]) -> int:
-        """Least memory bound in bytes under which no rank can deadlock under any seed."""
+        """Return the least memory bound in bytes under which no rank can deadlock under any seed; 0
+        for costs without sizes."""
         return max((self._least_of(candidate, seed) for seed in seeds), default=0)
 
     def _least_of(self, candidate: Candidate, seed: int) -> int:
+        """Return `least_bytes` under one seed, over all replicas; cached."""
         shape, costs = self.source.shape_of(candidate), self._costs_of(candidate)
         key = (id(costs), shape.num_chunks, shape.placement, seed)
         if key not in self._least:
@@ -103,6 +107,8 @@ class Evaluator:
         return self._least[key]
 
     def _simulate(self, candidates: Sequence[Candidate], seed: int) -> None:
+        """Simulate candidates under a seed and cache the outcomes; None for those that cannot
+        run."""
         settings = {}
         for each in candidates:
             setting = self._setting(each, seed)
@@ -115,11 +121,14 @@ class Evaluator:
             self._outcomes[each, seed] = self._outcome(each, setting, row.trials[0])
 
     def _count(self) -> None:
+        """Take a simulation off the budget and call `on_simulation`."""
         self.budget.simulations -= 1
         self.on_simulation()
 
     def _setting(self, candidate: Candidate, seed: int) -> Setting | None:
-        """The simulator's setting for a candidate; None if it cannot run."""
+        """Return the simulator's setting for a candidate. None if it cannot run: its policy does
+        not fit the shape, its hold in bytes is too small, or the costs cannot be divided by its
+        split."""
         source = self.source
         found = self._policy_and_shape(candidate)
         if found is None:
@@ -144,6 +153,8 @@ class Evaluator:
         )
 
     def _policy_and_shape(self, candidate: Candidate) -> tuple[Policy, Shape] | None:
+        """Return the candidate's policy fitted to its shape, and the shape; cached. None if they do
+        not fit, or if microbatches cannot be joined without a rest."""
         given = self.source.shape.num_microbatches
         if given * candidate.divided % candidate.joined:
             return None
@@ -157,7 +168,7 @@ class Evaluator:
         return self._fitted[key]
 
     def _costs_of(self, candidate: Candidate) -> Costs:
-        """The candidate's costs. Candidates with equal costs get the same object, to share
+        """Return the candidate's costs. Candidates with equal costs get the same object, to share
         draws."""
         key = (candidate.split, candidate.joined, candidate.divided)
         if key not in self._costs:
@@ -165,7 +176,8 @@ class Evaluator:
         return self._costs[key]
 
     def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> StepOutcome | None:
-        """The outcome of a trial; None if it exceeded the memory."""
+        """Return the outcome of a trial, with the time after the last task; None if it exceeded the
+        memory."""
         peaks = trial.peak_held_bytes
         peak_bytes = None if peaks is None else max(peaks)
         if isinstance(self.memory, Bytes):
@@ -250,15 +262,16 @@ class Space:
             self.work = work_of(source.layered, source.shape.num_ranks, num, seeds)
 
     def ways(self, chunks: int, placement: Placement) -> tuple[HintUse, ...]:
-        """The uses of hints that are possible with a layout."""
+        """Return the uses of hints that are possible with a layout; none that split the backward if
+        the costs do not."""
         found = _ONE_CHUNK if chunks == 1 else _V if placement is Placement.V else _LOOP
         if self.source.splits_backward:
             return found
         return tuple(way for way in found if not HINTS[way[0]].splits_backward)
 
     def initial_candidates(self) -> list[Candidate]:
-        """All combinations of layout, hint, admission and size, with layers divided evenly and with
-        loads balanced."""
+        """Return all combinations of layout, hint, admission and size, with layers divided evenly
+        and with loads balanced, and the run's own settings last."""
         source = self.source
         found = []
         for chunks, placement in source.layouts:
@@ -283,14 +296,16 @@ class Space:
         return list(dict.fromkeys(found))
 
     def memory_in(self, joined: int, divided: int) -> Hold:
-        """The memory bound; one in microbatches is converted to microbatches of the new size."""
+        """Return the memory bound for microbatches of this size: in bytes it is the same, in
+        microbatches it is converted, to at least 1."""
         if isinstance(self.memory, Bytes):
             return self.memory
         assert isinstance(self.memory, int | Fraction)
         return max(1, int(self.memory * divided / joined))
 
     def splits(self, chunks: int, placement: Placement) -> list[tuple[int, ...] | None]:
-        """The initial splits of layers for a layout: even, and with balanced loads."""
+        """Return the initial splits of layers for a layout: even, and with balanced loads. Only the
+        even one if layers cannot be moved, and only None without costs by layer."""
         source = self.source
         shape = Shape(source.shape.num_ranks, 1, chunks, placement)
         even = source.even(shape.num_stages)
@@ -302,7 +317,8 @@ class Space:
         return list(dict.fromkeys([even, balanced(even, self.work, slowness, shape)]))
 
     def holds(self, candidate: Candidate) -> Iterator[Hold]:
-        """The holds to try: the whole memory, and smaller numbers of microbatches."""
+        """Yield the holds to try: the whole memory, and smaller numbers of microbatches, from half
+        of one to two per pipeline rank."""
         whole = self.memory_in(candidate.joined, candidate.divided)
         yield whole
         ranks = self.source.shape.num_ranks
@@ -313,7 +329,8 @@ class Space:
                 yield hold
 
     def neighbors(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
-        """Candidates that differ in one setting, in random order."""
+        """Return the candidates that differ in one setting, each once, in an order shuffled by
+        `draw`."""
         source, found = self.source, []
         policy = candidate.policy
         if policy.limit is None and policy.dispatch is _READY:
@@ -343,7 +360,8 @@ class Space:
     def _neighboring_splits(
         self, candidate: Candidate, draw: random.Random
     ) -> list[tuple[int, ...]]:
-        """Splits with one layer moved: those with the most even loads, and a few random others."""
+        """Return splits with one layer moved: those with the most even loads, and a few that `draw`
+        picks."""
         source = self.source
         assert candidate.split is not None
         assert source.layered is not None
@@ -415,7 +433,8 @@ class SearchResult:
 
 
 def seeds_of(source: Source, seed: int, num_predicted: int) -> tuple[list[int], list[int]]:
-    """The seeds of the steps to search on, and of the held-out steps."""
+    """Return the seeds of the steps to search on, and of the held-out steps. A source's own seeds
+    take precedence over `seed` and `num_predicted`."""
     if source.seeds:
         return list(source.seeds[:NUM_SEARCHED]), list(source.fresh_seeds)
     first_fresh = seed + NUM_SEARCHED
@@ -466,6 +485,9 @@ def tune(
 
 
 class _Search:
+    """One search of a space on the steps of `seeds`, within the evaluator's budget. `fresh` are the
+    held-out steps."""
+
     def __init__(
         self,
         space: Space,
@@ -481,7 +503,8 @@ class _Search:
         self._draw = draw
 
     def run(self) -> list[Candidate]:
-        """Search, and return the best candidates, best first; empty if none can run."""
+        """Search within the budget, and return the best candidates, best first; empty if none can
+        run."""
         possible = [each for each in self._space.initial_candidates() if self._fits(each)]
         # A fallback: the fastest candidates on one step may all exceed the memory on others.
         certain = [each for each in possible if each.policy.hold == self._space.memory]
@@ -521,7 +544,8 @@ class _Search:
         return self._rank(candidates, self._seeds)
 
     def _rank(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Candidate]:
-        """The candidates that can run on all seeds, by mean time."""
+        """Simulate candidates on all seeds, and return those that can run on each, by ascending
+        mean time."""
         for seed in seeds:
             self._evaluator.run(candidates, seed)
         means = {each: self._evaluator.mean_ns(each, seeds) for each in candidates}
@@ -529,7 +553,7 @@ class _Search:
         return sorted(runnable, key=means.__getitem__)
 
     def _diverse(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """The best of each family, then the others."""
+        """Return the best candidate of each family and admission order, then the others."""
         seen: dict[object, Candidate] = {}
         for each in ranked:
             seen.setdefault((each.family, each.admit), each)
@@ -550,6 +574,9 @@ class _Search:
         return candidate
 
     def _is_faster(self, changed: Candidate, than: Candidate) -> bool:
+        """Return whether a changed candidate is faster than another one, in total over the steps to
+        search on. False if either cannot run; it gives up early on one that is more than 1% slower
+        so far."""
         new_ns, old_ns = 0, 0
         for seed in self._seeds:
             new, old = self._evaluator.run([changed, than], seed)
@@ -564,7 +591,8 @@ class _Search:
 def _predicted(
     ranked: Sequence[Candidate], evaluator: Evaluator, fresh: Sequence[int], num_best: int
 ) -> list[Prediction]:
-    """Predictions of the best candidate of each family, then of others, `num_best` in total."""
+    """Predict the best candidate of each family, then others, `num_best` in total, on held-out
+    steps. Those that cannot run all of these steps are left out."""
     of_families: dict[object, Candidate] = {}
     for each in ranked:
         of_families.setdefault((each.family, each.admit), each)
@@ -601,7 +629,8 @@ def predict(candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int]) ->
 def predict_unbound(
     candidate: Candidate, source: Source, seeds: Sequence[int]
 ) -> Prediction | None:
-    """Predict a candidate on these steps without a memory bound."""
+    """Predict a candidate on these steps without the search's memory bound; the candidate's own
+    hold still applies. None if it cannot run one of them."""
     bound = _NO_BOUND[isinstance(candidate.policy.hold, Bytes) or source.knows_sizes]
     return predict(candidate, Evaluator(source, bound, Budget(len(seeds))), seeds)
 
@@ -609,7 +638,8 @@ def predict_unbound(
 def _baseline(
     source: Source, space: Space, unbound: Evaluator, fresh: Sequence[int]
 ) -> Prediction | None:
-    """Predict the run's own settings, or Megatron's 1F1B without a run, without a memory bound."""
+    """Predict the run's own settings, or Megatron's 1F1B without a run. The search's memory bound
+    does not apply; None if they cannot run."""
     own = source.own
     if own is None:
         plain = [
@@ -630,6 +660,8 @@ _NO_BOUND: dict[bool, Hold] = {True: Bytes(2**60), False: 10**6}
 
 
 def _memory_refusal(space: Space, evaluator: Evaluator, seeds: Sequence[int]) -> UsageError:
+    """Return the error, to be raised, that no candidate fits into the memory; for a memory in
+    bytes, with the least one that suffices."""
     memory = space.memory
     if not isinstance(memory, Bytes):
         return UsageError(

@@ -37,9 +37,12 @@ class WithOverheads:
         object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._step_with_overheads))
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Return a step's costs with the overheads; the last 64 steps are cached."""
         return self._step(shape, seed, replica)  # type: ignore[attr-defined,no-any-return]
 
     def _step_with_overheads(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Add `task_ns` to every task and `message_ns` to every message of a step. An unsplit
+        backward is one task and gets the overhead once."""
         found = self.costs.step(shape, seed, replica)
         times, links, more = found.times, found.links, self.task_ns
         # An unsplit backward is one task and gets the overhead once.
@@ -61,7 +64,8 @@ class WithOverheads:
 def loads(
     split: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> list[float]:
-    """The work of each pipeline rank. `work` has the embedding, each layer and the head."""
+    """Return the work of each pipeline rank under a split of the layers, times the rank's slowness.
+    `work` has the embedding, each layer and the head."""
     sums = list(accumulate(work, initial=0.0))
     ends = list(accumulate(split, initial=1))
     ends[0], ends[-1] = 0, len(work)
@@ -75,8 +79,8 @@ def loads(
 def work_of(
     layered: Layered, num_ranks: int, num_microbatches: int, seeds: Sequence[int]
 ) -> list[float]:
-    """Mean time of a microbatch, all kinds of task together, for each unit (embedding, layers,
-    head) on a rank of speed 1."""
+    """Return the mean time of a microbatch, all kinds of task together, for each unit (embedding,
+    layers, head) on a rank of speed 1, in ns."""
     totals: list[float] = []
     for seed in seeds:
         units = layered.units(num_ranks, num_microbatches, seed, 0)
@@ -87,7 +91,8 @@ def work_of(
 
 
 def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All splits with one layer moved from one stage to another."""
+    """Yield all splits with one layer moved from one stage to another. Only the first and the last
+    stage may be left without layers."""
     last = len(split) - 1
     for giver, layers in enumerate(split):
         # Only the first and the last stage, with embedding and head, may have no layer.
@@ -104,8 +109,8 @@ def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def balanced(
     begin: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> tuple[int, ...]:
-    """Minimize the load of the most loaded rank, from `begin` by moving single layers. Ties go to
-    the split with the most even loads."""
+    """Return a split with the least load of the most loaded rank, reached from `begin` by moving
+    single layers until none helps. Ties go to the split with the most even loads."""
 
     def badness(split: Sequence[int]) -> tuple[float, float]:
         found = loads(split, work, slowness, shape)
@@ -158,6 +163,7 @@ class Candidate:
         return (policy.hint.name, policy.dispatch, policy.w, self.chunks, self.placement)
 
     def with_split(self, split: tuple[int, ...]) -> Self:
+        """Return this candidate with another split of layers."""
         return replace(self, split=split)
 
 
@@ -210,7 +216,8 @@ class Source:
     """Notes on settings that are not searched, with reasons."""
 
     def costs_of(self, candidate: Candidate) -> Costs:
-        """The candidate's costs. Raises UsageError if they cannot be divided by its split."""
+        """Return the candidate's costs, cut by its split, with the runtime's overheads. Raises
+        UsageError if they cannot be divided by its split."""
         costs = self.costs
         if self.layered is not None:
             assert candidate.split is not None, "costs by layer are cut by a split"
@@ -230,7 +237,8 @@ class Source:
         )
 
     def even(self, num_stages: int) -> tuple[int, ...] | None:
-        """The default split over `num_stages` stages: that of the costs, or an even one."""
+        """Return the default split over `num_stages` stages: that of the costs, or an even one;
+        None without costs by layer."""
         if self.layered is None:
             return None
         if self.split is not None and num_stages == len(self.split):
@@ -262,8 +270,9 @@ class Source:
         return True
 
     def memory(self, asked: Hold, seeds: Sequence[int]) -> Hold:
-        """Convert a memory bound to bytes, or to microbatches if the costs have no sizes. Raises
-        UsageError for a bound in bytes if the costs have no sizes."""
+        """Return a memory bound as a number. A share of 1F1B's peak becomes bytes or, if the costs
+        have no sizes, microbatches; other bounds are returned unchanged. Raises UsageError for a
+        bound in bytes if the costs have no sizes."""
         if isinstance(asked, Bytes) and not self.knows_sizes:
             raise UsageError(
                 f"a memory of {asked} needs to know what microbatches keep, and the costs do not "
@@ -280,11 +289,13 @@ class Source:
 
     @property
     def _whole_shape(self) -> Shape:
+        """The shape with one stage per rank, as for 1F1B."""
         return Shape(self.shape.num_ranks, self.shape.num_microbatches)
 
     @property
     def _whole(self) -> Costs:
-        """The costs with one stage per rank, as for 1F1B."""
+        """The costs cut to one stage per rank, as for 1F1B; unchanged if they have one chunk or no
+        layers."""
         even = self.even(self.shape.num_ranks)
         if self.layered is None or even is None or self.shape.num_chunks == 1:
             return self.costs
@@ -292,8 +303,9 @@ class Source:
 
     @property
     def admissions(self) -> Sequence[Admit]:
-        """The admission orders to try. Others than the given one make sense only if the
-        microbatches' costs differ by more than the noise of single tasks."""
+        """The admission orders to try: the given one, and the pyramid if the microbatches' known
+        costs differ by more than the noise of single tasks. A run that had its own `--admit`, or
+        microbatches of one size, leaves only the given one."""
         if self.admitted is not None or self.is_uniform:
             return [Admit.GIVEN]
         between, noise = 0.0, 0.0
