@@ -213,8 +213,8 @@ class Adviser:
         return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
 
     def _message_time(self, *link: int) -> str:
-        """Format the median time of messages in flight, on one link (sender, receiver) if it is
-        given. 0 without messages."""
+        """Format the median time in flight of messages, of one link if `sender, receiver` is
+        given."""
         messages = timed_messages(self._frames)
         if link:
             sender, receiver = link
