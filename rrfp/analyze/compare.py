@@ -244,9 +244,11 @@ def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
 
 
 def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floats]:
-    """Return each figure's median over steps, followed by its medians over 2000 resampled sets of
-    steps. All figures use the same draws, which are the same in each call; `which` (0 or 1) selects
-    the run's random stream."""
+    """Return each figure's median over steps, followed by 2000 medians over resampled steps.
+
+    All figures use the same draws, which are the same in each call; `which` (0 or 1) selects the
+    run's random stream.
+    """
     num_steps = len(times["length"])
     draw = uniforms_in_parts("bootstrap", which)
     medians = {name: [np.median(each, keepdims=True)] for name, each in times.items()}
@@ -353,8 +355,7 @@ def _estimates(
 
 
 def _signed(times: Times, seconds: float) -> str:
-    """Format seconds with a sign in the common unit; 0, and times below a tenth of the unit, have
-    none."""
+    """Format seconds with a sign in the common unit; `0` and `<0.1 ms` have none."""
     size = times.format(abs(seconds) * NS_PER_S)
     if size == "0" or size.startswith("<"):
         return size

@@ -86,8 +86,10 @@ def disjoint(waits: Iterable[Wait]) -> list[Wait]:
 def idle(
     pp_rank: int, waits: list[Wait], start_ns: int, end_ns: int, rest: str
 ) -> Iterator[Segment]:
-    """Yield the time of an idle rank from the end back, as its disjoint waits and `rest` in the
-    gaps. Segments may be empty."""
+    """Yield the waits of an idle rank from the end back, with `rest` as cause of the gaps.
+
+    The waits are disjoint and in order; segments may be empty.
+    """
     cursor_ns = end_ns
     index = bisect_left(waits, end_ns, key=lambda wait: wait.start_ns)
     while index and waits[index - 1].end_ns > start_ns:
@@ -246,8 +248,8 @@ class Backtrace:
     def _before(
         self, task: ChainTask, begin_ns: int, back: list[Segment]
     ) -> tuple[ChainTask | None, int]:
-        """Return the previous task on the path (None at its start), and the time at which it was
-        left. Appends the segments between the two tasks to `back`, the latest first."""
+        """Return the previous task on the path (None at its start), and the time at its end on the
+        path. Appends the segments between the two tasks to `back`, the latest first."""
         row = self._rows[task.place]
         number = bisect_left(row, task)
         if number:
@@ -356,8 +358,10 @@ class BlockingBacktrace(Backtrace):
 def _latest(
     rank: BlockingRank, gap: int, until_ns: int, passed: Collection[Task]
 ) -> BlockingTransfer | None:
-    """Return the last transfer of a gap that made its rank wait and ended by `until_ns`; None
-    without. Transfers in `passed` are left out."""
+    """Return the last transfer in a gap that made its rank wait and ended by `until_ns`.
+
+    Transfers of tasks in `passed` are left out. None without any.
+    """
     return max(
         (
             each

@@ -204,9 +204,10 @@ class _Division:
         owners_ns: defaultdict[Owner, float],
         uneven_ns: defaultdict[int, float],
     ) -> None:
-        """Add a task of the path, as work and slow stage, to `owners_ns`; the rest goes to
-        `uneven_ns`. The rest is its length less the mean of its rank and kind, and may be
-        negative."""
+        """Add a task of the path to `owners_ns` (work and slow stage) and `uneven_ns`.
+
+        Uneven is its length less the mean of its rank and kind, and may be negative.
+        """
         mean_ns = self._mean_ns[task.pp_rank, task.kind]
         middle_ns = min(mean_ns, self._middle_ns[task.kind])
         owners_ns[Owner(Fault.WORK, self._busiest)] += middle_ns
@@ -307,8 +308,10 @@ _OWN: dict[str, str] = {
 def _subtract(
     owners_ns: defaultdict[Owner, float], sources: Iterable[Owner], most_ns: float
 ) -> float:
-    """Subtract up to `most_ns` in total from some owners, in this order; return what was
-    subtracted. Changes `owners_ns`; no owner becomes negative."""
+    """Subtract up to `most_ns` in total from some owners, in this order; return the sum.
+
+    Changes `owners_ns`; no owner becomes negative.
+    """
     total_ns = 0.0
     for source in sources:
         part_ns = max(0.0, min(owners_ns[source], most_ns - total_ns))
