@@ -248,8 +248,10 @@ class Backtrace:
     def _before(
         self, task: ChainTask, begin_ns: int, back: list[Segment]
     ) -> tuple[ChainTask | None, int]:
-        """Return the previous task on the path (None at its start), and the time at its end on the
-        path. Appends the segments between the two tasks to `back`, the latest first."""
+        """Return the previous task on the path (None at its start), and when the path left it.
+
+        Appends the segments between the two tasks to `back`, the latest first.
+        """
         row = self._rows[task.place]
         number = bisect_left(row, task)
         if number:

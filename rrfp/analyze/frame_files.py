@@ -148,8 +148,10 @@ _SEAL = "seal.json"
 
 
 def seal(folder: Path, place: str) -> None:
-    """Write the digests of all files in a folder to `seal.json`; `place` is the name of their
-    place. May raise OSError."""
+    """Write the digests of all files in a folder to `seal.json`; `place` is the folder's name.
+
+    May raise OSError.
+    """
     digests = {file.name: _digest(file) for file in folder.iterdir()}
     write_whole(folder / _SEAL, sealed(place, json.dumps(digests).encode()))
 

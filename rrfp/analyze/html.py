@@ -151,7 +151,7 @@ def _printable(words: str) -> str:
 
 @cache
 def _vega(vega_lite: str) -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script."""
+    """Return Vega, Vega-Lite and vega-embed as one script; made once."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vega_lite)
 
 

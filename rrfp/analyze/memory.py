@@ -201,7 +201,7 @@ def memory(frames: Frames) -> Memory:
 def outbox_bytes(settings: Mapping[str, Any]) -> dict[int, int]:
     """Return the outbox bytes of each rank from run.json.
 
-    Bad entries are skipped; empty if there are none.
+    Bad entries are skipped; empty if the run has no outboxes.
     """
     transport = settings.get("transport")
     by_rank = transport.get("outbox_bytes") if isinstance(transport, dict) else None

@@ -103,7 +103,7 @@ class Campaign:
                 waiting.append([_earlier(fault) for fault in missed])
 
     def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
-        """Train anew with these faults, resuming after each, and compare with the reference.
+        """Run one training with these faults, resuming after each, and compare with the reference.
 
         Deletes the previous training first, and copies this one to `keep` if a verdict failed.
         Returns the verdicts, and the faults that came too late. Raises RrfpError if a session fails

@@ -112,7 +112,7 @@ def _signal(session: TrainingSession, fault: Fault) -> Injected | None:
 
 
 def _process(session: TrainingSession, fault: Fault) -> Process | None:
-    """Return the process of the fault's rank, or the launcher if `rank` is None.
+    """Return the process of the fault's rank, or the launcher for a fault without a rank.
 
     Waits up to 30 s for a rank's process. Returns None if it does not exist, or once the launcher
     has ended.

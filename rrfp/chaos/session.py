@@ -186,7 +186,7 @@ class TrainingSession:
 
     @property
     def ending(self) -> Ending | None:
-        """Outcome that this session's launcher wrote; None if there is none to be read."""
+        """Outcome that this session's launcher wrote; None before that, or if it cannot be read."""
         if _identity(self.run.outcome) != self._outcome_before:
             with suppress(OSError):
                 return read_ending(self.run)

@@ -159,7 +159,8 @@ class StepAssembler:
             del self._shares[step]
 
     def _share(self, step: int, rank: int) -> _RankStep:
-        """Return a rank's records of a step so far; adds an empty object if there are none."""
+        """Return a rank's records of a step so far, adding an empty object for a new step or
+        rank."""
         return self._shares[step].setdefault(rank, _RankStep())
 
     def _figures(self, step: int, shares: Mapping[int, _RankStep]) -> StepFigures | None:

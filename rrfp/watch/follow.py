@@ -311,7 +311,7 @@ class Follower:
 
     @property
     def session(self) -> int:
-        """Number of the session that is followed, from 1; 1 if there is none yet."""
+        """Number of the session that is followed, from 1; also 1 before the first session."""
         return 1 if self._session is None else self._session.session
 
     @property

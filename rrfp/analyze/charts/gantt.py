@@ -89,7 +89,7 @@ def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
 def _panel(frames: Frames, step: int | None, most_bars: int, prefix: str = "") -> _Panel:
     """Collect bars, critical path and labels of one replica, with times from the step's start.
 
-    The step is the slowest one if `step` is None (`window_of`).
+    Without `step` it is the slowest one (`window_of`).
     """
     step, start_ns, end_ns, which = window_of(frames, step)
     labels = {pp_rank: f"{prefix}{label}" for pp_rank, label in places(frames).items()}
