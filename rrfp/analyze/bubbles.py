@@ -80,10 +80,12 @@ class RankBubbles:
 
     @property
     def bubble_ns(self) -> int:
+        """Time in which the rank ran no task."""
         return self.window_ns - self.busy_ns
 
     @property
     def bubble_fraction(self) -> float:
+        """Share of the window in which the rank ran no task."""
         return 1 - self.busy_ns / self.window_ns
 
     @property
@@ -393,7 +395,7 @@ _SAMPLE = StepSample(num_tasks=10_000, most_tasks_of_a_step=40_000)
 def structural_of(frames: Frames) -> Structural:
     """Divide the bubble of a run's finished training steps, or of a sample of them, by replay.
 
-    Raises RrfpError if the run cannot be replayed.
+    Raises RrfpError if the run cannot be replayed, or if a chosen step lacks tasks.
     """
     finished = [step for step in frames.finished_windows()["step"] if not is_evaluation(step)]
     if not finished:

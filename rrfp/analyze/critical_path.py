@@ -176,7 +176,10 @@ class Backtrace:
             self._assume_messages()
 
     def _assume_messages(self) -> None:
-        """Replace arrival times: each message arrived when its sending task ended."""
+        """Assume that each message from another rank arrived when its sending task ended.
+
+        Replaces recorded arrivals.
+        """
         givers = {
             (task.place[1], task.kind, task.stage, task.microbatch): task
             for task in self._tasks.values()
@@ -250,7 +253,8 @@ class Backtrace:
     ) -> tuple[ChainTask | None, int]:
         """Return the previous task on the path (None at its start), and when the path left it.
 
-        Appends the segments between the two tasks to `back`, the latest first.
+        That is the sender of the task's message if the message came after the rank was free, else
+        the rank's previous task. Appends the segments in between to `back`, the latest first.
         """
         row = self._rows[task.place]
         number = bisect_left(row, task)
@@ -394,6 +398,7 @@ class CriticalPath:
 
     @property
     def length_ns(self) -> int:
+        """Time from the start of the path to its end, over all ranks."""
         return self.segments[-1].end_ns - self.segments[0].start_ns
 
     def of_rank(self, pp_rank: int) -> "CriticalPath":

@@ -91,8 +91,11 @@ def _moments(
     ended: Mapping[str, Any] | None,
     end_ns: int,
 ) -> LastMoments:
-    """Combine the unfinished and the last finished record of a rank; None for those that it
-    lacks."""
+    """Make the last moments of a rank from its unfinished and its last finished record, if any.
+
+    Times count back from `end_ns`. A rank in the schedule that has finished a task of the step is
+    `between tasks`.
+    """
     last = last_s = None
     step = None if begun is None else begun["step"]
     if ended is not None:

@@ -134,7 +134,7 @@ class Blame:
 
 
 def blame(frames: Frames) -> Blame:
-    """Attribute the mean time of finished steps, or of thirty of them, to owners.
+    """Attribute the mean time of finished steps, or of thirty of them, evenly spread, to owners.
 
     Raises RrfpError if no step was finished, or if they have no tasks.
     """
@@ -385,7 +385,7 @@ def shares(frames: Frames, found: Blame) -> list[Share]:
 
 
 def headline(frames: Frames, found: Blame) -> str:
-    """State how long a step takes, and the work of the busiest rank, which no order can save."""
+    """State the mean step time, and the work of the busiest rank, the least time of any order."""
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
         f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
@@ -609,7 +609,10 @@ class Finding:
     """The flags of `rrfp analyze whatif` that replay the run with it fixed."""
 
     def command(self, run: str, steps: str | None = None) -> str:
-        """Return the command that replays some steps with the cause fixed, or shows the trace."""
+        """Return the command that replays some steps with the cause fixed.
+
+        Without `flags` it is the command that shows the trace.
+        """
         if not self.flags:
             return f"rrfp trace view {quote(run)}"
         chosen = "" if steps is None else f" --steps {steps}"

@@ -215,10 +215,10 @@ def load_frames(
     evaluations: bool = False,
     with_warm_up: bool = False,
 ) -> Frames:
-    """Load the tables of a trace for the steps that `frames.choose_steps` selects.
+    """Load the cached tables of a trace for the steps that `frames.choose_steps` selects.
 
-    Raises RrfpError for a file that is missing, empty, truncated or not a trace of a run, and
-    UsageError if the run has none of the selected steps.
+    Missing tables are made. Raises RrfpError for a file that is missing, empty, truncated or not a
+    trace of a run, and UsageError if the run has none of the selected steps.
     """
     whole = CachedTrace(trace).frames()
     return choose_steps(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)

@@ -102,18 +102,22 @@ class Frames:
 
     @cached_property
     def tasks(self) -> pl.DataFrame:
+        """Records of all tasks, read on first use."""
         return self.table("task")
 
     @cached_property
     def waits(self) -> pl.DataFrame:
+        """Records of all waits, read on first use."""
         return self.table("wait")
 
     @cached_property
     def agreements(self) -> pl.DataFrame:
+        """Records of all agreements, read on first use."""
         return self.table("agreement")
 
     @cached_property
     def phases(self) -> pl.DataFrame:
+        """Records of all phases, read on first use."""
         return self.table("phase")
 
     @cached_property
@@ -213,7 +217,8 @@ class Frames:
         return int(holders[0])
 
     def piecewise(self) -> Iterator["Frames"]:
-        """Yield the run in pieces of whole steps that fit into memory; most runs are one piece."""
+        """Yield the run in pieces of whole steps with about two million tasks; most runs are one
+        piece."""
         counts = self.scan("task").group_by("step").len().collect(engine="streaming")
         pieces = (
             pl.DataFrame({"step": self.steps}, schema={"step": pl.Int64})
@@ -272,7 +277,7 @@ def frames_of(recording: Recording) -> Frames:
 
 
 def recording_of(frames: Frames) -> Recording:
-    """Convert tables into a recording."""
+    """Convert tables into a recording, the inverse of `frames_of`."""
     names = list(RUN)[:-1]
     ranks = {}
     for row in frames.run.select(names).iter_rows(named=True):
@@ -402,8 +407,8 @@ def choose_steps(
     """Return the tables of the training steps, or with `evaluations` of the evaluations.
 
     `steps` selects some of them by number. None selects all except `warm_up_steps`, or with
-    `with_warm_up` all. A run without backwards is not filtered by kind. Raises UsageError if no
-    step is left.
+    `with_warm_up` all. The result notes what is left out. A run without backwards is not filtered
+    by kind. Raises UsageError if no step is left.
     """
     tested = evaluation_steps(frames)
     trained = sorted(set(frames.steps).difference(tested))

@@ -286,7 +286,7 @@ class _Page:
             yield lambda: paragraph(savings)
 
     def _savings_of_bounds(self) -> str:
-        """Describe the replayed savings of other bounds, or state that there are none.
+        """Describe the replayed savings of other bounds, or state that nothing is saved.
 
         Empty if the run was not replayed, or under fixed dispatch.
         """
@@ -309,6 +309,7 @@ class _Page:
         yield self._chart("message-times", lambda: message_times(self._frames))
 
     def _times(self) -> Parts:
+        """Yield the chart of task times."""
         yield self._chart("task-times", lambda: task_times(self._frames))
 
     def _what_if(self) -> Parts:
@@ -331,8 +332,7 @@ class _Page:
     def _health(self) -> Parts:
         """Yield the trace's problems, unfinished steps, cost of recording and clock error.
 
-        A sentence states that there are no problems; the other parts are left out if empty or
-        unknown.
+        Without problems a sentence says so; the other parts are left out if empty or unknown.
         """
         problems = check_contents(self._contents)
         yield (

@@ -144,12 +144,14 @@ def figure(spec: str, scale: int = 1) -> Unit:
 
 
 def times(times_ns: Iterable[float]) -> Unit:
-    """Return the unit of times in nanoseconds, all written in the unit of the longest of them."""
+    """Return the unit of times in nanoseconds, all written in the largest unit that the longest has
+    ten of."""
     return Unit(Times(times_ns).format)
 
 
 def seconds(times_s: Iterable[float]) -> Unit:
-    """Return the unit of times in seconds, all written in the unit of the longest of them."""
+    """Return the unit of times in seconds, all written in the largest unit that the longest has ten
+    of."""
     common = Times(time_s * NS_PER_S for time_s in times_s)
     return Unit(lambda time_s: common.format(time_s * NS_PER_S))
 
@@ -255,7 +257,8 @@ class Table:
         ]
 
     def notes(self) -> list[str]:
-        """Return the sentences below the table, the meaning of its marks first."""
+        """Return the conclusions that are not empty, after the meaning of marks if there are
+        any."""
         notes = [each for each in self.conclusions if each]
         if self.mark_meaning and any(each.marked for each in self.columns):
             notes.insert(0, f"{MARK} {self.mark_meaning}")

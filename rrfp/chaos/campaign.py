@@ -40,7 +40,10 @@ _ENDING = frozenset({FaultKind.KILL, FaultKind.STOP})
 
 
 class Campaign:
-    """Trains in a directory, whose path must be short because sockets are made in it."""
+    """Trains once undisturbed, then repeatedly under faults, and compares the results.
+
+    The path of its directory must be short because sockets are made in it.
+    """
 
     def __init__(
         self,
@@ -151,8 +154,8 @@ class Campaign:
         """Inject the faults in turn until one ends the session or misses its moment.
 
         Returns the verdicts of those injected, each reported at once. Unless a fault ended the
-        session, waits for its end, at most an hour (RrfpError). If it failed, the last verdict gets
-        a complaint.
+        session, waits for its end, at most an hour (else RrfpError). If it failed, the last verdict
+        gets a complaint.
         """
         verdicts: list[Verdict] = []
         for fault in pending:
@@ -231,7 +234,8 @@ class Campaign:
         return limit_s
 
     def _left_files(self) -> list[str]:
-        """A complaint for each remaining temporary file, except torch's cache, which is shared."""
+        """Return a complaint for each remaining temporary file, except torch's cache, which is
+        shared."""
         names = (entry.name for entry in self._temporary.iterdir())
         left = sorted(name for name in names if not name.startswith("torchinductor_"))
         return [f"it left the temporary file {name}" for name in left]

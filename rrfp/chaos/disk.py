@@ -76,7 +76,7 @@ class PrivateDisk:
         libc.call("umount2", os.fsencode(self.path), _MNT_DETACH)
 
     def _mount(self, flags: int, options: str) -> None:
-        """Mount the tmpfs, or change it with `_MS_REMOUNT`. Raise OSError if that fails."""
+        """Mount the tmpfs, or change it with `_MS_REMOUNT`. Raises OSError if that fails."""
         flags |= _MS_NOSUID | _MS_NODEV
         libc.call("mount", b"rrfp-chaos", os.fsencode(self.path), b"tmpfs", flags, options.encode())
 

@@ -60,7 +60,8 @@ class Injected:
 def wait_for_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
     """Wait for the moment of a fault; return False if the session ends first, or on timeout.
 
-    A START fault counts as a STEP fault once the session has finished a step.
+    The moment is a share of the stage's length in `pace`. A START fault counts as a STEP fault once
+    the session has finished a step.
     """
     match fault.stage:
         case Stage.START if session.num_finished == session.first_step:

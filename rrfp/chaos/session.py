@@ -173,7 +173,7 @@ class TrainingSession:
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of it is left."""
+        """True if the launcher has ended and no marked process is left."""
         return self.exit_code is not None and not any(True for _ in self.processes)
 
     @property

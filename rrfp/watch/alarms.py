@@ -167,8 +167,8 @@ class Alarms:
     def _add_links(self, step: StepFigures) -> list[Alert]:
         """Add a step's message times and return the link alarms that it raises or ends.
 
-        The first step with messages determines the links; later ones are ignored. A link with a
-        slow rank at one of its ends raises no alarm.
+        The first step with messages determines the links; links that appear later are ignored. A
+        link with a slow rank at one of its ends raises no alarm.
         """
         if self._links is None:
             self._hops = sorted({self._hop(link) for link in step.links})

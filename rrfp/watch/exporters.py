@@ -79,7 +79,10 @@ class PrometheusFile:
         self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges; prometheus_client calls this to write the file."""
+        """Yield `rrfp_step` (the last step) and the newest gauges; nothing before the first `add`.
+
+        prometheus_client calls this to write the file.
+        """
         from prometheus_client.metrics_core import GaugeMetricFamily
 
         if not self._newest:

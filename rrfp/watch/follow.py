@@ -76,10 +76,11 @@ class RecordsTail:
             self._file = None
 
     def read(self) -> RankRecords | None:
-        """Return the flushes completed since the last call; None without any.
+        """Return the flushes completed since the last call; None without any, or once closed.
 
-        Reads up to 4 MiB, or one flush; records of `_UNUSED` types are left out. Times are on the
-        rank's own clock. Raises RrfpError if the file is damaged, and OSError.
+        Reads up to 4 MiB, or one flush; the first call skips all but the last `most` bytes. Records
+        of `_UNUSED` types are left out. Times are on the rank's own clock. Raises RrfpError if the
+        file is damaged, and OSError.
         """
         if self._file is None:
             return None
@@ -321,7 +322,7 @@ class Follower:
 
     @property
     def leading(self) -> Alarm | None:
-        """The place with the largest rise, even if below the alarm threshold."""
+        """Place with the largest rise, even if below the alarm threshold; None without a rise."""
         return None if self._alarms is None else self._alarms.leading
 
     @property

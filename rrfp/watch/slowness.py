@@ -115,10 +115,11 @@ class _Comparison:
     """For `Baseline.PAST`: the usual samples, of shape (replicas, places)."""
 
     def values(self, samples: Array) -> tuple[Array, Array]:
-        """Return each part's number in each step, and its shift by itself, as logarithms.
+        """Return how far each part is above its baseline in each step, and its shift by itself.
 
-        Both have the shape (steps, *parts). Except against MEMBERS, members are averaged;
-        `is_of_replicas` gives one part for each replica.
+        Both are logarithms of shape (steps, *parts). Against PEERS and PAST, members are averaged
+        and the median shift of the other places is subtracted; a replica has the median of its
+        places.
         """
         if self.against is Baseline.MEMBERS:
             beside = samples - _median_of_others(samples, axis=3)

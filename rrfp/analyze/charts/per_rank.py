@@ -114,7 +114,7 @@ def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
 
 
 def _labels(frames: Frames) -> dict[int, str]:
-    """Return the label of each rank: its stages, and its replica and tensor rank if there are
+    """Return the label of each rank: its stages, with its replica and tensor rank if there are
     several."""
     run = frames.run.sort("pp_rank", "dp_rank", "tp_rank")
     several = [name for name in ("dp_rank", "tp_rank") if run[name].n_unique() > 1]
@@ -225,8 +225,9 @@ def _thinned(held: pl.DataFrame) -> pl.DataFrame:
 def progress(frames: Frames, step: int | None = None) -> Any:
     """Draw the started forwards n_F(t) and backwards n_B(t) of each rank; their difference is D.
 
-    A dashed line marks how far the limit lets n_F go, if it is below the number of forwards. Raises
-    RrfpError if no step was finished, and UsageError for an unfinished step.
+    None means the slowest step. Shows the first replica, the first rank of each group, and at most
+    16 pipeline ranks. A dashed line marks how far the limit lets n_F go, if it is below the number
+    of forwards. Raises RrfpError if no step was finished, and UsageError for an unfinished step.
     """
     step, start_ns, end_ns, which = window_of(frames, step)
     labels, notes = some_places(frames)
@@ -306,9 +307,10 @@ _ORDER_COLUMNS = 4
 def hint_order(frames: Frames, step: int | None = None) -> Any:
     """Draw a point for each task: its position of dispatch and its position in the hint's order.
 
-    Tasks above the diagonal were dispatched earlier than the hint ranks them. Raises RrfpError if
-    no step was finished or the run recorded no hint positions, and UsageError for an unfinished
-    step.
+    None means the slowest step. Shows the first replica, the first rank of each group, and at most
+    16 pipeline ranks. Tasks above the diagonal were dispatched earlier than the hint ranks them.
+    Raises RrfpError if no step was finished or the run recorded no hint positions, and UsageError
+    for an unfinished step.
     """
     step, _, _, which = window_of(frames, step)
     labels, notes = some_places(frames)
