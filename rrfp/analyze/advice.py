@@ -27,11 +27,11 @@ class Adviser:
         self._run = run
 
     def describe(self, culprit: Bottleneck) -> tuple[str, str, str]:
-        """Return the title, the figures and the advice of a bottleneck."""
+        """Return the title, the figures and the advice of a bottleneck, one text each."""
         return self._describe_place(culprit) or self._describe_whole(culprit)
 
     def _describe_place(self, culprit: Bottleneck) -> tuple[str, str, str] | None:
-        """Describe a slow stage, rank, replica or link; None for other bottlenecks."""
+        """Describe a slow stage, rank, replica or link; None for other kinds of bottlenecks."""
         change = culprit.change
         longer = f"{culprit.excess:.0%} longer" if culprit.excess < 10 else "many times longer"
         match culprit.kind:
@@ -142,7 +142,10 @@ class Adviser:
                 )
 
     def _advise_layers(self, culprit: Bottleneck) -> str:
-        """Advise the split of the layers that evens out the stages."""
+        """Advise the split of the layers that evens out the stages, by their measured work.
+
+        Without the number of layers the advice is general; if no split is more even, it says so.
+        """
         shape, layers = self._run.shape, self._run.layers
         if layers is None:
             return "Move layers from the stages that take longest to those that take least."
@@ -159,13 +162,14 @@ class Adviser:
 
     @staticmethod
     def _readiness_alone(culprit: Bottleneck) -> str:
-        """State the saving without a split backward."""
+        """Return a sentence with the saving of the bottleneck's remedy alone; empty without a
+        remedy."""
         if culprit.remedy is None:
             return ""
         return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
 
     def _peers(self) -> str:
-        """Describe the ranks with which a slow rank is compared."""
+        """Describe the ranks with which a slow rank is compared: other replicas, or its group."""
         several = len(self._run.steps[0].replicas) > 1
         return (
             "the same stages in other replicas"
@@ -174,12 +178,16 @@ class Adviser:
         )
 
     def _on_host(self, rank: int) -> str:
-        """Name the host of a rank; imported and simulated traces have none."""
+        """Return ` on HOST` for a rank; empty for imported and simulated traces."""
         host = self._frames.run.filter(pl.col("rank") == rank)["host"][0]
         return "" if host in ("unknown", "simulated") else f" on {host}"
 
     def _since(self, rank: int, excess: float) -> str:
-        """State in which steps a rank exceeds its peers by at least half of its mean excess."""
+        """State in which steps a rank exceeds its peers' median by half of its mean `excess`.
+
+        All or most steps, since a step (if most later ones exceed), or some steps. Peers run the
+        same tasks: in other replicas, or else in its group.
+        """
         run = self._frames.run
         own = run.filter(pl.col("rank") == rank).row(0, named=True)
         several = len(self._run.steps[0].replicas) > 1
@@ -205,7 +213,8 @@ class Adviser:
         return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
 
     def _message_time(self, *link: int) -> str:
-        """Format the median time of messages, on one link if it is given."""
+        """Format the median time in flight of messages, of one link if `sender, receiver` is
+        given."""
         messages = timed_messages(self._frames)
         if link:
             sender, receiver = link
@@ -217,12 +226,12 @@ class Adviser:
 
 
 def _alone(culprit: Bottleneck) -> str:
-    """State the saving of the advised flag alone, unless it is negligible."""
+    """Return a clause with the saving of the remedy alone; empty if that is negligible."""
     is_worth = culprit.remedy_saving >= LEAST_SAVING
     return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""
 
 
 def _excess(busy_ns: dict[int, int], rank: int) -> float:
-    """Return by which share a rank works longer than the median of its peers."""
+    """Return by which share a rank works longer than the median of its peers; 0 without peers."""
     others = [ns for each, ns in busy_ns.items() if each != rank]
     return busy_ns.get(rank, 0) / max(1, median(others)) - 1 if others else 0.0

@@ -80,15 +80,17 @@ class RankBubbles:
 
     @property
     def bubble_ns(self) -> int:
+        """Time in which the rank ran no task."""
         return self.window_ns - self.busy_ns
 
     @property
     def bubble_fraction(self) -> float:
+        """Share of the window in which the rank ran no task."""
         return 1 - self.busy_ns / self.window_ns
 
     @property
     def excess_ns(self) -> int | None:
-        """The bubble beyond the structural part; may be negative. None without replay."""
+        """Bubble beyond the structural part; may be negative. None without replay."""
         return None if self.structural_ns is None else self.bubble_ns - self.structural_ns
 
 
@@ -105,7 +107,7 @@ class Bubbles:
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of all ranks' time."""
+        """Idle share of all ranks' time."""
         return 1 - sum(rank.busy_ns for rank in self.ranks) / (self.window_ns * len(self.ranks))
 
     @property
@@ -123,7 +125,7 @@ class Bubbles:
 
     @property
     def parts(self) -> BubbleParts | None:
-        """The structural part and the excess, as shares of all ranks' time; None without replay."""
+        """Structural part and excess, as shares of all ranks' time; None without replay."""
         whole_ns = self.window_ns * len(self.ranks)
         parts_ns = [(rank.structural_ns, rank.excess_ns) for rank in self.ranks]
         structural_ns, excess_ns = (
@@ -134,9 +136,10 @@ class Bubbles:
         return BubbleParts(sum(structural_ns) / whole_ns, sum(excess_ns) / whole_ns)
 
     def with_structural(self, shares: Sequence[float]) -> "Bubbles":
-        """Add the structural part of the bubble, by pipeline rank as shares of the window.
+        """Return a copy with the structural part of each rank's bubble.
 
-        Empty shares (the run cannot be replayed) change nothing.
+        `shares` has it by pipeline rank, as shares of the window. If it is empty (the run cannot be
+        replayed), nothing changes.
         """
         if not shares:
             return self
@@ -149,15 +152,15 @@ class Bubbles:
         )
 
     def of_rank(self, pp_rank: int) -> "Bubbles":
-        """Keep the ranks of one pipeline rank."""
+        """Return a copy with only the ranks of one pipeline rank."""
         return replace(self, ranks=tuple(rank for rank in self.ranks if rank.pp_rank == pp_rank))
 
 
 def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
-    """Divide the time of a run's steps; None means all steps.
+    """Divide the time of a run's finished steps, summed over them; None means all steps.
 
     Raises UsageError if the run has none of `steps`, and RrfpError if no step was finished by all
-    ranks or a rank waited for an unknown cause.
+    ranks, if the steps take no time, or if a rank waited for an unknown cause.
     """
     if not frames.steps:
         raise RrfpError("the trace has no steps; the run ended before its first one did")
@@ -202,6 +205,7 @@ def divide(frames: Frames) -> pl.DataFrame:
 
 
 def _has_launches(frames: Frames) -> bool:
+    """Return whether the run recorded launches of tasks."""
     launches = frames.scan("phase").filter(pl.col("phase") == LAUNCH)
     return not launches.head(1).collect().is_empty()
 
@@ -290,7 +294,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _waits(frames: Frames) -> pl.DataFrame:
-    """Return the waits. Raises RrfpError for an unknown cause."""
+    """Return the waits of all steps. Raises RrfpError for an unknown cause."""
     waits = frames.scan("wait").select(*_KEY, "start_ns", "end_ns", "cause").collect()
     strange = waits.filter(~pl.col("cause").is_in(CAUSES))
     if not strange.is_empty():
@@ -338,7 +342,10 @@ def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _launching(frames: Frames, waits: pl.DataFrame, gaps: pl.DataFrame) -> Sequence[pl.DataFrame]:
-    """Return how much of the gaps is launch: waits and launches together minus waits alone."""
+    """Return how much of the gaps is launch, as rows to sum: waits and launches less waits alone.
+
+    Empty without launches.
+    """
     launches = frames.phases.filter(pl.col("phase") == LAUNCH).select(
         *_KEY, "start_ns", "end_ns", pl.col("phase").alias("cause")
     )
@@ -349,7 +356,8 @@ def _launching(frames: Frames, waits: pl.DataFrame, gaps: pl.DataFrame) -> Seque
 
 
 def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """Return how much of the time after a rank's last task each gradient sync explains."""
+    """Return how much of the time after a rank's last task each gradient sync explains, up to the
+    window's end."""
     from_ns = pl.max_horizontal("start_ns", "last_ns")
     to_ns = pl.min_horizontal("end_ns", "window_end_ns")
     return (
@@ -360,7 +368,7 @@ def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _explained(found: pl.DataFrame, rest: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the time that waits explain, and the same time subtracted from `rest`."""
+    """Return the time that waits explain, and the same time subtracted from the cause `rest`."""
     return found, _part(found, rest, -pl.col("ns"))
 
 
@@ -370,7 +378,7 @@ def _part(frame: pl.DataFrame, cause: str, ns: pl.Expr) -> pl.DataFrame:
 
 
 def _span(steps: Sequence[int]) -> str:
-    """Format `steps 3:10` for steps 3 to 9."""
+    """Format steps as `steps 3:10` for steps 3 to 9, or `evaluations 0:2`."""
     (sort, first), (_, last) = split_step(steps[0]), split_step(steps[-1])
     return f"{sort}s {first}:{last + 1}"
 
@@ -385,9 +393,9 @@ _SAMPLE = StepSample(num_tasks=10_000, most_tasks_of_a_step=40_000)
 
 
 def structural_of(frames: Frames) -> Structural:
-    """Divide the bubble of a run's steps, or of a sample of them.
+    """Divide the bubble of a run's finished training steps, or of a sample of them, by replay.
 
-    Raises RrfpError if the run cannot be replayed.
+    Raises RrfpError if the run cannot be replayed, or if a chosen step lacks tasks.
     """
     finished = [step for step in frames.finished_windows()["step"] if not is_evaluation(step)]
     if not finished:
@@ -460,7 +468,10 @@ _STRUCTURAL, _EXCESS = "structural", "excess"
 
 
 def _shares_of(ranks: Sequence[RankBubbles], causes: Sequence[str]) -> dict[str, int]:
-    """Return the parts of some ranks' time in tenths of a percent, which sum to 1000."""
+    """Return the parts of some ranks' time in tenths of a percent; work and causes sum to 1000.
+
+    Also has the bubble, the structural part and the excess if known, and the parts of the overhead.
+    """
     work, *idle = apportioned(
         [
             sum(rank.busy_ns for rank in ranks),
@@ -480,7 +491,10 @@ def _shares_of(ranks: Sequence[RankBubbles], causes: Sequence[str]) -> dict[str,
 
 
 def _share_columns(bubbles: Bubbles, shares: Sequence[dict[str, int]]) -> Iterator[Column]:
-    """The columns for people. `shares` has those of each row, and last those of all ranks."""
+    """Yield the columns for people.
+
+    `shares` has the parts of each row, and last those of all ranks.
+    """
     *rows, total = shares
 
     def column(name: str, heading: str, **kwargs: Any) -> Column:
@@ -501,7 +515,7 @@ def _share_columns(bubbles: Bubbles, shares: Sequence[dict[str, int]]) -> Iterat
 
 
 def _second_columns(ranks: Sequence[RankBubbles]) -> Iterator[Column]:
-    """The columns for programs: seconds, a row for each rank."""
+    """Yield the columns for programs, with times in seconds and a row for each rank."""
 
     def times(times_ns: Sequence[int | None], key: str, path: str | None = None) -> Column:
         times_s = [None if ns is None else ns / NS_PER_S for ns in times_ns]
@@ -526,7 +540,7 @@ def _second_columns(ranks: Sequence[RankBubbles]) -> Iterator[Column]:
 
 
 def _conclusion(bubbles: Bubbles, why_not_replayed: str) -> str:
-    """State the bubble, and its structural part or the reason why it is unknown."""
+    """State the bubble, with its structural part or the reason why that is unknown."""
     if bubbles.parts is not None:
         return bubbles.parts.description
     bubble = f"{bubbles.bubble_fraction:.0%} of the ranks' time was bubble."

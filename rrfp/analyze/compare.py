@@ -43,9 +43,10 @@ _MOST_LETTERS = 40
 
 
 def differences(first: Frames, second: Frames) -> Differences:
-    """Return settings besides those of the schedule in which the runs differ.
+    """Return the settings in which the runs differ, besides those of the schedule.
 
-    Includes the numbers of microbatches, stages and ranks in the records.
+    Only settings that both traces have, and the numbers of microbatches, stages and ranks in the
+    records.
     """
     a, b = run_settings(first), run_settings(second)
     found: Differences = {
@@ -64,7 +65,8 @@ def differences(first: Frames, second: Frames) -> Differences:
 
 
 def warning(found: Differences) -> str:
-    """State in which settings the runs also differ; empty if in none."""
+    """Return a sentence about the settings in which the runs also differ; empty if there are
+    none."""
     if not found:
         return ""
     listed = []
@@ -92,6 +94,7 @@ def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[i
 
 
 def _shortened(value: object) -> str:
+    """Format a value, as JSON unless it is text, and cut it after 40 characters."""
     words = value if isinstance(value, str) else json.dumps(value)
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
@@ -119,7 +122,8 @@ class Estimate:
         return {"median": self.median, "low": self.low, "high": self.high}
 
     def leaves_out(self, value: float) -> bool:
-        """Return True if the interval lies on one side of a value, so the difference counts."""
+        """Return whether the interval lies on one side of a value, so that the difference
+        counts."""
         return not self.low <= value <= self.high
 
 
@@ -147,7 +151,7 @@ class Comparison:
 
     @property
     def memory_sentence(self) -> str:
-        """Describe the peak memory of both runs; empty if neither trace has bytes."""
+        """Sentence about the peak memory of both runs; empty if neither trace has bytes."""
         a, b = (
             "not known" if each is None else format_bytes(each) for each in self.peak_held_bytes
         )
@@ -157,7 +161,7 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, Estimate]:
-        """The known ratios of B over A, the ratio at equal work first."""
+        """Known ratios of B over A, the ratio at equal work first."""
         named = {
             "same_work_ratio": self.same_work_ratio,
             "step_time_ratio": self.step_time_ratio,
@@ -210,11 +214,17 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
 
 
 def _peak(frames: Frames, stage: int | None) -> int | None:
+    """Return the largest activation bytes of any rank, or of the ranks that hold `stage`; None if
+    unknown."""
     return peak_bytes(frames if stage is None else frames.of_stage(stage))
 
 
 def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
-    """Return seconds by finished step: `length`, and means over ranks of work and each cause."""
+    """Return seconds by finished step: `length`, and means over ranks of work and each cause.
+
+    With `stage` only its ranks count. Raises UsageError for an unknown stage, and RrfpError for a
+    step of zero length.
+    """
     divided = divide(frames)
     if stage is not None:
         holders = frames.run.filter(pl.col("pp_rank") == frames.rank_of(stage))["rank"]
@@ -234,9 +244,10 @@ def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
 
 
 def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floats]:
-    """Return each figure's median over steps, followed by its medians over resampled steps.
+    """Return each figure's median over steps, followed by 2000 medians over resampled steps.
 
-    All figures use the same draws; `which` (0 or 1) selects the random stream of the run.
+    All figures use the same draws, which are the same in each call; `which` (0 or 1) selects the
+    run's random stream.
     """
     num_steps = len(times["length"])
     draw = uniforms_in_parts("bootstrap", which)
@@ -251,13 +262,17 @@ def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floa
 
 
 def estimate(found: Floats) -> Estimate:
-    """Make the estimate of a figure from the output of `resampled_medians`."""
+    """Make a median with its 95% interval from an output of `resampled_medians`."""
     low, high = np.percentile(found[1:], [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
     return Estimate(float(found[0]), float(low), float(high))
 
 
 def verdict(report: Comparison, a_step: str = "A step") -> list[str]:
-    """Describe the ratios: at equal work first, then of the tasks, then of the step times."""
+    """Return sentences on the ratios: at equal work, of the tasks, and of the step times.
+
+    The second is left out unless significant, and the first two if the ratios are unknown. `a_step`
+    begins the last.
+    """
     sentences = []
     if report.same_work_ratio is not None:
         sentences.append(f"For the same work {_speed(report.same_work_ratio)}.")
@@ -272,13 +287,15 @@ def verdict(report: Comparison, a_step: str = "A step") -> list[str]:
 
 
 def _speed(ratio: Estimate) -> str:
-    """State whether B is faster or slower than A, if the ratio is significant."""
+    """State whether B is faster or slower than A and by how much, or that the ratio is not
+    significant."""
     if not ratio.leaves_out(1):
         return "there is no significant difference"
     return f"B is {'faster' if ratio.median < 1 else 'slower'}, by {_percent(ratio)}"
 
 
 def _percent(ratio: Estimate) -> str:
+    """Format how far a ratio's median is from 1, without sign, as `12.3%`."""
     return f"{abs(1 - ratio.median):.1%}"
 
 
@@ -295,8 +312,8 @@ _NOT_NOISE = "significant: the 95% bootstrap interval is on one side"
 def comparison_tables(report: Comparison, conclusions: Sequence[str]) -> list[Table]:
     """Make the tables of ratios of B over A, and of seconds per cause of B minus A.
 
-    Both have the same columns for programs, which read their rows as one table. The first table has
-    the JSON document.
+    The conclusions are below the second. Both have the same columns for programs; the first has the
+    JSON document.
     """
     a, b = report.num_steps
     causes = report.causes_s
@@ -328,7 +345,8 @@ def comparison_tables(report: Comparison, conclusions: Sequence[str]) -> list[Ta
 def _estimates(
     heading: str, estimates: Mapping[str, Estimate], unit: Unit, nothing: float
 ) -> Iterator[Column]:
-    """The columns of medians, marked if significant, and of the ends of their intervals."""
+    """Yield columns of medians and of both ends of their intervals; marks those that leave out
+    `nothing`."""
     found = list(estimates.values())
     clear = [row for row, each in enumerate(found) if each.leaves_out(nothing)]
     yield Column(heading, [each.median for each in found], unit, "median", marked=clear)
@@ -337,6 +355,7 @@ def _estimates(
 
 
 def _signed(times: Times, seconds: float) -> str:
+    """Format seconds with a sign in the common unit; `0` and `<0.1 ms` have none."""
     size = times.format(abs(seconds) * NS_PER_S)
     if size == "0" or size.startswith("<"):
         return size

@@ -86,7 +86,10 @@ def disjoint(waits: Iterable[Wait]) -> list[Wait]:
 def idle(
     pp_rank: int, waits: list[Wait], start_ns: int, end_ns: int, rest: str
 ) -> Iterator[Segment]:
-    """Yield the disjoint waits of an idle rank from the end back, with `rest` as cause of gaps."""
+    """Yield the waits of an idle rank from the end back, with `rest` as cause of the gaps.
+
+    The waits are disjoint and in order; segments may be empty.
+    """
     cursor_ns = end_ns
     index = bisect_left(waits, end_ns, key=lambda wait: wait.start_ns)
     while index and waits[index - 1].end_ns > start_ns:
@@ -117,6 +120,7 @@ class ChainTask(NamedTuple):
 
     @property
     def key(self) -> tuple[Place, str, int, int]:
+        """Identity of the task: place, kind, stage and microbatch."""
         return self.place, self.kind, self.stage, self.microbatch
 
 
@@ -172,7 +176,10 @@ class Backtrace:
             self._assume_messages()
 
     def _assume_messages(self) -> None:
-        """Assume that each message arrived when its sending task ended."""
+        """Assume that each message from another rank arrived when its sending task ended.
+
+        Replaces recorded arrivals.
+        """
         givers = {
             (task.place[1], task.kind, task.stage, task.microbatch): task
             for task in self._tasks.values()
@@ -186,7 +193,7 @@ class Backtrace:
                 self._came[key] = giver.end_ns, giver.rank, task.rank
 
     def _run_as_one(self, frames: Frames) -> dict[tuple[Place, str, int, int], ChainTask]:
-        """Return the tasks, merged over the members of a place."""
+        """Return the tasks by key, merged over members: from the last start to the last end."""
         found: dict[tuple[Place, str, int, int], ChainTask] = {}
         columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
         for start_ns, end_ns, rank, *what in frames.tasks.select(columns).iter_rows():
@@ -197,7 +204,11 @@ class Backtrace:
         return found
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the path in order of time and without gaps."""
+        """Return the path in order of time and without gaps, clipped to the step's window.
+
+        It begins with warmup if it does not reach the start of the window. Raises RrfpError for a
+        step without tasks, and if tasks wait for each other in a ring.
+        """
         start_ns, end_ns = self._window
         if not self._tasks:
             raise RrfpError(
@@ -217,7 +228,10 @@ class Backtrace:
         return tuple(each for each in within if each.start_ns < each.end_ns)
 
     def chain(self, last: ChainTask) -> Iterator[Segment]:
-        """Yield the path from the end of the last task back to the entry of its first rank."""
+        """Yield the path from the end of the last task back to the entry of its first rank.
+
+        Raises RrfpError if tasks wait for each other in a ring.
+        """
         task: ChainTask | None = last
         until_ns = last.end_ns
         passed: set[ChainTask] = set()
@@ -237,9 +251,10 @@ class Backtrace:
     def _before(
         self, task: ChainTask, begin_ns: int, back: list[Segment]
     ) -> tuple[ChainTask | None, int]:
-        """Return the task before this one on the path, and the time at which it was left.
+        """Return the previous task on the path (None at its start), and when the path left it.
 
-        Appends the segments between the two tasks to `back`.
+        That is the sender of the task's message if the message came after the rank was free, else
+        the rank's previous task. Appends the segments in between to `back`, the latest first.
         """
         row = self._rows[task.place]
         number = bisect_left(row, task)
@@ -264,7 +279,7 @@ class Backtrace:
         return sender, left_ns
 
     def _entered(self, place: Place) -> tuple[int, int]:
-        """Return when the last member of a place entered the schedule, and its rank.
+        """Return when the last member of a place entered the schedule, and that member's rank.
 
         Imported runs do not record entries; the start of the window is used.
         """
@@ -275,7 +290,8 @@ class Backtrace:
         )
 
     def _sender(self, task: ChainTask, from_rank: int) -> ChainTask | None:
-        """Return the task whose output is the input of this task."""
+        """Return the task that sent the input of this task; None if it has none or is not
+        recorded."""
         stage = sending_stage(task.kind, task.stage)
         sends = self._ranks.get(from_rank)
         if sends is None or stage is None:
@@ -283,7 +299,11 @@ class Backtrace:
         return self._tasks.get((sends.place, task.kind, stage, task.microbatch))
 
     def _tail(self, last: ChainTask, end_ns: int) -> Iterator[Segment]:
-        """Yield the time after the last task from the end back: gradient sync, or drain."""
+        """Yield the time after the last task, from the end back, as gradient sync and drain.
+
+        It is attributed to the pipeline rank of the rank with the longest sync after that task, or
+        without any to that of the last task.
+        """
         synced_ns = defaultdict(int, {last.rank: 0})
         for rank, sync in self._syncs:
             synced_ns[rank] += max(0, min(sync.end_ns, end_ns) - max(sync.start_ns, last.end_ns))
@@ -308,6 +328,7 @@ class BlockingBacktrace(Backtrace):
         }
 
     def chain(self, last: ChainTask) -> Iterator[Segment]:
+        """Yield the path from the end of the last task back, over tasks, transfers and waits."""
         replica = self._replicas[last.rank]
         rank = replica.ranks[self._ranks[last.rank].pp_rank]
         tasks = {each.pp_rank: list(each.spans.items()) for each in replica.ranks}
@@ -334,6 +355,8 @@ class BlockingBacktrace(Backtrace):
     def _idle(
         self, replica: BlockingReplica, rank: BlockingRank, start_ns: int, end_ns: int
     ) -> Iterator[Segment]:
+        """Yield the waits of a pipeline rank's leader from the end back, with overhead in the
+        gaps."""
         waits = self._ranks[replica.members[rank.pp_rank][0]].waits
         return idle(rank.pp_rank, waits, start_ns, end_ns, OVERHEAD)
 
@@ -341,7 +364,10 @@ class BlockingBacktrace(Backtrace):
 def _latest(
     rank: BlockingRank, gap: int, until_ns: int, passed: Collection[Task]
 ) -> BlockingTransfer | None:
-    """Return the last transfer that a rank waited for in a gap between tasks before `until_ns`."""
+    """Return the last transfer in a gap that made its rank wait and ended by `until_ns`.
+
+    Transfers of tasks in `passed` are left out. None without any.
+    """
     return max(
         (
             each
@@ -372,15 +398,16 @@ class CriticalPath:
 
     @property
     def length_ns(self) -> int:
+        """Time from the start of the path to its end, over all ranks."""
         return self.segments[-1].end_ns - self.segments[0].start_ns
 
     def of_rank(self, pp_rank: int) -> "CriticalPath":
-        """Return the same path with the owners of one pipeline rank."""
+        """Return the same path with only the owners of one pipeline rank."""
         return replace(self, pp_rank=pp_rank)
 
     @property
     def owners(self) -> list[Owner]:
-        """The owners, the largest first; their times sum to the length."""
+        """Time by pipeline rank and kind, the largest first; of `pp_rank` alone if that is set."""
         times_ns: defaultdict[tuple[int, str], int] = defaultdict(int)
         for start_ns, end_ns, pp_rank, kind, _ in self.segments:
             if self.pp_rank in (None, pp_rank):
@@ -390,7 +417,7 @@ class CriticalPath:
 
     @property
     def idle_fraction(self) -> float:
-        """The share of links and waits in the path, over all ranks."""
+        """Share of links and waits in the path, over all ranks."""
         idle_ns = sum(
             segment.end_ns - segment.start_ns
             for segment in self.segments
@@ -472,7 +499,7 @@ def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table
 
 
 def owner_table(path: CriticalPath) -> Table:
-    """Make the table of owners for programs, the largest first."""
+    """Make the table of owners for programs, the largest first, in seconds."""
     owners = path.owners
     sort, number = split_step(path.step)
     seconds = [owner.time_ns / NS_PER_S for owner in owners]
@@ -491,6 +518,7 @@ def owner_table(path: CriticalPath) -> Table:
 
 
 def _conclusion(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> str:
+    """State the largest owner and the share of links and waits, or the share of the chosen rank."""
     owners = path.owners
     if path.pp_rank is None:
         most = owners[0]

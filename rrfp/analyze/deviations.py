@@ -69,7 +69,8 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
 def deviation_table(
     report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
 ) -> Table:
-    """Make the table of departures of each stage, or of each rank, from its hint's order."""
+    """Make the table of departures of each stage, or of each rank, from its hint's order, for
+    `deviations`."""
     fractions = report["deviating_fraction"].to_list()
     names = [Column("stage", [numbers_of(stages[each]) for each in report["pp_rank"]], TEXT)]
     if by_rank:
@@ -109,6 +110,7 @@ def deviation_table(
 
 
 def _conclusion(report: pl.DataFrame, stages: Mapping[int, Sequence[int]]) -> str:
+    """Name the stage that departs most and its share of dispatches, or state that none departs."""
     rows = report.to_dicts()
     worst = max(rows, key=lambda row: row["deviating_fraction"], default=None)
     if worst is None or not worst["deviating_fraction"]:

@@ -50,7 +50,10 @@ class Fatal:
 
 
 def fatal_of(frames: Frames) -> Fatal | None:
-    """Describe how the run ended; None if no rank ended in a task, wait or phase."""
+    """Describe how the run ended; None if no rank ended in a task, wait or phase.
+
+    The step is the last training step among theirs, or the last evaluation without one.
+    """
     begun = {row["rank"]: row for row in frames.table("begun").iter_rows(named=True)}
     if not begun:
         return None
@@ -69,7 +72,7 @@ def fatal_of(frames: Frames) -> Fatal | None:
 
 
 def _last_ended(frames: Frames) -> dict[int, Mapping[str, Any]]:
-    """Return the last finished task or phase of each rank."""
+    """Return the last finished task, data phase or optimizer phase of each rank that has one."""
     columns = ("rank", "end_ns", "step", "kind", "microbatch")
     tasks = frames.scan("task").select(*columns)
     phases = (
@@ -88,7 +91,11 @@ def _moments(
     ended: Mapping[str, Any] | None,
     end_ns: int,
 ) -> LastMoments:
-    """Combine the unfinished and the last finished record of a rank."""
+    """Make the last moments of a rank from its unfinished and its last finished record, if any.
+
+    Times count back from `end_ns`. A rank in the schedule that has finished a task of the step is
+    `between tasks`.
+    """
     last = last_s = None
     step = None if begun is None else begun["step"]
     if ended is not None:
@@ -119,7 +126,7 @@ def _moments(
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    """`F3`, `optimizer`."""
+    """Format a task or phase: `F3` or `optimizer`."""
     return f"{row['kind']}{row['microbatch']}" if row["microbatch"] >= 0 else row["kind"]
 
 
@@ -130,8 +137,8 @@ MOST_RANKS = 10
 def fatal_table(fatal: Fatal, *, is_whole: bool) -> Table:
     """Make the table of the task or wait of each rank at the end of the run.
 
-    Unless `is_whole`, it has ten ranks: first those that waited for no other rank, then those that
-    waited longest.
+    Unless `is_whole`, it has at most ten ranks: first those that waited for no other rank, then
+    those that waited longest; a note counts the others.
     """
     ranks = list(fatal.ranks)
     left = 0
@@ -155,6 +162,8 @@ def fatal_table(fatal: Fatal, *, is_whole: bool) -> Table:
 
 
 def _amid(each: LastMoments, step: int) -> str:
+    """Format a rank's unfinished task, wait or phase, with its step if that differs; `-` without
+    one."""
     if each.amid is None:
         return "-"
     elsewhere = "" if each.step in (step, None) else f" of {step_name(each.step)}"
@@ -162,9 +171,12 @@ def _amid(each: LastMoments, step: int) -> str:
 
 
 def _awaited(each: LastMoments) -> str:
+    """Format the task and rank that a rank waited for, `F3 of rank 1`; `-` if it waited for
+    none."""
     rank = None if each.awaited_rank is None else f"rank {each.awaited_rank}"
     return " of ".join(filter(None, (each.awaited_task, rank))) or "-"
 
 
 def _time(seconds: float | None) -> str:
+    """Format seconds in a suitable unit; `-` for None."""
     return "-" if seconds is None else format_time(seconds * NS_PER_S)

@@ -55,7 +55,10 @@ class Replays:
 
 
 def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
-    """Replay a sample of steps with each suspect fixed, and if requested with the usual changes."""
+    """Replay a sample of steps with each suspect fixed, and if requested with the usual changes.
+
+    If the run cannot be replayed, the result has only the reason; no error is raised.
+    """
     try:
         finished = frames.windows["step"].to_list()
         chosen = _SAMPLE.choose(finished, frames.tasks.height / max(1, len(frames.steps)))
@@ -131,7 +134,7 @@ class Blame:
 
 
 def blame(frames: Frames) -> Blame:
-    """Attribute the time of finished steps, or of thirty of them, to owners.
+    """Attribute the mean time of finished steps, or of thirty of them, evenly spread, to owners.
 
     Raises RrfpError if no step was finished, or if they have no tasks.
     """
@@ -170,7 +173,7 @@ class _Division:
         self._paths = {step: critical_path(frames, step).segments for step in steps}
 
     def blame(self) -> Blame:
-        """Return the mean attribution over the steps."""
+        """Return the mean attribution over the steps, as time per step."""
         owners_ns: defaultdict[Owner, float] = defaultdict(float)
         uneven_ns: defaultdict[int, float] = defaultdict(float)
         for step, path in self._paths.items():
@@ -201,7 +204,10 @@ class _Division:
         owners_ns: defaultdict[Owner, float],
         uneven_ns: defaultdict[int, float],
     ) -> None:
-        """Divide a task of the path into work, slow stage and uneven."""
+        """Add a task of the path to `owners_ns` (work and slow stage) and `uneven_ns`.
+
+        Uneven is its length less the mean of its rank and kind, and may be negative.
+        """
         mean_ns = self._mean_ns[task.pp_rank, task.kind]
         middle_ns = min(mean_ns, self._middle_ns[task.kind])
         owners_ns[Owner(Fault.WORK, self._busiest)] += middle_ns
@@ -211,7 +217,8 @@ class _Division:
     def _divide_link(
         self, step: int, segment: Segment, owners_ns: defaultdict[Owner, float]
     ) -> None:
-        """Divide a message's time into link, until the first member has it, and coordination."""
+        """Add a message's time to `owners_ns`: link until the first member has it, then
+        coordination."""
         start_ns, end_ns, pp_rank, _, sender = segment
         first_ns = self._first_came_ns.get((step, pp_rank, end_ns), end_ns)
         shared_ns = end_ns - max(first_ns, start_ns)
@@ -221,7 +228,10 @@ class _Division:
     def _assign_uneven(
         self, owners_ns: defaultdict[Owner, float], uneven_ns: dict[int, float]
     ) -> None:
-        """Assign the net excess of long over short tasks to the ranks with long tasks."""
+        """Assign the net excess of long over short tasks to the ranks with long tasks.
+
+        Changes `owners_ns`. A negative net excess reduces work instead.
+        """
         total_ns = sum(uneven_ns.values())
         long_ns = {rank: ns for rank, ns in uneven_ns.items() if ns > 0}
         if total_ns <= 0:
@@ -231,7 +241,10 @@ class _Division:
             owners_ns[Owner(Fault.UNEVEN, rank)] = ns * total_ns / sum(long_ns.values())
 
     def _assign_series(self, owners_ns: defaultdict[Owner, float]) -> None:
-        """Move work beyond the median stage's to series, or to the cause that withheld tasks."""
+        """Move work beyond the median stage's to series, and series to causes that withheld tasks.
+
+        Changes `owners_ns`. A fixed order also takes from uneven.
+        """
         work, series = Owner(Fault.WORK, self._busiest), Owner(Fault.SERIES, self._busiest)
         owners_ns[series] = max(0.0, owners_ns[work] - self._usual_ns)
         owners_ns[work] -= owners_ns[series]
@@ -242,7 +255,7 @@ class _Division:
             owners_ns[owner] += _subtract(owners_ns, sources, withheld_ns)
 
     def _withheld(self) -> dict[Owner, float]:
-        """Return how long ready tasks were withheld while other ranks were on the path.
+        """Return how long ready tasks were withheld while other ranks were on the path, by owner.
 
         Only the rank with the longest such time counts. Means over the steps, the largest first.
         """
@@ -295,7 +308,10 @@ _OWN: dict[str, str] = {
 def _subtract(
     owners_ns: defaultdict[Owner, float], sources: Iterable[Owner], most_ns: float
 ) -> float:
-    """Subtract up to `most_ns` from some owners, one after the other; returns the actual sum."""
+    """Subtract up to `most_ns` in total from some owners, in this order; return the sum.
+
+    Changes `owners_ns`; no owner becomes negative.
+    """
     total_ns = 0.0
     for source in sources:
         part_ns = max(0.0, min(owners_ns[source], most_ns - total_ns))
@@ -316,7 +332,7 @@ def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _overlap_ns(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
-    """Return the total overlap of two ordered lists of disjoint spans."""
+    """Return the total overlap of two ordered lists of disjoint spans in ns."""
     overlap_ns = i = j = 0
     while i < len(first) and j < len(second):
         overlap_ns += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -354,7 +370,7 @@ class Share:
 
 
 def shares(frames: Frames, found: Blame) -> list[Share]:
-    """Describe the causes of at least 1% of a step, the largest first."""
+    """Describe the causes, except work, of at least 1% of a step, the largest first."""
     gathered: dict[str, dict[Owner, float]] = {}
     for owner, time_ns in found.owners_ns.items():
         if owner.what != Fault.WORK:
@@ -369,7 +385,7 @@ def shares(frames: Frames, found: Blame) -> list[Share]:
 
 
 def headline(frames: Frames, found: Blame) -> str:
-    """State how long a step takes, and the part that no schedule can save."""
+    """State the mean step time, and the work of the busiest rank, the least time of any order."""
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
         f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
@@ -380,6 +396,7 @@ def headline(frames: Frames, found: Blame) -> str:
 
 
 def _a_step(frames: Frames) -> str:
+    """Return `An evaluation` if all steps are evaluations, otherwise `A step`."""
     return "An evaluation" if all(map(is_evaluation, frames.steps)) else "A step"
 
 
@@ -406,14 +423,14 @@ class _ShareDescriber:
         self._settings = run_settings(frames)
 
     def place(self, pp_rank: int) -> str:
-        """Name a pipeline rank by its stages."""
+        """Name a pipeline rank by its stages: `stage 3`, or `rank 1 (stages 1, 5)`."""
         stages = self._stages.get(pp_rank, [])
         if len(stages) == 1:
             return f"stage {stages[0]}"
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
     def describe(self, owners: dict[Owner, float]) -> Share:
-        """Describe all owners of one cause."""
+        """Describe the owners of one cause: their summed time, and the place of the largest."""
         most = max(owners, key=lambda owner: owners[owner])
         time_ns = sum(owners.values())
         share = time_ns / self._found.step_ns
@@ -511,6 +528,7 @@ class _ShareDescriber:
                 )
 
     def _describe_series(self, amount: str) -> tuple[str, str, str]:
+        """Return title, figures and advice for stages that work one after another."""
         advice = ["More --microbatches per step make it a smaller share."]
         if self._can_split:
             advice.append("Try --hint bfw: weight gradients then fill the drain.")
@@ -524,6 +542,7 @@ class _ShareDescriber:
         )
 
     def _describe_uneven(self, at: str, amount: str, part: str) -> tuple[str, str, str]:
+        """Return title, figures and advice for uneven tasks; the advice suits the run's policy."""
         if self._settings.get("dispatch", Dispatch.READY) != Dispatch.READY:
             advice = "Try --dispatch ready: other ready tasks then run in the meantime."
         elif self._can_split:
@@ -542,6 +561,8 @@ class _ShareDescriber:
     def _describe_bound(
         self, owner: Owner, at: str, amount: str, part: str
     ) -> tuple[str, str, str]:
+        """Return title, figures and advice for a limit or hold; the advice doubles a known
+        number."""
         flag = f"--{owner.what}"
         value = self._settings.get(owner.what)
         is_given = type(value) is int
@@ -554,7 +575,7 @@ class _ShareDescriber:
         )
 
     def _message_time(self, owner: Owner) -> str:
-        """Format the median time of messages on a link."""
+        """Format the median time of messages on a link; 0 without messages."""
         of_link = timed_messages(self._frames).filter(
             (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
         )
@@ -588,7 +609,10 @@ class Finding:
     """The flags of `rrfp analyze whatif` that replay the run with it fixed."""
 
     def command(self, run: str, steps: str | None = None) -> str:
-        """Return the command that replays some steps with the cause fixed, or shows the trace."""
+        """Return the command that replays some steps with the cause fixed.
+
+        Without `flags` it is the command that shows the trace.
+        """
         if not self.flags:
             return f"rrfp trace view {quote(run)}"
         chosen = "" if steps is None else f" --steps {steps}"
@@ -616,8 +640,8 @@ def findings(
 ) -> list[Finding]:
     """Return the findings, the largest saving or share first.
 
-    Replayed bottlenecks have savings; causes that a replay cannot remove have shares. Without `run`
-    all findings have shares.
+    Replayed bottlenecks (`culprits`) have savings; causes that a replay cannot remove have shares.
+    Without `run` all causes have shares, and `culprits` are ignored.
     """
     owned = shares(frames, found)
     if run is None:
@@ -629,7 +653,7 @@ def findings(
 
 
 def _of_share(owned: Share) -> Finding:
-    """Make a finding that was not replayed from a share."""
+    """Make a finding from a share; it has no saving and no flags, because it was not replayed."""
     link = None if owned.sender is None else (owned.sender, owned.pp_rank)
     return Finding(
         str(owned.what),
@@ -644,7 +668,7 @@ def _of_share(owned: Share) -> Finding:
 
 
 def _finding_of(adviser: Adviser, culprit: Bottleneck) -> Finding:
-    """Make a finding from a replayed bottleneck."""
+    """Make a finding with a saving from a replayed bottleneck."""
     change = culprit.change
     title, figures, advice = adviser.describe(culprit)
     return Finding(
@@ -712,7 +736,7 @@ class Diagnosis:
 
 
 def diagnose(frames: Frames) -> Diagnosis:
-    """Find the causes of long steps.
+    """Find the causes of long steps, by replay if that is possible.
 
     Raises RrfpError if no step was finished by all ranks, or if they have no tasks.
     """

@@ -52,9 +52,9 @@ PARQUET_FILES = "*.parquet"
 
 
 def read_tables(folder: Path) -> Frames:
-    """Return the tables that `write_tables` wrote to a folder; each is read on first use.
+    """Return the tables that `write_tables` wrote to a folder; only that of the ranks is read now.
 
-    May raise OSError and PolarsError.
+    The others are read on first use. May raise OSError and PolarsError.
     """
     # A path may contain wildcard characters, which have no meaning here.
     run = pl.read_parquet(folder / _RUN, glob=False, hive_partitioning=False)
@@ -73,7 +73,10 @@ def read_tables(folder: Path) -> Frames:
 
 
 def write_tables(reader: "TraceReader", folder: Path) -> None:
-    """Convert a trace into files of tables, with a bounded number of rows in memory."""
+    """Convert a trace into files of tables, with a bounded number of rows in memory.
+
+    Raises RrfpError for an incomplete trace, and FileExistsError if the folder has such files.
+    """
     writers = {name: _TableWriter(name, folder, reader) for name in SCHEMAS}
     for tables in reader.tables():
         for name, table in tables.items():
@@ -89,6 +92,7 @@ def write_tables(reader: "TraceReader", folder: Path) -> None:
 
 
 def _file(folder: Path, name: str, number: int) -> Path:
+    """Path of a file of a table: `task-00003.parquet`."""
     return folder / f"{name}-{number:05}.parquet"
 
 
@@ -107,13 +111,17 @@ class _TableWriter:
         self._num_files = 0
 
     def add(self, table: "Table") -> None:
+        """Add rows; write a file as soon as 500,000 are pending."""
         self._tables.append(table)
         self._num_rows += len(table["source"])
         if self._num_rows >= _NUM_ROWS_OF_A_FILE:
             self.write()
 
     def write(self) -> None:
-        """Write the rows added since the last file; the first file may be empty."""
+        """Write the pending rows to a new file.
+
+        Without rows only the first file is written, empty.
+        """
         if not self._tables and self._num_files:
             return
         texts = pl.Series(self._reader.texts, dtype=pl.String)
@@ -140,7 +148,7 @@ _SEAL = "seal.json"
 
 
 def seal(folder: Path, place: str) -> None:
-    """Write a seal of the files in a folder; `place` is the name to which they belong.
+    """Write the digests of all files in a folder to `seal.json`; `place` is the folder's name.
 
     May raise OSError.
     """
@@ -149,7 +157,10 @@ def seal(folder: Path, place: str) -> None:
 
 
 def is_sealed(folder: Path, place: str, pattern: str) -> bool:
-    """Return True if the files that match the pattern are unchanged since they were sealed."""
+    """Return whether the files that match the pattern are exactly the sealed ones, unchanged.
+
+    False for a missing or damaged seal, or one of another place.
+    """
     try:
         digests = parsed(unsealed(place, read_small(folder / _SEAL)))
         found = {file.name: _digest(file) for file in folder.glob(pattern)}
@@ -172,11 +183,13 @@ def unsealed(place: str, data: bytes) -> bytes:
 
 
 def _digest(file: Path) -> str:
+    """Return the SHA-256 of a file's content in hex. May raise OSError."""
     with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _digest_of(place: str, content: bytes) -> str:
+    """Return the SHA-256 of content and its place in hex."""
     return hashlib.sha256(f"{place}\n".encode() + content).hexdigest()
 
 
@@ -202,10 +215,10 @@ def load_frames(
     evaluations: bool = False,
     with_warm_up: bool = False,
 ) -> Frames:
-    """Load the tables of a trace for the steps that `frames.choose_steps` selects.
+    """Load the cached tables of a trace for the steps that `frames.choose_steps` selects.
 
-    Raises RrfpError for a file that is missing, empty, truncated or not a trace of a run, and
-    UsageError if the run has none of the selected steps.
+    Missing tables are made. Raises RrfpError for a file that is missing, empty, truncated or not a
+    trace of a run, and UsageError if the run has none of the selected steps.
     """
     whole = CachedTrace(trace).frames()
     return choose_steps(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)
@@ -227,7 +240,8 @@ class CachedTrace:
     def structural(self, steps: range | None = None) -> tuple[list[float], str]:
         """Return the structural part of the bubble by pipeline rank, as shares of the window.
 
-        If the run cannot be replayed, the list is empty and the text is the reason.
+        If the run cannot be replayed, the list is empty and the text is the reason. Cached in a
+        note.
         """
 
         def find() -> tuple[list[float], str]:
@@ -247,7 +261,10 @@ class CachedTrace:
         return self._noted(f"structural{_suffix_of(steps)}", find, read, list)
 
     def diagnosis(self, steps: range | None = None, *, evaluations: bool = False) -> "Diagnosis":
-        """Return the causes of long steps. Raises RrfpError as `diagnose` does."""
+        """Return the causes of long steps, cached in a note.
+
+        Raises RrfpError as `diagnose` does.
+        """
         from rrfp.analyze.findings import Diagnosis, diagnose
 
         name = f"findings{'-evaluations' if evaluations else ''}{_suffix_of(steps)}"
@@ -266,7 +283,7 @@ class CachedTrace:
     ) -> T:
         """Return a result from its note beside the tables, or compute it and write the note.
 
-        An unreadable note is replaced.
+        An unreadable note is replaced; if no note can be written, that is ignored.
         """
         path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
         place = f"{self._folder.name}/{path.name}"
@@ -280,11 +297,16 @@ class CachedTrace:
 
 
 def _suffix_of(steps: range | None) -> str:
+    """Format a range of steps for the name of a note: `-3-10`; empty for None."""
     return "" if steps is None else f"-{steps.start}-{steps.stop}"
 
 
 def _folder_of(trace: Path) -> Path:
-    """Return the folder of a trace's tables, after making them if they are missing."""
+    """Return the folder of a trace's tables, after making them if they are missing or damaged.
+
+    It is beside the trace, or temporary (removed at exit) if that directory is not this user's own
+    or not writable. Raises RrfpError if the trace cannot be read, or tables cannot be written.
+    """
     try:
         with open_regular(trace) as file:
             if file.read(1) not in (_TRACE_BEGINS, b""):
@@ -313,7 +335,10 @@ def _folder_of(trace: Path) -> Path:
 
 
 def _make_beside(trace: Path, folder: Path) -> Path:
-    """Make the tables in their folder, and remove those of an earlier trace."""
+    """Make and seal the tables in their folder, and remove those of an earlier trace.
+
+    Files appear all at once. Tables that another process made meanwhile are kept.
+    """
     make_directory(folder.parent)
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     partial.mkdir()
@@ -335,7 +360,7 @@ def _make_beside(trace: Path, folder: Path) -> Path:
 
 
 def _make(trace: Path, folder: Path) -> None:
-    """Convert a trace into files of tables."""
+    """Convert a trace into files of tables in an existing folder."""
     # The reader of traces is also slow to import.
     from rrfp.trace.perfetto.reader import TraceReader
 
@@ -343,7 +368,7 @@ def _make(trace: Path, folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return True if all tables exist and match their seal."""
+    """Return whether all tables exist and match their seal."""
     return is_sealed(folder, folder.name, PARQUET_FILES)
 
 
@@ -357,7 +382,8 @@ TABLES = ("tasks", "waits", "messages", "agreements", "phases", "counters", "run
 def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
     """Write each table as a Parquet file, and yield the file with its number of rows.
 
-    After `step` comes a column `evaluation`: the number of the evaluation, null in training steps.
+    Makes the folder and replaces files. After `step` comes a column `evaluation`: the number of the
+    evaluation, null in training steps.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
@@ -369,7 +395,10 @@ def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _with_evaluations(frame: pl.DataFrame) -> pl.DataFrame:
-    """Add a column with the number of the evaluation after the step."""
+    """Insert a column with the number of the evaluation after `step`, into `frame` itself.
+
+    A table without steps is not changed.
+    """
     if STEP not in frame.columns:
         return frame
     number = evaluation_step(0) - pl.col(STEP)

@@ -102,26 +102,32 @@ class Frames:
 
     @cached_property
     def tasks(self) -> pl.DataFrame:
+        """Records of all tasks, read on first use."""
         return self.table("task")
 
     @cached_property
     def waits(self) -> pl.DataFrame:
+        """Records of all waits, read on first use."""
         return self.table("wait")
 
     @cached_property
     def agreements(self) -> pl.DataFrame:
+        """Records of all agreements, read on first use."""
         return self.table("agreement")
 
     @cached_property
     def phases(self) -> pl.DataFrame:
+        """Records of all phases, read on first use."""
         return self.table("phase")
 
     @cached_property
     def messages(self) -> pl.DataFrame:
+        """Messages whose send, receipt and receiving task are all recorded (`MESSAGES`)."""
         return _messages(self.tasks, self.table("send"), self.table("receive"))
 
     @cached_property
     def counters(self) -> pl.DataFrame:
+        """A row for each task and counter of the dispatcher at its start (`COUNTERS`)."""
         names = ["depth", "held", "held_bytes", "ready_forwards", "ready_backwards"]
         return (
             self.tasks.rename({"start_ns": "time_ns"})
@@ -178,7 +184,7 @@ class Frames:
         return self._tables[name]
 
     def of_steps(self, steps: range | Collection[int]) -> "Frames":
-        """Return the tables of these steps. Raises UsageError if the run has none of them."""
+        """Return the tables of these steps only. Raises UsageError if the run has none of them."""
         chosen = (
             pl.col("step").is_between(steps.start, steps.stop - 1)
             if isinstance(steps, range) and steps.step == 1
@@ -192,7 +198,7 @@ class Frames:
     def of_stage(self, stage: int) -> "Frames":
         """Return the tables of the pipeline rank that holds a stage, with the messages it received.
 
-        Raises UsageError for a stage that no rank holds.
+        All ranks' sends are kept for them. Raises UsageError for a stage that no rank holds.
         """
         own = pl.col("pp_rank") == self.rank_of(stage)
         # Other ranks sent the received messages.
@@ -211,7 +217,8 @@ class Frames:
         return int(holders[0])
 
     def piecewise(self) -> Iterator["Frames"]:
-        """Split the run between steps into pieces that fit into memory; most runs are one piece."""
+        """Yield the run in pieces of whole steps with about two million tasks; most runs are one
+        piece."""
         counts = self.scan("task").group_by("step").len().collect(engine="streaming")
         pieces = (
             pl.DataFrame({"step": self.steps}, schema={"step": pl.Int64})
@@ -228,7 +235,7 @@ class Frames:
             yield self.of_steps(steps.to_list())
 
     def _filtered(self, chosen: Callable[[str], pl.Expr]) -> "Frames":
-        """Filter each table by an expression that `chosen` returns for its name."""
+        """Return new tables, each filtered by the expression that `chosen` returns for its name."""
         found = Frames(
             self.run, {name: table.filter(chosen(name)) for name, table in self._tables.items()}
         )
@@ -237,6 +244,8 @@ class Frames:
         return found
 
     def _describe_missing_steps(self) -> str:
+        """Explain in a sentence that the run has none of the chosen steps, and which ones it
+        has."""
         if not self.steps:
             return "the trace has no steps; the run ended before its first one did"
         (sort, first), (_, last) = split_step(self.steps[0]), split_step(self.steps[-1])
@@ -244,7 +253,7 @@ class Frames:
 
 
 def numbers_of(stages: Iterable[int]) -> str:
-    """Format the numbers of stages, such as `0 7`."""
+    """Format the sorted numbers of stages, such as `0 7`."""
     return " ".join(map(str, sorted(stages)))
 
 
@@ -268,7 +277,7 @@ def frames_of(recording: Recording) -> Frames:
 
 
 def recording_of(frames: Frames) -> Recording:
-    """Convert tables into a recording."""
+    """Convert tables into a recording, the inverse of `frames_of`."""
     names = list(RUN)[:-1]
     ranks = {}
     for row in frames.run.select(names).iter_rows(named=True):
@@ -284,7 +293,7 @@ def recording_of(frames: Frames) -> Recording:
 
 
 def run_frame(infos: Iterator[RankInfo], settings: Mapping[str, object]) -> pl.DataFrame:
-    """Make the table of a run's ranks."""
+    """Make the table of a run's ranks, with the settings as JSON in each row."""
     content = json.dumps(settings)
     return pl.DataFrame(
         [{**asdict(info), "stages": list(info.stages), "settings": content} for info in infos],
@@ -304,7 +313,11 @@ def _of_rank(info: RankInfo, records: Sequence[tuple[object, ...]], schema: Sche
 
 
 def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) -> pl.DataFrame:
-    """Join the two ends of each message by link and sequence number, and its task."""
+    """Join the two ends of each message by link and sequence number, and its task.
+
+    Messages without one of these are left out. The result has the columns of `MESSAGES`, in order
+    of arrival.
+    """
     sent = sends.select(
         pl.col("rank").alias("from_rank"),
         pl.col("peer").alias("to_rank"),
@@ -333,7 +346,10 @@ def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) 
 
 
 def missing_records(frames: Frames) -> Iterator[str]:
-    """Yield a sentence for each kind of missing records; `rrfp trace check` checks more."""
+    """Yield a sentence for ranks without records, for lost records and for half-recorded messages.
+
+    `rrfp trace check` checks more.
+    """
     missing = sorted(expected_ranks(frames.settings) - set(frames.run["rank"]))
     if missing:
         ranks = numbered("rank", missing)
@@ -391,8 +407,8 @@ def choose_steps(
     """Return the tables of the training steps, or with `evaluations` of the evaluations.
 
     `steps` selects some of them by number. None selects all except `warm_up_steps`, or with
-    `with_warm_up` all. A run without backwards is not filtered by kind. Raises UsageError if no
-    step is left.
+    `with_warm_up` all. The result notes what is left out. A run without backwards is not filtered
+    by kind. Raises UsageError if no step is left.
     """
     tested = evaluation_steps(frames)
     trained = sorted(set(frames.steps).difference(tested))
@@ -453,7 +469,7 @@ def step_time_ns(frames: Frames, steps: Collection[int] | None = None) -> float:
 
 
 def _without_warm_up(frames: Frames) -> Frames:
-    """Remove the warm-up steps and note them in the result."""
+    """Return the tables without the warm-up steps, which the result notes in `warm_up`."""
     slow = warm_up_steps(frames)
     if not slow:
         return frames

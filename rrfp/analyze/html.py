@@ -25,12 +25,13 @@ Markup = NewType("Markup", str)
 
 
 def text(words: object) -> Markup:
-    """Escape any text."""
+    """Escape any text; characters that HTML or UTF-8 forbids are replaced."""
     return Markup(escape(_printable(str(words))))
 
 
 def element(name: str, *content: Markup, **attributes: str) -> Markup:
-    """Make an element; `class_` is the attribute `class`, and `aria_label` is `aria-label`."""
+    """Make an element with escaped attributes; `class_` is `class`, and `aria_label` is
+    `aria-label`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items()
     )
@@ -48,7 +49,7 @@ def paragraph(words: object) -> Markup:
 
 
 def advice(words: str) -> Markup:
-    """Make a paragraph in which flags and their values are code."""
+    """Make a paragraph of text in which flags and their values are code."""
     flag = r"--[a-z-]+( (\d[\d-]*|bfw?(-deep)?|ready|intersection|pyramid)\b)?"
     return element("p", Markup(re.sub(flag, r"<code>\g<0></code>", text(words))))
 
@@ -90,7 +91,10 @@ def table_element(table: Table) -> Markup:
 
 
 def figure(name: str, spec: dict[str, Any]) -> Markup:
-    """Make the placeholder of a chart; the title moves from `spec` to the caption and can wrap."""
+    """Make the placeholder of a chart with a caption.
+
+    Moves the title from `spec` to the caption.
+    """
     title = spec.pop("title")
     words = [str(title["text"]), *map(str, title.get("subtitle", ()))]
     return element(
@@ -131,7 +135,10 @@ def _policy(scripts: Iterable[str]) -> str:
 
 
 def _for_script(value: object) -> str:
-    """Return JSON that cannot close the script element around it."""
+    """Return compact JSON that cannot close the script element around it.
+
+    Raises ValueError for NaN.
+    """
     content = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -144,10 +151,11 @@ def _printable(words: str) -> str:
 
 @cache
 def _vega(vega_lite: str) -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script."""
+    """Return Vega, Vega-Lite and vega-embed as one script; made once."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vega_lite)
 
 
 @cache
 def _asset(name: str) -> str:
+    """Read a file of `rrfp/analyze/page`, once."""
     return (files("rrfp.analyze") / "page" / name).read_text(encoding="utf-8")

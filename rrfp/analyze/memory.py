@@ -67,7 +67,7 @@ class Memory:
         return max(self.ranks, key=lambda each: (each.headroom_bytes, -each.rank))
 
     def by_stage(self) -> "Memory":
-        """Keep the rank with the largest peak of each pipeline rank."""
+        """Return only the rank with the largest peak of each pipeline rank."""
         most: dict[int, RankMemory] = {}
         for each in self.ranks:
             known = most.get(each.pp_rank)
@@ -76,7 +76,7 @@ class Memory:
         return Memory(tuple(most[pp_rank] for pp_rank in sorted(most)))
 
     def of_rank(self, pp_rank: int) -> "Memory":
-        """Keep the ranks of one pipeline rank."""
+        """Return only the ranks of one pipeline rank."""
         return Memory(tuple(each for each in self.ranks if each.pp_rank == pp_rank))
 
 
@@ -127,6 +127,7 @@ def memory_table(memory: Memory) -> Table:
 
 
 def _conclusion(memory: Memory) -> str:
+    """State which rank held most, and which could have held how much more."""
     worst, freest = memory.worst, memory.freest
     most = f"{format_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
     if worst.budget_bytes is None:
@@ -144,7 +145,8 @@ def _conclusion(memory: Memory) -> str:
 def memory(frames: Frames) -> Memory:
     """Compute the activation memory of each rank over the finished steps.
 
-    Raises RrfpError if there is no such step, or the trace has no bytes.
+    Steps with guessed sizes are ignored if there are others. Raises RrfpError if no step was
+    finished, or the trace has no bytes.
     """
     windows = frames.finished_windows()
     tasks = activation_changes(frames).join(
@@ -197,7 +199,10 @@ def memory(frames: Frames) -> Memory:
 
 
 def outbox_bytes(settings: Mapping[str, Any]) -> dict[int, int]:
-    """Return the outbox bytes of each rank from run.json; empty if it has none."""
+    """Return the outbox bytes of each rank from run.json.
+
+    Bad entries are skipped; empty if the run has no outboxes.
+    """
     transport = settings.get("transport")
     by_rank = transport.get("outbox_bytes") if isinstance(transport, dict) else None
     if not isinstance(by_rank, dict):
@@ -210,14 +215,15 @@ def outbox_bytes(settings: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _with_sizes(frames: Frames, tasks: pl.DataFrame) -> pl.DataFrame:
-    """Keep the tasks of steps with known sizes; all tasks if there are no such steps."""
+    """Keep the tasks of steps in which no rank lacked sizes; all tasks if there are no such
+    steps."""
     guessed = frames.phases.filter(pl.col("unknown_sizes") > 0)
     known = tasks.join(guessed, on="step", how="anti")
     return tasks if known.is_empty() else known
 
 
 def peak_bytes(frames: Frames) -> int | None:
-    """Return the largest peak of any rank as in `memory`; None if the trace has no bytes."""
+    """Return the largest peak of any rank as in `memory`; None if no finished step has bytes."""
     whole = frames.scan("task").select("step", "held_bytes").collect()
     if not knows_bytes(whole.join(frames.windows, on="step", how="semi")):
         return None
@@ -225,7 +231,7 @@ def peak_bytes(frames: Frames) -> int | None:
 
 
 def knows_bytes(tasks: pl.DataFrame) -> bool:
-    """Return True if any of these tasks has activation bytes."""
+    """Return whether any of these tasks has activation bytes."""
     return bool((tasks["held_bytes"] != 0).any())
 
 
@@ -252,5 +258,6 @@ def activation_changes(frames: Frames) -> pl.DataFrame:
 
 
 def budgets(frames: Frames) -> pl.DataFrame:
-    """Return the bound of each rank and step as `rank`, `step`, `budget_bytes`; 0 means none."""
+    """Return the bound of each rank and step in bytes, as `rank`, `step`, `budget_bytes`; 0 means
+    none."""
     return frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(*_IN_STEP, "budget_bytes")

@@ -33,7 +33,8 @@ class BlockingReplica(NamedTuple):
 
 
 def transfers_block(frames: Frames) -> bool:
-    """Return True if the run states that its transfers blocked the compute of both ranks."""
+    """Return whether the run states that its transfers blocked both ranks; False if it states
+    nothing."""
     try:
         return RecordedSettings(Recording(frames.settings, [])).is_blocking
     except RrfpError:
@@ -41,12 +42,13 @@ def transfers_block(frames: Frames) -> bool:
 
 
 def is_simulated(frames: Frames) -> bool:
-    """Return True for a run in virtual time."""
+    """Return whether the run was simulated, in virtual time."""
     return bool(frames.settings.get("simulated"))
 
 
 def is_imported(frames: Frames) -> bool:
-    """Return True for an imported run, whose messages are derived from tasks and waits."""
+    """Return whether the run was imported, so that its messages are derived from tasks and
+    waits."""
     return "imported" in frames.settings
 
 
@@ -88,9 +90,8 @@ def misalignment(
 
     Columns: the number of messages, and median and 95th percentile of the seconds that messages
     were queued and that they starved their stage. `stage` keeps only links to the rank that holds
-    it. With `by_rank` each pair of ranks has a row, with `from_rank` and `to_rank`.
-
-    Raises RrfpError for a run without recorded messages.
+    it (UsageError if none does). With `by_rank` each pair of ranks has a row. Raises RrfpError for
+    a run without recorded messages.
     """
     messages = timed_messages(frames)
     if stage is not None:
@@ -172,7 +173,10 @@ _FIGURES = {
 
 
 def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Iterator[str]:
-    """Name the links where stages are starved and messages queued longest."""
+    """Yield sentences on the links where stages are starved and messages queued longest (p95).
+
+    If both are 0, one sentence says so.
+    """
     is_aligned = True
     for name, sentence in (
         ("starved_s_p95", "A stage idles longest for messages on {}, {} (p95)."),
@@ -187,7 +191,10 @@ def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Itera
 
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
-    """Return each message with its link, `queued_ns` and `starved_ns`."""
+    """Return each message of the finished steps with its link, `queued_ns` and `starved_ns`.
+
+    The link is `from`, `to` (pipeline ranks) and `direction`.
+    """
     messages = None
     if transfers_block(frames):
         # If ranks are missing, the blocking transfers cannot be matched.
@@ -204,10 +211,11 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
 
 
 def _blocking_messages(frames: Frames) -> pl.DataFrame:
-    """Return the messages of a run with blocking transfers.
+    """Return the messages of finished steps of a run with blocking transfers.
 
     A message is queued while its sender waits for the receiver, and starves the receiver from its
-    arrival at the transfer until the end of the transfer.
+    arrival at the transfer until the end of the transfer. Raises RrfpError if the transfers cannot
+    be matched.
     """
     windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
     met = blocking_replicas(frames, windows) if windows else ()
@@ -234,7 +242,8 @@ def _blocking_messages(frames: Frames) -> pl.DataFrame:
 
 
 def _sent(frames: Frames) -> pl.DataFrame:
-    """Return the messages of a run whose transfers overlap with compute."""
+    """Return the messages of finished steps whose transfers overlap with compute, with their
+    waits."""
     # A rank is idle since the end of its last task, or since its entry into the step. A message
     # that arrives before the entry matches neither and starves no stage.
     entries = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(

@@ -26,7 +26,8 @@ _MOST_TASKS = 60_000
 def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[int]]:
     """Encode the critical paths of finished steps as a track to append to the trace.
 
-    Also returns the covered steps: all of them, or in a long run some of them including `shown`.
+    Also returns the covered steps: all of them, or in a long run some of them including `shown`;
+    none and no bytes if no step was finished.
     """
     windows = {step: start_ns for step, start_ns, _ in frames.windows.iter_rows()}
     if not windows:
@@ -55,13 +56,14 @@ def path_slices(frames: Frames, steps: Iterable[int]) -> Iterator[Slice]:
 
 
 def replica_of(frames: Frames, step: int, segments: Sequence[Segment]) -> int | None:
-    """Return the replica with most tasks of a path; None if no task is found."""
+    """Return the replica with most tasks of a path, the first of equals; None if no task is
+    found."""
     found = Counter(task["dp_rank"] for task in _tasks_of(frames, step, segments).values())
     return min(found, key=lambda replica: (-found[replica], replica)) if found else None
 
 
 def _slices(frames: Frames, step: int, segments: Sequence[Segment]) -> Iterator[Slice]:
-    """Convert the segments of a path into slices with notes."""
+    """Convert the segments of a path into named slices with notes; empty segments are skipped."""
     tasks = _tasks_of(frames, step, segments)
     for segment in segments:
         if segment.start_ns >= segment.end_ns:
@@ -112,9 +114,8 @@ class StepView:
 def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool = False) -> StepView:
     """Choose a typical step of a trace, or with a preset the longest finished step.
 
-    The first step is chosen only if there is no other. It is a training step, unless `evaluations`
-    is set or the run has only evaluations.
-
+    Without a preset, a trace above 64 MB is shown whole. The first step is chosen only if there is
+    no other. It is a training step, unless `evaluations` is set or the run has only evaluations.
     Raises RrfpError for a file that is not a complete trace, and UsageError for `evaluations` of a
     run without evaluations.
     """
@@ -138,6 +139,9 @@ def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool =
 
 
 def _costliest_message(frames: Frames) -> int | None:
-    """Return when the message was sent for which a stage idled longest; None without messages."""
+    """Return the time in ns at which the message was sent that starved a stage longest.
+
+    None without messages.
+    """
     messages = timed_messages(frames).sort("starved_ns", "left_ns")
     return None if messages.is_empty() else messages["left_ns"][-1]

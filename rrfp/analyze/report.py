@@ -60,7 +60,10 @@ _MOST_LETTERS = 300
 
 
 def settings_element(frames: Frames) -> Markup:
-    """Make the table of settings, with the number of settings that it leaves out."""
+    """Make the table of the first 200 settings, with a note that counts the others.
+
+    Long values are shortened. Without settings it is a paragraph that says so.
+    """
     flat = list(_flattened(frames.settings))
     if not flat:
         return paragraph("The trace has no settings of its run.")
@@ -77,7 +80,7 @@ def settings_element(frames: Frames) -> Markup:
 
 
 def shortened(words: str) -> str:
-    """Shorten a text to 300 characters."""
+    """Shorten a text to 300 characters and ` ...`."""
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
 
 
@@ -136,6 +139,7 @@ class _Page:
         self._charts: dict[str, dict[str, Any]] = {}
 
     def html(self) -> str:
+        """Build all sections and return the page; a part that lacks its data is a sentence."""
         sections = [
             ("findings", "What matters", self._findings),
             ("bubbles", "Where the time went", self._bubbles),
@@ -161,7 +165,7 @@ class _Page:
         return page(f"Why {self._name} waited", joined(body), self._charts, VEGA_LITE)
 
     def _all(self, parts: Parts) -> Iterator[Markup]:
-        """Make each part, or a sentence with the reason why the run lacks its data."""
+        """Make each part, or a sentence with the reason if the part raises RrfpError."""
         for part in parts:
             try:
                 yield part()
@@ -169,7 +173,8 @@ class _Page:
                 yield element("p", text(_sentence(str(error))), class_="why")
 
     def _chart(self, name: str, draw: Callable[[], Any]) -> Callable[[], Markup]:
-        """Return a part that draws a chart and registers it under `name`."""
+        """Return a part that draws a chart, adds it to the page's charts under `name`, and places
+        it."""
 
         def made() -> Markup:
             self._charts[name] = spec_of(draw())
@@ -178,6 +183,8 @@ class _Page:
         return made
 
     def _facts(self) -> Markup:
+        """Make the line of facts: policy, layout, microbatches, step time, and which steps are left
+        out."""
         run = self._frames.run
         facts = _schedule_facts(self._frames)
         layout = [
@@ -209,11 +216,13 @@ class _Page:
 
     @cached_property
     def _found(self) -> list[Finding]:
+        """The three findings with the largest saving or share."""
         replayed = self._replays
         found = findings(self._frames, self._blame, replayed.run, replayed.culprits)
         return found[:NUM_FINDINGS]
 
     def _findings(self) -> Parts:
+        """Yield the parts of the findings: the headline, and the list of findings."""
         yield lambda: element("p", text(headline(self._frames, self._blame)), class_="lead")
         yield (
             lambda: (
@@ -224,6 +233,7 @@ class _Page:
         )
 
     def _finding(self, found: Finding) -> Markup:
+        """Make the list item of a finding, with its saving, or its share if it was not replayed."""
         part = found.share if found.saving is None else found.saving
         return element(
             "li",
@@ -240,9 +250,11 @@ class _Page:
 
     @cached_property
     def _replays(self) -> Replays:
+        """Replays of the run with suspects fixed and with the usual changes, made once."""
         return replays(self._frames, with_usual=True)
 
     def _bubbles(self) -> Parts:
+        """Yield the chart and the table of bubbles by rank, with the structural part if known."""
         shares = structural_shares(self._frames)
         yield self._chart("bubbles", lambda: bubble_causes(self._frames, shares))
         yield lambda: table_element(
@@ -250,15 +262,22 @@ class _Page:
         )
 
     def _step(self) -> Parts:
+        """Yield Gantt chart, critical path and progress of the slowest step."""
         yield self._chart("gantt", lambda: gantt(self._frames))
         yield lambda: table_element(path_table(critical_path(self._frames), self._frames.stages))
         yield self._chart("progress", lambda: progress(self._frames))
 
     def _order(self) -> Parts:
+        """Yield the chart of the slowest step's hint positions, and the table of departures from
+        the hint."""
         yield self._chart("hint", lambda: hint_order(self._frames))
         yield lambda: table_element(deviation_table(deviations(self._frames), self._frames.stages))
 
     def _memory(self) -> Parts:
+        """Yield chart and table of activation memory, and the savings of other bounds.
+
+        Without activation bytes it is the table alone, which then raises RrfpError.
+        """
         if peak_bytes(self._frames) is not None:
             yield self._chart("memory", lambda: memory_held(self._frames))
         # Without bytes this part states the reason for the whole section.
@@ -267,7 +286,10 @@ class _Page:
             yield lambda: paragraph(savings)
 
     def _savings_of_bounds(self) -> str:
-        """Describe the replayed savings of other bounds; empty if none was replayed."""
+        """Describe the replayed savings of other bounds, or state that nothing is saved.
+
+        Empty if the run was not replayed, or under fixed dispatch.
+        """
         run, kinds = self._replays.run, (BottleneckKind.MEMORY, BottleneckKind.BOUND)
         if run is None or run.policy.dispatch is Dispatch.FIXED:
             return ""
@@ -281,14 +303,18 @@ class _Page:
         return " ".join(savings) or "A wider bound would save less than 1% of a step."
 
     def _links(self) -> Parts:
+        """Yield map and table of misalignment, and the chart of message times."""
         yield self._chart("misalignment", lambda: misalignment_map(self._frames))
         yield lambda: table_element(link_table(misalignment(self._frames), self._frames.stages))
         yield self._chart("message-times", lambda: message_times(self._frames))
 
     def _times(self) -> Parts:
+        """Yield the chart of task times."""
         yield self._chart("task-times", lambda: task_times(self._frames))
 
     def _what_if(self) -> Parts:
+        """Yield the table of usual changes with its replay error, or why the run is not
+        replayed."""
         usual = self._replays.usual
         if usual is None:
             why_not = f"The run is not replayed: {self._replays.why_not}"
@@ -304,6 +330,10 @@ class _Page:
         yield lambda: settings_element(self._frames)
 
     def _health(self) -> Parts:
+        """Yield the trace's problems, unfinished steps, cost of recording and clock error.
+
+        Without problems a sentence says so; the other parts are left out if empty or unknown.
+        """
         problems = check_contents(self._contents)
         yield (
             lambda: (
@@ -337,7 +367,7 @@ class _Page:
 
 
 def _schedule_facts(frames: Frames) -> list[str]:
-    """Return hint, dispatch and bounds of a run, if the trace has them."""
+    """Return hint, dispatch and bounds of a run as texts, as far as the trace has them."""
     settings = run_settings(frames)
     facts = [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
     if settings.get("hint") is not None:
@@ -346,7 +376,7 @@ def _schedule_facts(frames: Frames) -> list[str]:
 
 
 def _sentence(words: str) -> str:
-    """Turn an error message into a sentence."""
+    """Capitalize an error message and end it with a period."""
     return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
 
 
@@ -389,6 +419,7 @@ def comparison_page(
 
 
 def _facts(name: str, run: Frames, step_s: float) -> Markup:
+    """Make the line of facts of a compared run: name, policy, steps and their median time."""
     facts = [name, *_schedule_facts(run)]
     steps = run.windows["step"].to_list()
     facts.append(f"{format_step_counts(steps)} of {format_time(step_s * NS_PER_S)} (median)")
@@ -398,7 +429,10 @@ def _facts(name: str, run: Frames, step_s: float) -> Markup:
 
 
 def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
-    """Draw the step of median length of each run on a common time axis."""
+    """Draw the step of median length of each run on a common time axis; adds to `charts`.
+
+    If a step cannot be drawn, return a sentence with the reason.
+    """
     chosen = {}
     for which, run in zip("AB", runs, strict=True):
         windows = {step: (start, end) for step, start, end in run.windows.iter_rows()}
@@ -413,6 +447,7 @@ def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
 
 
 def _difference_table(unlike: Differences) -> Markup:
+    """Make the table of settings that differ, with the values of A and B."""
     rows = [
         (what, name, *values)
         for what, settings in unlike.items()

@@ -46,7 +46,7 @@ class TimeUnit(Enum):
 
     @classmethod
     def of(cls, time_ns: float) -> "TimeUnit":
-        """Return the largest unit that a time reaches."""
+        """Return the largest unit that a time in ns reaches, or else nanoseconds."""
         return next((unit for unit in cls if abs(time_ns) >= unit.value), cls.NS)
 
 
@@ -90,7 +90,7 @@ class Times:
         self.unit = TimeUnit.of(max(map(abs, times_ns), default=0) / 10)
 
     def format(self, time_ns: float) -> str:
-        """Return `0.6 ms`, or `0`, or `<0.1 ms` for a smaller time."""
+        """Return `0.6 ms`, `0`, or `<0.1 ms` for times below a twentieth of the unit."""
         if not time_ns:
             return "0"
         if 0 < time_ns < self.unit.value / 20:
@@ -98,12 +98,15 @@ class Times:
         return f"{self.number(time_ns)} {self.unit.symbol}"
 
     def number(self, time_ns: float) -> str:
-        """Return `0.6`, without the unit."""
+        """Return the time in the common unit without its symbol, `0.6`."""
         return f"{time_ns / self.unit.value:.1f}"
 
 
 def outliers(values: Sequence[float]) -> frozenset[int]:
-    """Return the indices of values far above the others."""
+    """Return the indices of values far above the median: by modified z-score, and by 10%.
+
+    Fewer than three values have no outliers.
+    """
     if len(values) < 3:
         return frozenset()
     middle = median(values)
@@ -141,12 +144,14 @@ def figure(spec: str, scale: int = 1) -> Unit:
 
 
 def times(times_ns: Iterable[float]) -> Unit:
-    """Return the unit of times in nanoseconds, all written in the unit of the longest of them."""
+    """Return the unit of times in nanoseconds, all written in the largest unit that the longest has
+    ten of."""
     return Unit(Times(times_ns).format)
 
 
 def seconds(times_s: Iterable[float]) -> Unit:
-    """Return the unit of times in seconds, all written in the unit of the longest of them."""
+    """Return the unit of times in seconds, all written in the largest unit that the longest has ten
+    of."""
     common = Times(time_s * NS_PER_S for time_s in times_s)
     return Unit(lambda time_s: common.format(time_s * NS_PER_S))
 
@@ -190,10 +195,15 @@ class Column:
 
     @property
     def json_path(self) -> str:
+        """Location of the value in a JSON row: `path`, or the key without one.
+
+        Empty if not in JSON.
+        """
         return self.key if self.path is None else self.path
 
     def texts(self, *, has_lead: bool, has_total: bool) -> list[str]:
-        """Return the cells that people read, marks included; unmarked cells keep a mark's width."""
+        """Return the cells that people read, with lead and total; unmarked cells keep a mark's
+        width."""
         gap = " " if self.marked else ""
         cells = [
             f"{self._text(value)}{MARK if row in self.marked else gap}"
@@ -204,6 +214,7 @@ class Column:
         return [*lead, *cells, *total]
 
     def _text(self, value: Any) -> str:
+        """Format a value with the column's unit; text stays as it is, and None is empty."""
         if isinstance(value, str):
             return value
         return "" if value is None else self.unit.format(value)
@@ -235,7 +246,10 @@ class Table:
     """The member of the JSON document that holds the rows; if empty, the document has none."""
 
     def shown(self, *, on_page: bool = False) -> list[tuple[Column, list[str]]]:
-        """Return the columns for people, each with its cells as text."""
+        """Return the columns with a heading, each with its cells as text.
+
+        Columns for pages only are left out unless `on_page`.
+        """
         return [
             (each, each.texts(has_lead=self.has_lead, has_total=self.has_total))
             for each in self.columns
@@ -243,14 +257,15 @@ class Table:
         ]
 
     def notes(self) -> list[str]:
-        """Return the sentences below the table, the meaning of its marks first."""
+        """Return the conclusions that are not empty, after the meaning of marks if there are
+        any."""
         notes = [each for each in self.conclusions if each]
         if self.mark_meaning and any(each.marked for each in self.columns):
             notes.insert(0, f"{MARK} {self.mark_meaning}")
         return notes
 
     def markdown(self) -> str:
-        """Return the table in GitHub's Markdown."""
+        """Return title, table and notes in GitHub's Markdown; a total row is bold."""
 
         def line(cells: Sequence[str], style: str = "") -> str:
             words = (escape_markdown(cell.strip()) for cell in cells)
@@ -272,13 +287,13 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def frame(self) -> "pl.DataFrame":
-        """Return the rows for programs as a data frame; lists become words separated by spaces."""
+        """Return the columns with a key as a data frame; lists become texts separated by spaces."""
         import polars as pl
 
         return pl.DataFrame({each.key: _flat(each.values) for each in self.columns if each.key})
 
     def csv(self, *, may_have_formulas: bool = True) -> str:
-        """Return the rows for programs as CSV, without a data frame.
+        """Return the columns with a key as CSV, without a data frame.
 
         If it `may_have_formulas`, text that a spreadsheet would run gets an apostrophe in front.
         """
@@ -292,7 +307,7 @@ class Table:
         return text.getvalue()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows for programs as objects of JSON."""
+        """Return the rows for programs as JSON objects, nested by the columns' dotted paths."""
         placed = [each for each in self.columns if each.json_path]
         found: list[dict[str, Any]] = [{} for _ in placed[0].values] if placed else []
         for column in placed:
@@ -305,13 +320,13 @@ class Table:
         return found
 
     def document(self) -> dict[str, object]:
-        """Return the table as one JSON document."""
+        """Return the facts, and the rows under `rows_key` if that is set, as one JSON object."""
         rows = {self.rows_key: self.records()} if self.rows_key else {}
         return {**self.facts, **rows}
 
 
 def joined_heading(column: Column) -> str:
-    """Return a column's heading on one line."""
+    """Return a column's heading on one line, with hyphenated words joined; empty for None."""
     return (column.heading or "").replace("-\n", "").replace("\n", " ")
 
 
@@ -321,7 +336,7 @@ def escape_markdown(words: str) -> str:
 
 
 def csv_of_frame(frame: "pl.DataFrame") -> str:
-    """Return a data frame as CSV, with formulas of spreadsheets escaped."""
+    """Return a data frame as CSV; text that a spreadsheet would run gets an apostrophe in front."""
     import polars as pl
 
     texts = (column for column in frame if column.dtype == pl.String)
@@ -337,6 +352,7 @@ def without_formula(cell: object) -> object:
 
 
 def _is_number(text: str) -> bool:
+    """Return whether Python reads a text as a float."""
     try:
         float(text)
     except ValueError:
@@ -345,7 +361,10 @@ def _is_number(text: str) -> bool:
 
 
 def _flat(values: "Sequence[Any] | pl.Series") -> "Sequence[Any] | pl.Series":
-    """Join lists into words separated by spaces, because CSV has no lists."""
+    """Return the values with lists joined by spaces, because CSV has no lists.
+
+    A series is returned as it is.
+    """
     if not isinstance(values, Sequence):
         return values
     return [

@@ -65,11 +65,12 @@ def whatif_table(report: WhatIf, step_ns: float) -> Table:
 
 
 def _texts(values: Sequence[object]) -> pl.Series:
+    """Make a series of texts; None stays None."""
     return pl.Series([None if each is None else str(each) for each in values], dtype=pl.String)
 
 
 def _peak_columns(peaks: Sequence[tuple[int, ...] | None]) -> list[Column]:
-    """The columns of peak memory in each replay; hidden from people unless all are known."""
+    """Make the columns of peak memory in each replay; hidden from people unless all are known."""
     own, *others = (None if each is None else max(each) for each in peaks)
     is_known = all(each is not None for each in peaks)
     joined = [None if each is None else " ".join(map(str, each)) for each in peaks[1:]]

@@ -40,7 +40,10 @@ _ENDING = frozenset({FaultKind.KILL, FaultKind.STOP})
 
 
 class Campaign:
-    """Trains in a directory, whose path must be short because sockets are made in it."""
+    """Trains once undisturbed, then repeatedly under faults, and compares the results.
+
+    The path of its directory must be short because sockets are made in it.
+    """
 
     def __init__(
         self,
@@ -65,8 +68,11 @@ class Campaign:
         self._pace: Pace
 
     def train_undisturbed(self) -> None:
-        """Run the reference training. Raises UsageError with the message of `rrfp train` if that
-        refuses the settings, and RrfpError if it fails."""
+        """Run the reference training to its end, and store its pace and result.
+
+        Raises UsageError with the message of `rrfp train` if that refuses the settings, and
+        RrfpError if it fails.
+        """
         settings = self._settings_in(self._directory / "undisturbed")
         session = self._session(settings)
         try:
@@ -79,8 +85,11 @@ class Campaign:
         self._reference = read_result(session.run, session.checkpoints)
 
     def disturb(self, trainings: Sequence[Sequence[Fault]]) -> Iterator[list[Verdict]]:
-        """Run each training under its faults and yield their verdicts. Faults that came too late
-        are injected again, a little earlier, in trainings of their own."""
+        """Run each training under its faults and yield the list of its verdicts.
+
+        Faults that came too late are injected again, earlier, in a later training of their own.
+        Raises RrfpError when a fault comes too late for the fifth time.
+        """
         waiting = [*trainings]
         tries: dict[int, int] = {}
         while waiting:
@@ -97,10 +106,11 @@ class Campaign:
                 waiting.append([_earlier(fault) for fault in missed])
 
     def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
-        """Train anew with these faults, resuming after each, and compare with the reference.
+        """Run one training with these faults, resuming after each, and compare with the reference.
 
-        Returns the verdicts of the faults, and the faults that came too late. Raises RrfpError if
-        the training fails without any.
+        Deletes the previous training first, and copies this one to `keep` if a verdict failed.
+        Returns the verdicts, and the faults that came too late. Raises RrfpError if a session fails
+        before any fault.
         """
         for directory in (self._temporary, *self._sessions, *self._disk.path.iterdir()):
             shutil.rmtree(directory)
@@ -141,7 +151,12 @@ class Campaign:
             shutil.copyfile(session / "output", path / f"session-{number}.txt")
 
     def _inject_all(self, session: TrainingSession, pending: Sequence[Fault]) -> list[Verdict]:
-        """Inject the faults one after the other until the session ends; returns their verdicts."""
+        """Inject the faults in turn until one ends the session or misses its moment.
+
+        Returns the verdicts of those injected, each reported at once. Unless a fault ended the
+        session, waits for its end, at most an hour (else RrfpError). If it failed, the last verdict
+        gets a complaint.
+        """
         verdicts: list[Verdict] = []
         for fault in pending:
             if not wait_for_moment(session, fault, self._pace, _UNDISTURBED_S):
@@ -163,7 +178,12 @@ class Campaign:
     def _observe(
         self, session: TrainingSession, fault: Fault, injected: Injected, newest: int
     ) -> Observation:
-        """Watch a session after a fault until it ends, has gone on, or exceeds the time limit."""
+        """Watch a session after a fault until it ends, goes on for two steps, or exceeds its limit.
+
+        Kills and stops must end it. Kills the session unless it went on. Complains about leftover
+        processes, temporary files (only after exit code 0 or 1) and the loss of checkpoint
+        `newest`.
+        """
         limit_s, went_on = self._limit_s(fault), False
         while not (has_ended := session.has_ended):
             seconds = time.monotonic() - injected.at_s
@@ -197,7 +217,11 @@ class Campaign:
         )
 
     def _limit_s(self, fault: Fault) -> float:
-        """Time limit in seconds within which a session must end or show that it goes on."""
+        """Return the seconds within which a session must end, or go on, after a fault.
+
+        The grace time plus `--silence`. Faults other than kills and stops get the time of the start
+        or the end if they come there, and SIGTERM gets that of the end.
+        """
         limit_s = GRACE_S + self._settings.run.silence
         is_request = fault.signal == "SIGTERM"
         if fault.kind in _ENDING and not is_request:
@@ -210,21 +234,27 @@ class Campaign:
         return limit_s
 
     def _left_files(self) -> list[str]:
-        """A complaint for each remaining temporary file, except torch's cache, which is shared."""
+        """Return a complaint for each remaining temporary file, except torch's cache, which is
+        shared."""
         names = (entry.name for entry in self._temporary.iterdir())
         left = sorted(name for name in names if not name.startswith("torchinductor_"))
         return [f"it left the temporary file {name}" for name in left]
 
     def _settings_in(self, directory: Path) -> TrainSettings:
+        """Return the settings that save into this directory and resume from it."""
         return self._settings.changed(out=directory / "run", save=directory / "ck", resume=True)
 
     def _session(self, settings: TrainSettings) -> TrainingSession:
+        """Start the next session of the current training, in a new directory in `_sessions`."""
         self._sessions.append(self._directory / f"s{len(self._sessions)}")
         return TrainingSession(settings, self._sessions[-1], self._temporary)
 
 
 def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
-    """Measure an undisturbed training to its end. The figures are meaningless if it fails."""
+    """Wait for the end of an undisturbed training and return its pace.
+
+    The pace is meaningless if the training fails.
+    """
     session.wait_until(lambda: session.num_finished > 0, _UNDISTURBED_S)
     start_s = time.monotonic() - session.began_s
     session.wait_until(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
@@ -248,7 +278,10 @@ def _await_end(session: TrainingSession, timeout_s: float) -> bool:
 
 
 def _earlier(fault: Fault) -> Fault:
-    """The fault with an earlier moment."""
+    """Return the fault with half its step number and half its share.
+
+    A fault during a save becomes one during a step; one after the last step keeps its step.
+    """
     after_step = fault.after_step if fault.stage is Stage.CLOSE else fault.after_step // 2
     stage = Stage.STEP if fault.stage is Stage.SAVE else fault.stage
     return replace(fault, stage=stage, after_step=after_step, share=fault.share / 2)

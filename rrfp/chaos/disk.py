@@ -49,6 +49,10 @@ class PrivateDisk:
         self._mount(0, "mode=0700")
 
     def fill(self, processes: MarkedProcesses) -> None:
+        """Shrink the tmpfs to the space in use; `processes` is ignored.
+
+        Retries for up to 5 s while processes write, then raises OSError.
+        """
         deadline_s = time.monotonic() + _FILL_S
         while True:
             status = os.statvfs(self.path)
@@ -64,12 +68,15 @@ class PrivateDisk:
             time.sleep(_PAUSE_S)
 
     def empty(self, processes: MarkedProcesses) -> None:
+        """Let the tmpfs grow again, to half of the machine's memory."""
         self._mount(_MS_REMOUNT, "size=50%")
 
     def close(self) -> None:
+        """Unmount the tmpfs, even if it is in use; its contents are lost."""
         libc.call("umount2", os.fsencode(self.path), _MNT_DETACH)
 
     def _mount(self, flags: int, options: str) -> None:
+        """Mount the tmpfs, or change it with `_MS_REMOUNT`. Raises OSError if that fails."""
         flags |= _MS_NOSUID | _MS_NODEV
         libc.call("mount", b"rrfp-chaos", os.fsencode(self.path), b"tmpfs", flags, options.encode())
 
@@ -82,6 +89,8 @@ class LimitedFiles:
         self._before: dict[Process, tuple[int, int]] = {}
 
     def fill(self, processes: MarkedProcesses) -> None:
+        """Set each process's soft limit on file sizes to 0 and remember its limits, unless it has
+        ended."""
         for process in processes:
             with suppress(ProcessLookupError):
                 limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -89,17 +98,18 @@ class LimitedFiles:
                 self._before[process] = limits
 
     def empty(self, processes: MarkedProcesses) -> None:
+        """Restore the limits that `fill` changed, of those of these processes that still exist."""
         for process in {*processes} & self._before.keys():
             with suppress(ProcessLookupError):
                 limits = self._before.pop(process)
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
 
     def close(self) -> None:
-        pass
+        """Do nothing: the directory remains."""
 
 
 def disk_at(path: Path) -> Disk:
-    """A `PrivateDisk` on this directory if this process may mount, otherwise `LimitedFiles`."""
+    """Mount a `PrivateDisk` here, or return `LimitedFiles` if this process may not mount."""
     with suppress(OSError):
         return PrivateDisk(path)
     return LimitedFiles(path)

@@ -58,7 +58,11 @@ class Injected:
 
 
 def wait_for_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
-    """Wait for the moment of a fault; returns False if the session ended before it."""
+    """Wait for the moment of a fault; return False if the session ends first, or on timeout.
+
+    The moment is a share of the stage's length in `pace`. A START fault counts as a STEP fault once
+    the session has finished a step.
+    """
     match fault.stage:
         case Stage.START if session.num_finished == session.first_step:
             passed_s = time.monotonic() - session.began_s
@@ -91,6 +95,10 @@ def inject(session: TrainingSession, fault: Fault, disk: Disk) -> Injected | Non
 
 
 def _signal(session: TrainingSession, fault: Fault) -> Injected | None:
+    """Send the signal of a kill, otherwise SIGSTOP; return None if the process is gone.
+
+    A CONT fault continues the process after `hold_s`, or as soon as the launcher ends.
+    """
     process = _process(session, fault)
     if process is None:
         return None
@@ -105,7 +113,11 @@ def _signal(session: TrainingSession, fault: Fault) -> Injected | None:
 
 
 def _process(session: TrainingSession, fault: Fault) -> Process | None:
-    """The process of the fault's rank, once it exists, or of the launcher; None if it is gone."""
+    """Return the process of the fault's rank, or the launcher for a fault without a rank.
+
+    Waits up to 30 s for a rank's process. Returns None if it does not exist, or once the launcher
+    has ended.
+    """
     if fault.rank is None:
         return session.launcher
     deadline_s = time.monotonic() + _PROCESS_S
@@ -118,6 +130,11 @@ def _process(session: TrainingSession, fault: Fault) -> Process | None:
 
 
 def _disturb_link(session: TrainingSession, fault: Fault) -> Injected | None:
+    """Order a fault on one link and wait up to 10 s until the link executes it.
+
+    The link's index is `fault.link` modulo the number of links. Returns None if there is no link,
+    or if the order is not executed, which withdraws it.
+    """
     links = list_links(session.orders)
     if not links:
         return None
@@ -133,6 +150,10 @@ def _disturb_link(session: TrainingSession, fault: Fault) -> Injected | None:
 
 
 def _fill(session: TrainingSession, fault: Fault, disk: Disk) -> Injected | None:
+    """Fill the disk for `hold_s`, or until the session ends, and then empty it.
+
+    May raise OSError.
+    """
     injected = Injected(time.monotonic(), session.num_finished, path=str(disk.path))
     disk.fill(session.processes)
     try:

@@ -97,7 +97,11 @@ class DisturbedTraining:
 
 
 def plan_faults(seed: int, num_faults: int, training: DisturbedTraining) -> list[list[Fault]]:
-    """Plan the faults of each training, in order. All kinds are about equally frequent."""
+    """Plan the faults of each training, in order, from the seed.
+
+    All kinds are about equally frequent. A training gets at most five faults, and at most one a
+    step.
+    """
     draw = Random(seed)
     kinds = _shuffled_kinds(training.kinds, num_faults, draw)
     per_training = min(PER_TRAINING, training.num_steps)
@@ -108,7 +112,7 @@ def plan_faults(seed: int, num_faults: int, training: DisturbedTraining) -> list
 
 
 def _shuffled_kinds(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -> list[FaultKind]:
-    """A sequence of `num_faults` kinds, made of random permutations of all kinds."""
+    """Return `num_faults` kinds, made of random permutations of all kinds."""
     shuffled: list[FaultKind] = []
     while len(shuffled) < num_faults:
         shuffled += draw.sample(kinds, len(kinds))
@@ -118,8 +122,11 @@ def _shuffled_kinds(kinds: Sequence[FaultKind], num_faults: int, draw: Random) -
 def _faults_of(
     number: int, kinds: Sequence[FaultKind], training: DisturbedTraining, draw: Random
 ) -> list[Fault]:
-    """The faults of one training. Each has its own part of the steps, so that a fault that ends a
-    session does so before the moment of the next fault."""
+    """Draw the faults of one training, numbered from `number` + 1.
+
+    Each has its own part of the steps, so that a fault that ends a session does so before the
+    moment of the next fault.
+    """
     edges = [training.num_steps * index // len(kinds) for index in range(len(kinds) + 1)]
     parts = [range(first, after) for first, after in pairwise(edges)]
     faults: list[Fault] = []
@@ -134,6 +141,11 @@ def _faults_of(
 def _stages(
     kind: FaultKind, part: range, training: DisturbedTraining, is_at_start: bool, is_last: bool
 ) -> Iterator[Stage]:
+    """Yield the stages at which a fault of this kind may come in its part of the steps.
+
+    STEP always; SAVE if the part has a save; for processes, START `is_at_start` of a session, and
+    CLOSE for the last fault of a training.
+    """
     yield Stage.STEP
     if _saves(part, training):
         yield Stage.SAVE
@@ -157,6 +169,10 @@ def _fault(
     training: DisturbedTraining,
     draw: Random,
 ) -> Fault:
+    """Draw step, moment, target, signal and duration of a fault of this kind and stage.
+
+    Only kills and CONT faults may hit the launcher. Fields of other kinds get their defaults.
+    """
     match stage:
         case Stage.START:
             after_step = part[0]

@@ -62,13 +62,14 @@ class MarkedProcesses:
                     yield process
 
     def rank(self, rank: int) -> Process | None:
-        """The process of a rank; None if it does not exist yet."""
+        """Return the oldest process of a rank; None if none exists."""
         found = (process for process in self if process.rank == rank)
         # A forked child of a rank looks the same but is younger.
         return min(found, key=lambda process: process.started, default=None)
 
     def send(self, process: Process, number: signal.Signals) -> bool:
-        """Send a signal to one of these processes; returns False if it no longer exists."""
+        """Send a signal to a process that still has this pid, start time and mark; otherwise return
+        False."""
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -90,8 +91,10 @@ class MarkedProcesses:
         return True
 
     def kill(self) -> None:
-        """Kill all of them and their new children, for at most 5 s. Processes blocked in the kernel
-        may remain."""
+        """Kill all of them and their new children, for at most 5 s.
+
+        Processes blocked in the kernel may remain.
+        """
         deadline_s = time.monotonic() + _KILL_S
         while (left := [*self]) and time.monotonic() < deadline_s:
             for process in left:
@@ -99,7 +102,7 @@ class MarkedProcesses:
             time.sleep(_END_LOOK_S)
 
     def _process(self, pid: int) -> Process | None:
-        """The process with this pid; None if it is gone or does not carry the mark."""
+        """Return the process with this pid; None if it is gone, unreadable or without the mark."""
         folder = _PROC / str(pid)
         with suppress(OSError, ValueError, IndexError):
             variables = (folder / "environ").read_bytes().split(b"\0")
@@ -170,26 +173,27 @@ class TrainingSession:
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of it is left."""
+        """True if the launcher has ended and no marked process is left."""
         return self.exit_code is not None and not any(True for _ in self.processes)
 
     @property
     def num_finished(self) -> int:
-        """Number of finished training steps, as far as this session shows."""
+        """Number of finished training steps; before this session writes metrics, the step it
+        resumed."""
         if self._metrics_before is not None and _identity(self.run.metrics) == self._metrics_before:
             return self.first_step
         return num_finished(self.run)
 
     @property
     def ending(self) -> Ending | None:
-        """The outcome that its launcher wrote; None if it wrote none."""
+        """Outcome that this session's launcher wrote; None before that, or if it cannot be read."""
         if _identity(self.run.outcome) != self._outcome_before:
             with suppress(OSError):
                 return read_ending(self.run)
         return None
 
     def output(self) -> str:
-        """Text that its launcher has printed so far."""
+        """Return the text that its launcher has printed so far, on stdout and stderr."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
@@ -202,13 +206,13 @@ class TrainingSession:
         return True
 
     def sleep(self, seconds: float) -> bool:
-        """Wait for some time; returns whether the launcher still runs then."""
+        """Wait for some time, or until the launcher ends; return whether it still runs."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code is None
 
     def end(self) -> list[str]:
-        """Kill the processes that are left; returns their names."""
+        """Kill the processes that are left and return their names; wait for the launcher."""
         left = [str(process) for process in self.processes]
         self.processes.kill()
         self._process.wait()
@@ -216,7 +220,8 @@ class TrainingSession:
 
 
 def newest_step(checkpoints: CheckpointDir) -> int:
-    """Number of training steps in the newest complete checkpoint; 0 without a checkpoint."""
+    """Return the step of the newest checkpoint with all its files, content unread; 0 without
+    one."""
     found = checkpoints.newest(with_content=False)
     return 0 if found is None else found.step
 
@@ -227,7 +232,10 @@ def num_finished(run: RunDir) -> int:
 
 
 def metric_lines(run: RunDir) -> list[dict[str, Any]]:
-    """The metrics of the finished steps, without an incomplete last line."""
+    """Return the metrics of the finished steps.
+
+    An incomplete last line is left out; a missing file gives an empty list.
+    """
     try:
         *lines, _ = run.metrics.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
@@ -236,7 +244,7 @@ def metric_lines(run: RunDir) -> list[dict[str, Any]]:
 
 
 def flags_of(settings: TrainSettings) -> list[str]:
-    """The flags of `rrfp train` that give these settings."""
+    """Return the flags of `rrfp train` that give these settings; None and False give no flag."""
     flags = []
     for name, value in settings.described().items():
         flag = f"--{DECLARED[name].spelled}"

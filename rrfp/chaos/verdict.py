@@ -28,7 +28,11 @@ class TrainingResult:
     """Files that are still incomplete."""
 
     def difference(self, other: "TrainingResult") -> str:
-        """The first difference from another result, as a sentence; empty if all bits are equal."""
+        """Return a sentence about the first difference from another result; empty without any.
+
+        Compares metrics, then tensors, bit by bit. A file that this training left half-written is
+        the last difference.
+        """
         if self.figures != other.figures:
             pairs = zip(self.figures, other.figures, strict=False)
             step = next((one["step"] for one, two in pairs if one != two), len(self.figures))
@@ -40,7 +44,7 @@ class TrainingResult:
 
 
 def read_result(run: RunDir, checkpoints: CheckpointDir) -> TrainingResult:
-    """Read the result of a training that has ended."""
+    """Read metrics, newest checkpoint and half-written files of a training that has ended."""
     found = checkpoints.newest()
     assert found is not None
     lines = metric_lines(run)
@@ -86,7 +90,7 @@ class Observation:
 
     @property
     def sentence(self) -> str:
-        """The error with which the launcher ended."""
+        """Last error that the launcher printed, or else its last line."""
         return last_sentence(self.output)
 
     @property
@@ -112,16 +116,21 @@ class Verdict:
 
     @property
     def has_passed(self) -> bool:
+        """True if no requirement is violated and the result equals the undisturbed one."""
         return not self.complaints and self.is_same is True
 
     def compared(self, difference: str) -> "Verdict":
-        """The verdict at the training's end; an empty `difference` means an equal result."""
+        """Return the verdict with `is_same` set; a nonempty `difference` is one more complaint."""
         complaints = (*self.complaints, difference) if difference else self.complaints
         return replace(self, is_same=not difference, complaints=complaints)
 
 
 def judge(fault: Fault, seen: Observation) -> Verdict:
-    """Judge a session's reaction to a fault."""
+    """Judge a session's reaction to a fault, without comparing its result.
+
+    It survived if it went on, or finished with exit code 0; only otherwise is it judged how the
+    fault was found and named.
+    """
     has_survived = seen.went_on or (seen.exit_code == 0 and seen.outcome is Outcome.FINISHED)
     named_right = None if has_survived else _is_named_right(fault, seen)
     found_by = "" if has_survived else _found_by(fault, seen)
@@ -132,7 +141,11 @@ def judge(fault: Fault, seen: Observation) -> Verdict:
 def _complaints(
     fault: Fault, seen: Observation, has_survived: bool, named_right: bool | None
 ) -> Iterator[str]:
-    """Yield a sentence for each violated requirement."""
+    """Yield a sentence for each violated requirement.
+
+    These are an end in time, survival of temporary faults, the named target, the exit code, no
+    traceback, and nothing lost or left behind.
+    """
     if not has_survived and seen.exit_code is None:
         yield f"it neither ended nor went on in {seen.seconds:.0f} s"
     elif seen.seconds > seen.limit_s:
@@ -149,6 +162,10 @@ def _complaints(
 
 
 def _right_exit_codes(fault: Fault, seen: Observation) -> tuple[int | None, ...]:
+    """Return the exit codes allowed for a failed session: 1, or None if it was ended from here.
+
+    A killed launcher may have its own, and a run that SIGTERM ended properly has 0.
+    """
     if _is_launcher_killed(fault, seen):
         return (seen.exit_code,)
     return (0,) if _ended_on_request(fault, seen) else (1, None)
@@ -166,7 +183,10 @@ def _ended_on_request(fault: Fault, seen: Observation) -> bool:
 
 
 def _is_named_right(fault: Fault, seen: Observation) -> bool | None:
-    """Return whether a failed run named the fault's target; None if it had nothing to name."""
+    """Return whether a failed run named the fault's disk, link (in either direction) or rank.
+
+    None if SIGTERM ended it properly or the launcher was killed, so that it had nothing to name.
+    """
     injected = seen.injected
     culprit = None if seen.ending is None else seen.ending.culprit
     if _ended_on_request(fault, seen) or _is_launcher_killed(fault, seen):
@@ -180,8 +200,10 @@ def _is_named_right(fault: Fault, seen: Observation) -> bool | None:
 
 
 def judge_late_end(verdicts: list[Verdict], sentence: str) -> None:
-    """Add a complaint to the last verdict of a session that survived its faults and failed
-    later."""
+    """Add a complaint to the last verdict of a session that survived its faults and failed later.
+
+    Changes `verdicts`. An error that names a disk that was filled adds none.
+    """
     # A failed save is accepted if the disk was full when the last checkpoint was due.
     if not any(_names_disk(verdict.observation.injected, sentence) for verdict in verdicts):
         late = f"it ended later: {sentence}"
@@ -196,7 +218,11 @@ def _names_disk(injected: Injected, sentence: str) -> bool:
 
 
 def _found_by(fault: Fault, seen: Observation) -> str:
-    """Name what detected the fault of a run that ended."""
+    """Name what detected the fault of a run that ended.
+
+    The recorded culprit's detector, `request` for SIGTERM, `its ranks` for a killed launcher,
+    `output` for an unrecorded full disk, or `nobody`.
+    """
     if _ended_on_request(fault, seen):
         return "request"
     if _is_launcher_killed(fault, seen):
@@ -209,7 +235,8 @@ def _found_by(fault: Fault, seen: Observation) -> str:
 
 
 def last_sentence(output: str) -> str:
-    """The last error in a launcher's output, or else its last line."""
+    """Return the last line of an output that begins with `rrfp: `, or its last line, or
+    `nothing`."""
     lines = [line for line in output.splitlines() if line]
     errors = [line for line in lines if line.startswith("rrfp: ")]
     return next(reversed(errors or lines), "nothing")

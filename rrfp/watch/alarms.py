@@ -51,6 +51,7 @@ class Alarm:
 
     @property
     def _stage(self) -> str:
+        """Noun for a pipeline rank: `stage`, or `pipeline rank` if it holds several stages."""
         return "pipeline rank" if self.has_chunks else "stage"
 
     @property
@@ -111,6 +112,8 @@ class Alert:
 
     @property
     def text(self) -> str:
+        """Sentence with the step, such as `step 60: rank 3 (...) has recovered`, or the alarm's
+        text."""
         if self.has_recovered:
             return f"step {self.step}: {self.alarm.place} has recovered"
         return f"step {self.step}: {self.alarm.text}"
@@ -133,7 +136,7 @@ class Alarms:
 
     @property
     def active(self) -> list[Alarm]:
-        """The alarms that have not ended."""
+        """Alarms that have not ended: those of ranks, stages and replicas, then those of links."""
         return [*self._slow.values(), *self._slow_links.values()]
 
     @property
@@ -143,7 +146,10 @@ class Alarms:
         return None if slow is None else self._alarm_of_tasks(slow)
 
     def add_step(self, step: StepFigures) -> list[Alert]:
-        """Add a step's figures and return the alarms that it raises or ends."""
+        """Add a step's figures and return the alarms that it raises or ends, those of links last.
+
+        The alarms that end come first and are no longer active.
+        """
         sample = np.full((len(self._replicas), len(self._stages), len(self._members)), np.nan)
         work = np.zeros(sample.shape)
         for figures in step.ranks.values():
@@ -159,7 +165,11 @@ class Alarms:
         return alerts + self._add_links(step)
 
     def _add_links(self, step: StepFigures) -> list[Alert]:
-        """Add a step's message times and return the link alarms that it raises or ends."""
+        """Add a step's message times and return the link alarms that it raises or ends.
+
+        The first step with messages determines the links; links that appear later are ignored. A
+        link with a slow rank at one of its ends raises no alarm.
+        """
         if self._links is None:
             self._hops = sorted({self._hop(link) for link in step.links})
             if not self._hops:
@@ -189,11 +199,11 @@ class Alarms:
         return alerts
 
     def _hop(self, link: tuple[int, int]) -> tuple[int, int]:
-        """The pipeline ranks of a link between two global ranks."""
+        """Return the pipeline ranks of a link between two global ranks."""
         return self._infos[link[0]].pp_rank, self._infos[link[1]].pp_rank
 
     def _place(self, info: RankInfo) -> tuple[int, int, int]:
-        """A rank's index in the grid (replicas, stages, members)."""
+        """Return a rank's index in the grid (replicas, stages, members)."""
         return (
             self._replicas.index(info.dp_rank),
             self._stages.index(info.pp_rank),
@@ -201,6 +211,10 @@ class Alarms:
         )
 
     def _alarm_of_tasks(self, slow: Slowdown) -> Alarm:
+        """Make the alarm for slow tasks of a rank or tensor-parallel group, a stage or a replica.
+
+        Without data parallelism a slow stage is a slow rank.
+        """
         where = slow.where
         has_replicas, has_stages = len(self._replicas) > 1, len(self._stages) > 1
         if where.place is None or not has_stages:
@@ -226,7 +240,7 @@ class Alarms:
         )
 
     def _alarm_of_link(self, slow: Slowdown) -> Alarm | None:
-        """The alarm for a slow link; None if all links of a replica are slow alike."""
+        """Make the alarm for a slow link; None if all links of a replica are slow alike."""
         where = slow.where
         if where.place is None:
             return None
@@ -251,7 +265,7 @@ class Alarms:
     def _matching(
         self, pp_rank: int | None, dp_rank: int | None, tp_rank: int | None
     ) -> list[RankInfo]:
-        """The ranks with these coordinates, by rank; None matches any."""
+        """Return the ranks with these coordinates, sorted by rank; None matches any."""
         return [
             info
             for _, info in sorted(self._infos.items())
@@ -262,18 +276,22 @@ class Alarms:
 
 
 def _hosts(infos: Iterable[RankInfo]) -> tuple[str, ...]:
+    """Return the distinct hosts of these ranks, sorted."""
     return tuple(sorted({info.host for info in infos}))
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as `0, 1, 2 and 5 more`."""
+    """Format ranks as `0, 1, 2 and 5 more`; the first eight are listed."""
     listed = ", ".join(map(str, ranks[:_MOST_RANKS_LISTED]))
     num_more = len(ranks) - _MOST_RANKS_LISTED
     return f"{listed} and {num_more} more" if num_more > 0 else listed
 
 
 def alert_environment(alert: Alert, run: str) -> Mapping[str, str]:
-    """Environment variables with the facts of an alert, for the user's alert command."""
+    """Return environment variables with the facts of an alert, for the user's alert command.
+
+    Unknown facts are empty; RRFP_ALERT_RISE is a fraction.
+    """
     alarm = alert.alarm
     link = "" if alarm.link is None else f"{alarm.link[0]},{alarm.link[1]}"
     return {
@@ -330,7 +348,10 @@ class Measure(NamedTuple):
 
 
 def measures_of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
-    """The measures of a line of `metrics.jsonl`."""
+    """Yield the measures of a line of `metrics.jsonl`; values that are not numbers are skipped.
+
+    Tokens per second is computed from tokens and step time.
+    """
     for name in _COPIED_METRICS:
         value = line.get(name)
         if isinstance(value, int | float):
@@ -341,7 +362,10 @@ def measures_of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
 
 
 def measures_of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
-    """The measures of a recorded step, including the active alarms."""
+    """Yield the measures of a recorded step, and the rise of each active alarm as `slow`.
+
+    They are of the whole step, and by pipeline rank, cause of wait and link.
+    """
     yield Measure("schedule_time_s", None, step.window_s)
     yield Measure("bubble_fraction", None, step.bubble_fraction)
     for pp_rank, ranks in step.by_stage().items():
@@ -359,7 +383,7 @@ def measures_of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Mea
 
 
 def measures_as_json(measures: Iterable[Measure]) -> dict[str, Any]:
-    """Measures as one JSON object; a labeled measure is an object from label value to number."""
+    """Return measures as one JSON object; a labeled measure maps label values to numbers."""
     found: dict[str, Any] = {}
     for name, label, value in measures:
         if label is None:

@@ -41,6 +41,7 @@ class TensorboardFiles:
         self._writer = SummaryWriter(str(_made(Path(where) / run, "tensorboard")))
 
     def add(self, step: int, source: str, measures: Sequence[Measure]) -> None:
+        """Add each measure as a scalar; `source` is ignored."""
         del source
         for measure in measures:
             self._writer.add_scalar(measure.path, measure.value, step)
@@ -78,7 +79,10 @@ class PrometheusFile:
         self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges; prometheus_client calls this to write the file."""
+        """Yield `rrfp_step` (the last step) and the newest gauges; nothing before the first `add`.
+
+        prometheus_client calls this to write the file.
+        """
         from prometheus_client.metrics_core import GaugeMetricFamily
 
         if not self._newest:
@@ -98,14 +102,17 @@ class PrometheusFile:
         yield from families.values()
 
     def add(self, step: int, source: str, measures: Sequence[Measure]) -> None:
+        """Replace the measures of this source; nothing is written until `flush`."""
         self._newest[source] = step, [*measures]
 
     def flush(self) -> None:
+        """Replace the file by one with the newest measures of all sources."""
         import prometheus_client
 
         write_whole(self._path, prometheus_client.generate_latest(self._registry))
 
     def close(self) -> None:
+        """Write the file, as `flush` does."""
         self.flush()
 
 
@@ -144,6 +151,10 @@ class OpentelemetryMetrics:
         logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 
     def add(self, step: int, source: str, measures: Sequence[Measure]) -> None:
+        """Set the gauges; nothing is sent until `flush`.
+
+        With `records`, a place that is no longer slow is set to 0.
+        """
         self._step.set(step)
         if source == "records":
             # A gauge keeps its last value, so a place that has recovered is set to 0.
@@ -154,6 +165,7 @@ class OpentelemetryMetrics:
             self._gauges[name].set(value, {label[0]: label[1]} if label else {})
 
     def flush(self) -> None:
+        """Send all gauges to the collector. Raises RrfpError if that fails."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         data = self._reader.get_metrics_data()
@@ -164,6 +176,7 @@ class OpentelemetryMetrics:
             raise RrfpError(f"no collector took the measures at {self._endpoint}")
 
     def close(self) -> None:
+        """Shut down the exporter without sending what was added since the last `flush`."""
         self._exporter.shutdown()
         self._provider.shutdown()
 
@@ -186,6 +199,7 @@ class WandbOffline:
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, source: str, measures: Sequence[Measure]) -> None:
+        """Log the measures of a step as one row; `source` is ignored."""
         del source
         self._run.log({"step": step, **{each.path: each.value for each in measures}})
 
@@ -236,7 +250,8 @@ KINDS = {
 def open_exporter(argument: str, run: str) -> Exporter:
     """Open the exporter that `argument` names as `KIND:WHERE`, for a run of this name.
 
-    Raises UsageError for an invalid argument, and RrfpError if the exporter's library is missing.
+    Raises UsageError for an invalid argument, and RrfpError if the library is missing or does not
+    load.
     """
     kind, colon, where = argument.partition(":")
     if kind not in KINDS:
@@ -259,6 +274,7 @@ def open_exporter(argument: str, run: str) -> Exporter:
 
 
 def _is_installed(name: str) -> bool:
+    """Return whether a module can be found; False if its parent package is missing."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # a parent package is missing

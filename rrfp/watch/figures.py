@@ -59,10 +59,11 @@ class StepFigures:
 
     @property
     def bubble_fraction(self) -> float:
+        """Share of the window in which ranks ran no task, as a mean over ranks."""
         return 1 - fmean(rank.busy_fraction for rank in self.ranks.values())
 
     def by_stage(self) -> dict[int, list[RankFigures]]:
-        """The ranks' figures by pipeline rank."""
+        """Return the ranks' figures by pipeline rank, sorted by it and by rank."""
         found: dict[int, list[RankFigures]] = {}
         for rank in sorted(
             self.ranks.values(), key=lambda each: (each.info.pp_rank, each.info.rank)
@@ -71,7 +72,7 @@ class StepFigures:
         return found
 
     def wait_fractions(self) -> dict[str, float]:
-        """Mean wait fraction over the ranks by cause, largest first."""
+        """Return the mean wait fraction over all ranks by cause, the largest first."""
         total: Counter[str] = Counter()
         for rank in self.ranks.values():
             total.update(rank.wait_fractions)
@@ -107,7 +108,10 @@ class StepAssembler:
         self._shares: defaultdict[int, dict[int, _RankStep]] = defaultdict(dict)
 
     def add(self, records: RankRecords, *, is_aligned: bool = False) -> None:
-        """Add records of one rank. Times are on the rank's own clock unless `is_aligned`."""
+        """Add records of one rank. Unless `is_aligned`, shift their times to the reference clock.
+
+        A schedule phase ends a step, except an evaluation.
+        """
         info = records.info
         self.infos[info.rank] = info
         shift_ns = 0 if is_aligned else info.clock_offset_ns
@@ -134,7 +138,11 @@ class StepAssembler:
                 self.last_steps[info.rank] = phase.step
 
     def pop_finished(self, num_ranks: int) -> Iterator[StepFigures]:
-        """Yield, and forget, the steps that all `num_ranks` ranks have ended, in step order."""
+        """Yield, and forget, the steps that all `num_ranks` ranks have ended, in step order.
+
+        Also forgets earlier incomplete steps. Evaluations, and steps in which a rank ran no task,
+        are not yielded.
+        """
         ended = sorted(
             step
             for step, shares in self._shares.items()
@@ -151,10 +159,13 @@ class StepAssembler:
             del self._shares[step]
 
     def _share(self, step: int, rank: int) -> _RankStep:
+        """Return a rank's records of a step so far, adding an empty object for a new step or
+        rank."""
         return self._shares[step].setdefault(rank, _RankStep())
 
     def _figures(self, step: int, shares: Mapping[int, _RankStep]) -> StepFigures | None:
-        """The figures of a complete step; None if a rank ran no task or the window is empty."""
+        """Compute the figures of a complete step; None if a rank ran no task or the window is
+        empty."""
         windows = [share.window_ns for share in shares.values() if share.window_ns is not None]
         first_ns, last_ns = min(start for start, _ in windows), max(end for _, end in windows)
         is_one_host = len({self.infos[rank].host for rank in shares}) == 1
@@ -183,7 +194,11 @@ class StepAssembler:
     def _links(
         self, shares: Mapping[int, _RankStep], window_ns: int
     ) -> Iterator[tuple[tuple[int, int], LinkFigures]]:
-        """The figures of each directed link, by sending and receiving rank."""
+        """Yield each directed link, as sending and receiving rank, with its figures.
+
+        Messages without a record of both ends are skipped. Between hosts a message counts as the
+        longer of its two ends.
+        """
         for receiver, into in shares.items():
             times_ns: defaultdict[int, list[int]] = defaultdict(list)
             for (sender, sequence), received in into.receives.items():
@@ -211,8 +226,10 @@ def _capped_mean(groups: Iterable[list[float]]) -> float:
 
 
 def extra_work(figures: Iterable[StepFigures]) -> dict[int, float]:
-    """Work of each pipeline rank beyond the mean of the others over these steps, as a fraction of
-    that mean, by pipeline rank. Empty for a pipeline of one rank."""
+    """Return by which fraction each pipeline rank works longer than the mean of the others.
+
+    Sums over these steps; empty for a pipeline of one rank.
+    """
     total: defaultdict[int, float] = defaultdict(float)
     for step in figures:
         for pp_rank, ranks in step.by_stage().items():

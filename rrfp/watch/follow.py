@@ -70,15 +70,17 @@ class RecordsTail:
         return self._file is not None
 
     def close(self) -> None:
+        """Close the file; later reads return None."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def read(self) -> RankRecords | None:
-        """The flushes completed since the last call, up to `CHUNK` bytes or one flush, or None.
-        Times are on the rank's own clock.
+        """Return the flushes completed since the last call; None without any, or once closed.
 
-        Raises RrfpError if the file is damaged, and OSError.
+        Reads up to 4 MiB, or one flush; the first call skips all but the last `most` bytes. Records
+        of `_UNUSED` types are left out. Times are on the rank's own clock. Raises RrfpError if the
+        file is damaged, and OSError.
         """
         if self._file is None:
             return None
@@ -101,7 +103,11 @@ class RecordsTail:
         return records
 
     def _new_lines(self) -> list[bytes]:
-        """Read up to `CHUNK` bytes and return the lines that they complete."""
+        """Read up to `CHUNK` bytes and return the lines that they complete; store the rest.
+
+        Enters the next segment at the end of this one. Sets `has_more` and `grown_ns`. Raises
+        RrfpError for a line that is too long.
+        """
         assert self._file is not None
         octets = self._file.read(CHUNK)
         self.has_more = len(octets) == CHUNK
@@ -121,7 +127,11 @@ class RecordsTail:
         return lines
 
     def _enter_next_segment(self) -> bytes:
-        """Open the next segment if the rank writes to it; returns the rest of the current one."""
+        """Switch to the next segment if its header is complete; return the rest of the current one.
+
+        Returns nothing (b"") if there is no next segment yet. Sets `begins_late` if segments in
+        between are gone.
+        """
         assert self._file is not None
         following = segment_after(self.path)
         if following is None:
@@ -141,7 +151,10 @@ class RecordsTail:
         return rest
 
     def _skip(self) -> None:
-        """Seek to the last `most` bytes of a longer file, at the beginning of a flush."""
+        """Seek to the last `most` bytes of a longer file, at the beginning of a flush.
+
+        Then sets `begins_late`. A shorter file is not skipped.
+        """
         assert self._file is not None
         size = self.path.stat().st_size if self.path.exists() else 0
         if size <= self._file.tell() + self._most:
@@ -153,12 +166,14 @@ class RecordsTail:
         self.begins_late = True
 
     def _decoded(self, line: bytes) -> object:
+        """Parse a line of JSON. Raises RrfpError if it is not valid."""
         try:
             return parsed(line)
         except ValueError as error:
             raise self._damaged(line) from error
 
     def _damaged(self, line: bytes) -> RrfpError:
+        """Make the error for a line that is not JSON, for the caller to raise."""
         return RrfpError(
             f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
             "the run is not followed any further"
@@ -166,7 +181,8 @@ class RecordsTail:
 
 
 def _first_segment(segments: Sequence[Path], most: int) -> Path:
-    """The first of the last segments that have at most `most` bytes in total, or the last one."""
+    """Return the first of the last segments that have at most `most` bytes in total, or the last
+    one."""
     size = 0
     for place in range(len(segments) - 1, 0, -1):
         size += segments[place].stat().st_size
@@ -176,8 +192,10 @@ def _first_segment(segments: Sequence[Path], most: int) -> Path:
 
 
 def _without_unused(flush: object) -> object:
-    """The flush without `_UNUSED` rows. A value that is not a list is returned as it is, for
-    `add_flush` to refuse."""
+    """Return the flush without rows of `_UNUSED` types.
+
+    A value that is not a list is returned as it is, for `add_flush` to refuse.
+    """
     if not isinstance(flush, list):
         return flush
     return [row for row in flush if not (isinstance(row, list) and row and row[0] in _UNUSED)]
@@ -192,8 +210,12 @@ class MetricsTail:
         self._offset = 0
 
     def read(self) -> list[dict[str, object]]:
-        """The lines completed since the last call. A file that was replaced, as by a run that
-        resumes from a checkpoint, is read from its start. May raise OSError."""
+        """Return the lines completed since the last call as JSON objects.
+
+        Other lines, and those with numbers of 1e300 or more, are skipped. A file that was replaced,
+        as by a run that resumes, is read from its start; a missing file has no lines. May raise
+        OSError.
+        """
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
@@ -215,7 +237,7 @@ class MetricsTail:
 
 
 def _fits_floats(line: dict[str, object]) -> bool:
-    """Return whether a float can represent every number in the line."""
+    """Return whether all numbers in the line, also in lists, are below 1e300; NaN is not."""
     lists = (value if isinstance(value, list) else [value] for value in line.values())
     numbers = (each for values in lists for each in values if isinstance(each, int | float))
     return all(abs(each) < _MOST for each in numbers)
@@ -290,7 +312,7 @@ class Follower:
 
     @property
     def session(self) -> int:
-        """Number of the session that is followed, from 1."""
+        """Number of the session that is followed, from 1; also 1 before the first session."""
         return 1 if self._session is None else self._session.session
 
     @property
@@ -300,19 +322,24 @@ class Follower:
 
     @property
     def leading(self) -> Alarm | None:
-        """The place with the largest rise, even if below the alarm threshold."""
+        """Place with the largest rise, even if below the alarm threshold; None without a rise."""
         return None if self._alarms is None else self._alarms.leading
 
     @property
     def last_step(self) -> int | None:
-        """The last training step that all ranks have ended; None before the first."""
+        """Last training step that all ranks have ended, or else that of the last metrics; None
+        without."""
         if self.steps:
             return self.steps[-1].step
         step = self.metrics.get("step")
         return step if isinstance(step, int) else None
 
     def poll(self) -> Update:
-        """Read the new records and metrics."""
+        """Read the new records and metrics; return the finished steps, metrics and alerts in them.
+
+        Switches to a newer session. Steps finish once all expected ranks have records, and then
+        update the alarms.
+        """
         self._enter_session()
         news = Update()
         news.metrics = self._lines.read()
@@ -333,7 +360,11 @@ class Follower:
         return news
 
     def state(self) -> tuple[RunState, str]:
-        """The state of the run, and a sentence about it."""
+        """Return the state of the run and a sentence about it.
+
+        A run goes on while a process holds the lock of a record file or of `outcome.json`.
+        Otherwise the outcome, the trace and the last records decide.
+        """
         if self._is_going():
             silent_s = self._silent_s()
             if silent_s is not None:
@@ -359,7 +390,11 @@ class Follower:
             tail.close()
 
     def _enter_session(self) -> None:
-        """Switch to the last session if it is new, and open the records of new ranks."""
+        """Switch to the last session if it is new, and open the records of new ranks.
+
+        A new session drops earlier records and alarms. A file that has just vanished is skipped.
+        Raises RrfpError if too many files are open.
+        """
         sessions = self.run.sessions()
         if sessions and sessions[-1] != self._session:
             self.close()
@@ -378,7 +413,7 @@ class Follower:
                     self._tails[rank] = _open_tail(segments, most)
 
     def _read_trace(self) -> None:
-        """Read the trace of a session that ended before any of its records were read."""
+        """Read the trace, once, of a session that ended before any of its records were read."""
         session = self._session
         if session is None or self._has_read_trace or self._assembly.infos:
             return
@@ -414,7 +449,8 @@ class Follower:
         return any(map(is_being_written, files))
 
     def _describe_first_wait(self) -> str:
-        """Why no step is complete yet, such as ranks that do not record."""
+        """Explain why no step is complete: ranks that do not record or lag, or no step has
+        ended."""
         ends = self._assembly.last_steps
         missing = sorted(expected_ranks(self.description) - ends.keys())
         if not (ends and missing):
@@ -424,7 +460,10 @@ class Follower:
         )
 
     def _silent_s(self) -> float | None:
-        """Seconds since the last step ended, if the run counts as silent; otherwise None."""
+        """Return the seconds since the last step ended if the run counts as silent; otherwise None.
+
+        It does after 30 s and five times the longest of the last ten recorded steps.
+        """
         if self._last_step_s is None or not self.steps:
             return None
         silent_s = self._now_s() - self._last_step_s
@@ -433,6 +472,8 @@ class Follower:
         return silent_s if is_silent else None
 
     def _describe_silence(self, silent_s: float) -> str:
+        """Explain a silence by ranks whose records nobody writes, or else by ranks behind the last
+        step."""
         told = f"no step has ended for {silent_s:.0f} s"
         dead = [
             tail
@@ -449,10 +490,10 @@ class Follower:
         return f"{told}, on any rank; 'rrfp trace import --flight-recorder' reads a job's dumps"
 
     def _state_after_stop(self, *, is_killed: bool) -> tuple[RunState, str]:
-        """State and sentence of a run whose records stopped.
+        """Return state and sentence of a run whose records stopped.
 
         No outcome is written for a job recorded by `rrfp run`. Unless `is_killed`, the run counts
-        as killed only if its ranks stopped at different steps.
+        as killed only if its ranks stopped at different steps or left no records.
         """
         grown = {tail: tail.grown_ns for tail in self._tails.values() if tail.grown_ns is not None}
         after = "" if self.last_step is None else f" after step {self.last_step}"
@@ -469,7 +510,8 @@ class Follower:
         return RunState.ENDED, f"over; {told}"
 
     def _describe_dead(self, dead: list[RecordsTail]) -> str:
-        """Format dead ranks: `rank 2 on node7 writes nothing since 12:03:04, after step 41`."""
+        """Format up to three dead ranks: `rank 2 on node7 writes nothing since 12:03:04, after step
+        41`."""
         told = []
         for tail in dead[:3]:
             info = tail.info
@@ -484,17 +526,19 @@ class Follower:
 
 
 def _clock(time_ns: int) -> str:
+    """Format ns since 1970 as the local time of day, `12:03:04`."""
     return time.strftime("%H:%M:%S", time.localtime(time_ns / NS_PER_S))
 
 
 def _ranks(ranks: list[int]) -> str:
+    """Format ranks as `rank 3` or `ranks 0, 1 and 5 more`, the first eight in order."""
     told = ", ".join(map(str, sorted(ranks)[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
 
 
 def _open_tail(segments: list[Path], most: int) -> RecordsTail:
-    """Open a rank's records. Raises RrfpError if too many files are open."""
+    """Open a rank's records. Raises RrfpError if too many files are open, and OSError."""
     try:
         return RecordsTail(segments, most)
     except OSError as error:

@@ -115,7 +115,12 @@ class _Comparison:
     """For `Baseline.PAST`: the usual samples, of shape (replicas, places)."""
 
     def values(self, samples: Array) -> tuple[Array, Array]:
-        """The numbers, and the shift of each part by itself; both of shape (steps, *parts)."""
+        """Return how far each part is above its baseline in each step, and its shift by itself.
+
+        Both are logarithms of shape (steps, *parts). Against PEERS and PAST, members are averaged
+        and the median shift of the other places is subtracted; a replica has the median of its
+        places.
+        """
         if self.against is Baseline.MEMBERS:
             beside = samples - _median_of_others(samples, axis=3)
             return beside, beside
@@ -131,6 +136,8 @@ class _Comparison:
         return beside - _median_of_others(beside, axis=2), beside
 
     def where(self, part: tuple[int, ...]) -> GridPart:
+        """Return the part of the grid at an index of `values`; a whole replica if
+        `is_of_replicas`."""
         return GridPart(part[0], None) if self.is_of_replicas else GridPart(*part)
 
 
@@ -164,7 +171,10 @@ class _ComparisonResult:
         )
 
     def _noise(self) -> Array:
-        """Standard deviation of each part's numbers over steps, insensitive to a single shift."""
+        """Return the standard deviation of each part's numbers over steps.
+
+        It is insensitive to a single shift, and at least that of the median part.
+        """
         steps = np.diff(self._values, axis=0) / np.sqrt(2)
         noise = np.sqrt(np.mean(steps[-WINDOW + 1 :] ** 2, axis=0))
         noise = np.maximum(noise, _OF_MAD * np.median(np.abs(steps), axis=0))
@@ -174,13 +184,13 @@ class _ComparisonResult:
         return np.asarray(np.maximum(noise, np.median(noise)))
 
     def most(self, allowed: NDArray[np.bool_]) -> tuple[float, tuple[int, ...]]:
-        """The largest rise among the allowed parts (0 if none is allowed), and its part."""
+        """Return the largest rise among the allowed parts (0 if none is allowed), and its part."""
         rise = np.where(allowed, self.rise, 0.0)
         part = tuple(int(each) for each in np.unravel_index(np.argmax(rise), rise.shape))
         return float(rise[part]), part
 
     def since(self, part: tuple[int, ...]) -> int:
-        """Index of the first slow step of a part."""
+        """Return the index of the first slow step of a part: the change point."""
         values = _column(self._values, part)
         half = self.rise[part] / 2
         # The clip keeps a single step, such as the first of the run, from dominating the sum.
@@ -199,6 +209,7 @@ class _ActiveSlowdown:
     """A step is slow if its number exceeds this: the usual number plus half the rise."""
 
     def has_recovered(self, samples: Array) -> bool:
+        """Return whether 8 of the last 10 numbers are below `half`."""
         values, _ = self.comparison.values(samples[-WINDOW:])
         return bool((_column(values, self.part) < self.half).sum() >= _NEEDED)
 
@@ -217,14 +228,15 @@ class Detector:
 
     @property
     def active(self) -> list[Slowdown]:
-        """The parts that are slow now, in the order of detection."""
+        """Parts that are slow now, in the order of detection."""
         return [each.slow for each in self._active]
 
     def add_sample(self, number: int, sample: Array, work: Array) -> Changes:
-        """Add the sample and the busy fractions of step `number`; returns what changed.
+        """Add the sample and the busy fractions of step `number`; return what changed.
 
         Both have the shape (replicas, places, members). NaN marks a missing place, which is filled
-        with the median of the same place.
+        with the median of the same place. Fewer than 10 samples change nothing; a recovery drops
+        all but the last 10.
         """
         assert sample.shape == work.shape == self._shape
         self._samples.append(_filled(sample))
@@ -244,8 +256,10 @@ class Detector:
         return Changes(slow, tuple(each.slow for each in recovered))
 
     def _newly_slow(self, samples: Array) -> tuple[Slowdown, ...]:
-        """Find the slowest part that is not yet known, at most one per step, and update
-        `leading`."""
+        """Activate and return the largest slowdown not yet known, at most one; set `leading`.
+
+        `leading` may be a known slowdown, or below the threshold; None without a rise.
+        """
         work = np.median(np.stack(self._work), axis=0)
         found = [_ComparisonResult(each, samples, work) for each in self._comparisons(samples)]
         if not found:
@@ -263,7 +277,7 @@ class Detector:
         return (slow,)
 
     def _comparisons(self, samples: Array) -> list[_Comparison]:
-        """The comparisons that are possible with this grid and number of steps."""
+        """Return the comparisons that are possible with this grid and number of steps."""
         num_replicas, num_places, num_members = self._shape
         found = []
         if num_members > 1:
@@ -278,7 +292,7 @@ class Detector:
         return found
 
     def _is_new(self, found: _ComparisonResult) -> NDArray[np.bool_]:
-        """Mask of the slow parts that share no place with an active slowdown."""
+        """Return a mask of the slow parts that share no place with an active slowdown."""
         new: NDArray[np.bool_] = found.is_slow.copy()
         for part in map(tuple, np.argwhere(new).tolist()):
             where = found.comparison.where(part)
@@ -286,7 +300,10 @@ class Detector:
         return new
 
     def _slowdown(self, found: _ComparisonResult, part: tuple[int, ...]) -> Slowdown:
-        """The slowdown of a part; of the whole stage if all replicas rose by half as much."""
+        """Make the slowdown of a part, with the rise as a fraction.
+
+        Against the past, it is of the whole stage if all replicas rose by more than half as much.
+        """
         rise, where = float(found.rise[part]), found.comparison.where(part)
         is_past = found.comparison.against is Baseline.PAST
         if is_past and np.all(found.rise[:, part[1]] > rise / 2):
@@ -296,12 +313,13 @@ class Detector:
 
 
 def _column(values: Array, part: tuple[int, ...]) -> Array:
-    """The numbers of one part, one per step."""
+    """Return the numbers of one part, one per step."""
     return values.reshape(len(values), -1)[:, np.ravel_multi_index(part, values.shape[1:])]
 
 
 def _median_of_others(values: Array, axis: int) -> Array:
-    """For each entry along an axis, the median of the other entries; without others, the entry."""
+    """Return for each entry along an axis the median of the other entries; without others, the
+    entry."""
     num_others = values.shape[axis] - 1
     if num_others == 0:
         return values
@@ -317,7 +335,8 @@ def _median_of_others(values: Array, axis: int) -> Array:
 
 
 def _filled(sample: Array) -> Array:
-    """The sample with NaN replaced by the median of the place, or of all places."""
+    """Return the sample with NaN replaced by the median of the place, or of all places, or else
+    0."""
     if not np.isnan(sample).any():
         return sample
     filled = sample.copy()

@@ -53,7 +53,10 @@ def _distributions(
     title: str,
     prefix: str = "",
 ) -> Any:
-    """Draw histograms on a logarithmic axis; heights are shares of a rank's times of a kind."""
+    """Draw histograms on a logarithmic axis; heights are shares of a rank's times of a kind.
+
+    Shows at most 16 pipeline ranks. Raises RrfpError if there are no times, or if all are 0.
+    """
     if times.is_empty():
         raise RrfpError(f"the trace has no {noun}s; see 'rrfp trace check'")
     if times["ns"].max() <= 0:  # type: ignore[operator]
@@ -124,7 +127,10 @@ def _distributions(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return few round numbers between two limits, for a logarithmic axis."""
+    """Return a few round numbers between two positive limits, for a logarithmic axis.
+
+    If there are fewer than three, four evenly spaced numbers instead.
+    """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1,)):
         ticks = [step * 10.0**decade for decade in decades for step in steps]
@@ -144,7 +150,7 @@ _COLORS = ("#0072B2", "#7FB2D3", "#B4B4B4", "#E0A184", "#D55E00")
 
 
 def misalignment_map(frames: Frames) -> Any:
-    """Draw a row for each directed link and a column for each span of time.
+    """Draw a row for each directed link and a column for each of 60 spans of time.
 
     The color is the mean over messages of the time queued minus the time starved. Raises RrfpError
     for a run without messages or finished steps.

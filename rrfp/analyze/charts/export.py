@@ -73,7 +73,7 @@ def check_ending(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically. Raises UsageError if it cannot be written."""
+    """Write a file atomically. Raises UsageError for a directory, or if it cannot be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a directory; name a file in it with -o")
     try:
@@ -86,20 +86,23 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _as_png(spec: dict[str, Any]) -> bytes:
+    """Render a chart as PNG, on white and at twice its size."""
     return vl_convert.vegalite_to_png(_on_white(spec), VEGA_LITE, scale=_PNG_SCALE)
 
 
 def _as_svg(spec: dict[str, Any]) -> bytes:
+    """Render a chart as SVG, on white."""
     return vl_convert.vegalite_to_svg(_on_white(spec), VEGA_LITE).encode()
 
 
 def _as_page(spec: dict[str, Any]) -> bytes:
+    """Make a self-contained HTML page of a chart. Moves the title out of `spec`."""
     title = str(spec["title"]["text"])
     return page(title, figure("chart", spec), {"chart": spec}, VEGA_LITE).encode()
 
 
 def _on_white(spec: dict[str, Any]) -> dict[str, Any]:
-    """Add a white background, for files that are not part of a page."""
+    """Return a copy of the specification with a white background, for files outside of a page."""
     return {**spec, "background": "white"}
 
 

@@ -89,7 +89,7 @@ def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
 def _panel(frames: Frames, step: int | None, most_bars: int, prefix: str = "") -> _Panel:
     """Collect bars, critical path and labels of one replica, with times from the step's start.
 
-    The step is the slowest one if `step` is None (`window_of`).
+    Without `step` it is the slowest one (`window_of`).
     """
     step, start_ns, end_ns, which = window_of(frames, step)
     labels = {pp_rank: f"{prefix}{label}" for pp_rank, label in places(frames).items()}
@@ -171,7 +171,7 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
 def _path(frames: Frames, step: int) -> tuple[int | None, pl.DataFrame]:
     """Return the replica of a step's critical path, and the path's corners (`pp_rank`, `time_ns`).
 
-    None and no corners if the path cannot be computed.
+    None and no corners if the path cannot be computed. Corners inside a straight line are left out.
     """
     corners: list[tuple[int, int]] = []
     replica = None
@@ -196,7 +196,7 @@ def _path(frames: Frames, step: int) -> tuple[int | None, pl.DataFrame]:
 
 
 def _path_lines(path: pl.DataFrame, unit: TimeUnit, labels: list[str]) -> list[Any]:
-    """Draw the path as a black line with a white edge, visible on any background."""
+    """Draw the path as a black line with a white edge: two layers, visible on any background."""
     corners = path.select(
         "row",
         "run",
@@ -216,7 +216,10 @@ def _path_lines(path: pl.DataFrame, unit: TimeUnit, labels: list[str]) -> list[A
 
 
 def _bars(frames: Frames, step: int, replica: int | None) -> pl.DataFrame:
-    """Return a row for each task and wait; `what` is a task's kind or a wait's cause."""
+    """Return a row for each task and wait of a replica; `what` is a task's kind or a wait's cause.
+
+    Kinds of odd chunks have a suffix. Raises RrfpError if the step has no tasks.
+    """
     tasks = lead_tasks(frames, step, replica)
     if tasks.is_empty():
         raise RrfpError(f"{step_name(step)} of the trace has no tasks; see 'rrfp trace check'")
@@ -249,7 +252,10 @@ def _numbers(ran: pl.DataFrame, rows: alt.Y, length: float) -> Any:
 
 
 def _joined(bars: pl.DataFrame, length_ns: int, most_bars: int) -> pl.DataFrame:
-    """Join bars into at most `most_bars`, with the number of spans per row halved as needed."""
+    """Join bars into at most `most_bars`, with the number of spans per row halved as needed.
+
+    At 16 spans per row or fewer there may be more bars.
+    """
     num_bins = 4 * most_bars
     while True:
         joined = _joined_in(bars, length_ns, num_bins)

@@ -114,7 +114,8 @@ def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
 
 
 def _labels(frames: Frames) -> dict[int, str]:
-    """Return the label of each rank: its stages, and its replica and tensor rank if needed."""
+    """Return the label of each rank: its stages, with its replica and tensor rank if there are
+    several."""
     run = frames.run.sort("pp_rank", "dp_rank", "tp_rank")
     several = [name for name in ("dp_rank", "tp_rank") if run[name].n_unique() > 1]
     return {
@@ -137,8 +138,8 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     """Draw the held activation bytes of each pipeline rank over a step, with its bound dashed.
 
     None means the step with the highest peak. Of several ranks at a stage, the one with the highest
-    peak is shown. Raises RrfpError if no step was finished or the trace has no bytes, and
-    UsageError for an unfinished step.
+    peak in the step is shown; of more than 16 stages, 16. Raises RrfpError if no step was finished
+    or the trace has no bytes, and UsageError for an unfinished step.
     """
     found = memory(frames)
     step, start_ns, end_ns, which = window_of(
@@ -210,7 +211,8 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
 
 
 def _thinned(held: pl.DataFrame) -> pl.DataFrame:
-    """Keep the highest point of each group of points, so that curves stay below `_MOST_POINTS`."""
+    """Keep the highest point of each group of neighboring points, so that curves have at most
+    250."""
     return (
         held.with_columns(index=pl.int_range(pl.len()).over("rank"), num=pl.len().over("rank"))
         .with_columns(group=pl.col("index") // (1 + pl.col("num") // _MOST_POINTS))
@@ -223,8 +225,9 @@ def _thinned(held: pl.DataFrame) -> pl.DataFrame:
 def progress(frames: Frames, step: int | None = None) -> Any:
     """Draw the started forwards n_F(t) and backwards n_B(t) of each rank; their difference is D.
 
-    A dashed line marks how far the limit lets n_F go, if it is below the number of forwards. Raises
-    RrfpError if no step was finished, and UsageError for an unfinished step.
+    None means the slowest step. Shows the first replica, the first rank of each group, and at most
+    16 pipeline ranks. A dashed line marks how far the limit lets n_F go, if it is below the number
+    of forwards. Raises RrfpError if no step was finished, and UsageError for an unfinished step.
     """
     step, start_ns, end_ns, which = window_of(frames, step)
     labels, notes = some_places(frames)
@@ -304,9 +307,10 @@ _ORDER_COLUMNS = 4
 def hint_order(frames: Frames, step: int | None = None) -> Any:
     """Draw a point for each task: its position of dispatch and its position in the hint's order.
 
-    Tasks above the diagonal were dispatched earlier than the hint ranks them. Raises RrfpError if
-    no step was finished or the run recorded no hint positions, and UsageError for an unfinished
-    step.
+    None means the slowest step. Shows the first replica, the first rank of each group, and at most
+    16 pipeline ranks. Tasks above the diagonal were dispatched earlier than the hint ranks them.
+    Raises RrfpError if no step was finished or the run recorded no hint positions, and UsageError
+    for an unfinished step.
     """
     step, _, _, which = window_of(frames, step)
     labels, notes = some_places(frames)

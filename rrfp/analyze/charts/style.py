@@ -23,14 +23,14 @@ _MOST_FACETS = 16
 
 
 def finished(chart: Any, title: str, *notes: str) -> Any:
-    """Add title, notes and the common style to a chart."""
+    """Return the chart with title, notes as subtitles, and the common style."""
     return chart.properties(
         title=alt.TitleParams(title, subtitle=list(notes), anchor="start", offset=10)
     ).configure(**_CONFIG)
 
 
 def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int) -> Any:
-    """Repeat a chart for each value of a column, side by side.
+    """Repeat a chart for each value of the column `by`, in `columns` columns.
 
     `usermeta` has the number and preferred width of the facets, for page.js.
     """
@@ -49,23 +49,24 @@ def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int)
 
 
 def by_value(colors: dict[str, str]) -> alt.Scale:
-    """Make a scale that gives each value its color."""
+    """Make a scale that gives each value its color, with a legend in this order."""
     return alt.Scale(domain=list(colors), range=list(colors.values()))
 
 
 def shown(colors: dict[str, str], values: pl.Series) -> dict[str, str]:
-    """Return the colors of the values that occur."""
+    """Return the colors of the values that occur, in the order of `colors`."""
     there = set(values.unique())
     return {value: color for value, color in colors.items() if value in there}
 
 
 def places(frames: Frames) -> dict[int, str]:
-    """Return the label of each pipeline rank."""
+    """Return the label of each pipeline rank, such as `stage 3`."""
     return {pp_rank: label_of(stages) for pp_rank, stages in frames.stages.items()}
 
 
 def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Return labels of at most 16 pipeline ranks, evenly spread, and a note about the others."""
+    """Return labels of at most 16 pipeline ranks, evenly spread, and a note if others are left
+    out."""
     every = places(frames)
     if len(every) <= _MOST_FACETS:
         return every, ()
@@ -79,7 +80,8 @@ def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
 def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
     """Return a step, its start and end in ns, and its description; None means the slowest step.
 
-    Raises RrfpError if no step was finished by all ranks, and UsageError for an unfinished step.
+    Raises RrfpError if no step was finished by all ranks or all take no time, and UsageError for
+    another step.
     """
     whole = frames.finished_windows().filter(pl.col("start_ns") < pl.col("end_ns"))
     if whole.is_empty():
@@ -104,12 +106,12 @@ def lead_tasks(frames: Frames, step: int, replica: int | None = None) -> pl.Data
 
 
 def lead_waits(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """Return the waits of the same ranks."""
+    """Return the waits of a step in a replica (None: the first), for each group's first rank."""
     return _of_leads(frames.waits, step, replica)
 
 
 def _of_leads(frame: pl.DataFrame, step: int, replica: int | None) -> pl.DataFrame:
-    """Keep the rows of a step of the first rank of each group in one replica."""
+    """Keep the rows of a step of the first rank of each group in one replica (None: the first)."""
     # A trace may lack the first member or replica, so the smallest number is used.
     of_step = frame.filter(pl.col("step") == step)
     chosen = pl.col("dp_rank").min() if replica is None else pl.lit(replica)
