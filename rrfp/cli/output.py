@@ -46,8 +46,8 @@ def read_frames(
     """Read the frames of a run's training steps, or of its evaluations, and print on stderr what
     the trace lacks.
 
-    `path` None is the newest run; `steps` is `A:B`, None for all. Unless `with_warm_up`, the slow
-    first steps are left out if no steps are given. Raises UsageError for a wrong range.
+    `path` None is the newest run; `steps` is `A:B`. None selects all steps, without the slow first
+    ones unless `with_warm_up`. Raises UsageError for a wrong range and if no step is left.
     """
     asked = None if steps is None else parse_steps(steps)
 
