@@ -397,7 +397,7 @@ def read_knob(knob: Knob, value: Any, label: str, *, in_run: bool = True) -> Any
     """Parse the value of a knob if it is a text, and return any other value as it is.
 
     A hint may be the path of an order file, which is read here because `rrfp.schedule` reads no
-    files. Unless `in_run`, `none` is None for a knob whose default is None. Raises UsageError, in
+    files. Unless `in_run`, `none` gives None for a knob with that default. Raises UsageError, in
     which the value is called `label`.
     """
     if value == "none" and knob.default is None and not in_run:

@@ -66,7 +66,8 @@ def mapping(value: object) -> dict[str, object]:
 
 
 def member(value: object, name: str) -> object:
-    """Return the member `name` of an object. Raises ValueError if there is none, or no object."""
+    """Return the member `name` of an object. Raises ValueError if it is missing, and for a value
+    that is not an object."""
     if not isinstance(value, dict) or name not in value:
         raise ValueError(f"{_short(value)} has no '{name}'")
     return value[name]

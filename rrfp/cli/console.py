@@ -40,6 +40,7 @@ class _GuardedConsole(Console):
 
     @file.setter
     def file(self, file: IO[str]) -> None:
+        """Set the stream to write to."""
         self._file = file
 
     def render(

@@ -144,7 +144,8 @@ METAVARS = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 
 
 def panel_of(declared: Declared) -> str | None:
-    """Return the help panel of a setting: its own, or else that of its group; None without both."""
+    """Return the help panel of a setting: its own, or else that of its group. None if neither has
+    one."""
     return declared.panel or _PANELS.get(declared.group)
 
 

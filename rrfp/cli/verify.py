@@ -85,8 +85,8 @@ def _chosen_variants(
     """Return the runs of each layout, its reference first.
 
     Layouts that the device does not support are skipped with a note on stderr, unless they were
-    named, and layouts with no run besides the reference without one. Raises UsageError if no run is
-    left.
+    named. Layouts with no run besides the reference are skipped silently. Raises UsageError if no
+    layout is left.
     """
     from rrfp.train.checks import check_settings
     from rrfp.train.settings import TrainSettings

@@ -182,7 +182,8 @@ def _receive_json(link: socket.socket) -> Any:
 
 
 def _exactly(link: socket.socket, num_octets: int) -> bytes:
-    """Receive so many bytes. Raises RuntimeError if the socket times out or the peer closes it."""
+    """Receive exactly `num_octets` bytes. Raises RuntimeError if the socket times out or the peer
+    closes it."""
     octets = b""
     while len(octets) < num_octets:
         try:

@@ -177,8 +177,8 @@ def _waits(recent: Sequence[StepFigures]) -> Text:
 
 
 def _slowness(follower: Follower) -> list[RenderableType]:
-    """Lines about slow places (at most three), or if there are none one line about the place that
-    is closest to being slow. Slowness is unknown before WINDOW steps."""
+    """Lines about slow places (at most three), or else one line about the place that is closest to
+    being slow. Before WINDOW steps one line says that slowness is not known yet."""
     active = follower.active
     if active:
         lines = [Text(f"Slow: {alarm.text}", style="bold red") for alarm in active[:_MOST_ALARMS]]
