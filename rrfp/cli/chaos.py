@@ -33,7 +33,8 @@ _SAME = {True: "yes", False: "no", None: "-"}
 
 
 def note_fault(verdict: "Verdict") -> None:
-    """Print the outcome of a fault on stderr as soon as it is known: survived, or found by whom."""
+    """Print the outcome of a fault on stderr as soon as it is known: that the run went on, or the
+    part of rrfp that detected the fault, and the seconds until then."""
     seen = verdict.observation
     outcome = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
     typer.echo(
@@ -284,8 +285,8 @@ def _inject(
     """Train once undisturbed, then inject the faults and yield the verdicts of each disturbed
     training.
 
-    All runs are in a temporary directory that is removed at the end. A fault of the disk fills one
-    that this mounts there, or limits the size of files if this user may not mount.
+    All runs are in a temporary directory that is removed at the end. For faults of the disk it
+    mounts a disk there, or limits the size of files if this user may not mount one.
     """
     from rrfp.chaos.campaign import Campaign
     from rrfp.chaos.disk import LimitedFiles, disk_at

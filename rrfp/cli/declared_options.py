@@ -168,9 +168,9 @@ def option_of(
 ) -> inspect.Parameter:
     """Return the typer option or argument of a setting.
 
-    Without `has_default` a missing option is None, a choice is not checked, and the settings or a
-    TOML file decide. With it the parameter is named by the field, not the flag. With `is_text` the
-    value is not converted.
+    Without `has_default` a missing option gives None, a choice is not checked, and the settings or
+    a TOML file decide. With it the parameter is named by the field, not the flag. With `is_text`
+    the value is not converted.
     """
     import typer
 

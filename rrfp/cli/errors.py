@@ -43,7 +43,8 @@ def restore_default_interrupts() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block, let SIGINT raise KeyboardInterrupt again, for long work after the first."""
+    """Within the block, let the next SIGINT raise KeyboardInterrupt again, for long work after the
+    first; restore the earlier handler at the end."""
     before = signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
@@ -132,7 +133,8 @@ def _call_handled(command: Callable[[], object]) -> int | Callable[[], int]:
 
 
 def describe_bug(error: Exception) -> str:
-    """Describe an unexpected error, which is a bug of rrfp."""
+    """Describe an unexpected error, which is a bug of rrfp: type, message, and how to see the
+    traceback."""
     return (
         f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the "
         f"traceback that {DEBUG_VARIABLE}=1 shows"

@@ -223,7 +223,8 @@ class TrainDisplay:
 
 
 def _layout(settings: TrainSettings) -> str:
-    """Describe the parallelism of a run; expert and interleaved sizes only where they matter."""
+    """Describe the parallelism of a run as `pp 4, tp 1, dp 2`; the expert-parallel size and the
+    chunks only if they are above 1."""
     layout = settings.layout
     named = [f"pp {layout.pp}", f"tp {layout.tp}", f"dp {layout.num_replicas}"]
     if layout.ep > 1:

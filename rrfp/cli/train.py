@@ -383,7 +383,7 @@ def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
 
 
 def _metrics(run: "RunDir") -> list[dict[str, Any]]:
-    """Read the lines of a run's metrics; empty if the file is missing."""
+    """Read the lines of a run's metrics.jsonl, a dict for each; empty if the file is missing."""
     if not run.metrics.exists():
         return []
     return [*map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())]

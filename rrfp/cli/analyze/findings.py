@@ -44,9 +44,9 @@ class Part:
 def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[str]) -> list[str]:
     """Return the lines of a screen: the lead, the parts and the last lines, with gaps between.
 
-    If they exceed 24 lines or a higher terminal, less two, texts are shortened, the longest first.
-    If that is not enough, gaps are dropped, and then parts from the last one on; a line counts
-    those.
+    A screen has 24 lines, or those of a higher terminal, less two. If there are more, texts are
+    shortened, the longest first. If that is not enough, gaps are dropped, and then parts from the
+    last one on; a line then says how many.
     """
     rows = max(_ROWS, console.height if console.is_terminal else 0) - _ROWS_AROUND
     num_parts = len(parts)
@@ -78,7 +78,8 @@ def _blocks(
     words: Sequence[Sequence[str]],
     last: Sequence[str],
 ) -> list[list[str]]:
-    """Return the wrapped lines of lead, parts and last lines, a block for each."""
+    """Return the lines of the lead, of each part, and of each last line, a block for each. Texts
+    are wrapped; commands and lines that begin with `Next: ` are not."""
     return [
         _wrapped(console, lead),
         *(
@@ -90,7 +91,8 @@ def _blocks(
 
 
 def _num_rows(console: "Console", blocks: Sequence[Sequence[str]]) -> int:
-    """Return the number of terminal rows of some blocks of lines."""
+    """Return the number of rows that blocks of lines fill on the terminal, which breaks lines that
+    are too long."""
     return sum(max(1, -(-len(line) // console.width)) for block in blocks for line in block)
 
 

@@ -96,10 +96,11 @@ _SEE = "see 'rrfp run --help'"
 
 
 def parse_command(words: Sequence[str]) -> Callable[[], int] | int:
-    """Parse the words after `rrfp run` and return a function that runs the script.
+    """Parse the words after `rrfp run`, read the script, and return a function that runs it.
 
-    If help is requested, it is printed and the exit code is returned. Raises UsageError for an
-    invalid command line.
+    Under srun it also sets the environment variables that torch's process groups need. If help is
+    requested, it is printed and the exit code is returned. Raises UsageError for an invalid command
+    line.
     """
     options, rest = _split_words(words)
     given, unknown = _parser(OPTIONS).parse_known_args(options)
@@ -139,7 +140,8 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser(options: Sequence[Declared], *, is_short: bool = False) -> argparse.ArgumentParser:
-    """Make the parser of these options. The short help has one panel and lists hints by name."""
+    """Make the parser of these options, which omits options that are not given. The short help has
+    one panel and lists hints by name."""
     about = re.sub(r"^ +", "", str(run.__doc__), flags=re.MULTILINE).strip()
     parser = _Parser(
         prog="rrfp run",

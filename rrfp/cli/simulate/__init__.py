@@ -192,7 +192,8 @@ def _make_run_dirs(requested: "Sequence[RowOptions]", out: Path, force: bool) ->
 
 
 def _described(requested: "RowOptions", setting: "Setting", seeds: range) -> dict[str, object]:
-    """Return the content of run.json: no machine name or time, so that equal runs are identical."""
+    """Return the content of run.json: the row's settings, the seeds, the policy, rrfp's version and
+    the number of ranks. It has no machine name or time, so that equal runs are identical."""
     from rrfp import __version__
 
     return {

@@ -107,7 +107,8 @@ class RowOptions:
         return self.pp * self.tp * self.dp
 
     def described(self) -> dict[str, object]:
-        """Return all settings by name, as JSON values."""
+        """Return all settings of the row by flag, as JSON values; the policy's come from the policy
+        itself."""
         policy = self.policy.described()
         return {
             each.flag: policy[each.flag] if each.flag in policy else getattr(self, each.flag)
@@ -120,8 +121,8 @@ def parse_rows(
 ) -> list[RowOptions]:
     """Return the rows in order: all combinations of the sweeps, with each of `rows` in each.
 
-    The first sweep varies slowest. Raises UsageError for an invalid text, and for a setting that is
-    given in two places.
+    The first sweep varies slowest. Raises UsageError for an invalid text, for a setting that is
+    given in two places, and for more than 10,000 rows.
     """
     own = [_read_row(text) for text in rows] or [{}]
     axes = _read_sweeps(sweeps)

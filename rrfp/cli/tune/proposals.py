@@ -71,7 +71,8 @@ def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> N
 def proposal_table(
     source: "Source", found: "SearchResult", trials: "Sequence[TrialResult]"
 ) -> Table:
-    """Make the table of proposals, the best first, with the current settings as the lead row."""
+    """Make the table of proposals, the best first. The lead row has the current settings, or 1F1B
+    for costs in a file; it is missing if they could not be predicted."""
     own = found.own
     return Table(
         f"Best within {_memory(found.memory)}, of {found.num_simulated} simulated steps",
@@ -399,9 +400,11 @@ class TrialRunner:
         return own.changed(**changed)
 
     def _pace(self, text: str, proposal: "Prediction") -> str:
-        """Return the name of costs for the proposal's stages and microbatches.
+        """Return the name of costs for the proposal's stages and microbatches; `text` names the
+        costs of the run.
 
-        If the split differs, the costs are divided again and written to a file in runs/tune.
+        If the proposal has a split of the layers, the costs are divided by it, and written to a
+        file in runs/tune that is named by its content.
         """
         from rrfp.replay.cost_sources import costs_file, stable_costs_name
         from rrfp.simulate.costs.layer_costs import CUT, cut_in, written_cut

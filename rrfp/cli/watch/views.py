@@ -38,7 +38,8 @@ _COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: 
 def page(
     follower: Follower, state: RunState, sentence: str, notes: Sequence[str] = ()
 ) -> RenderableType:
-    """Make the page of a run: state, figures, stages, main waits, slow places and notes."""
+    """Make the page of a run: state, figures, stages, main waits, slow places and notes. Without
+    records it has the state, the metrics and the stages' busy shares."""
     parts: list[RenderableType] = [_headline(follower, state, sentence)]
     recent = list(follower.steps)[-WINDOW:]
     if recent:
@@ -59,7 +60,7 @@ def page(
 
 
 def _headline(follower: Follower, state: RunState, sentence: str) -> Text:
-    """A line with directory, session, number of steps and state of the run."""
+    """A line with directory, session (from the second on), number of steps and state of the run."""
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")
@@ -238,19 +239,19 @@ class View:
         self._follower = follower
 
     def begin(self) -> None:
-        """Called before the first update."""
+        """Start the display, before the first update. This class does nothing."""
 
     def update(self, news: Update, state: RunState, sentence: str) -> None:
-        """Show what is new. `sentence` describes the run's state."""
+        """Show what is new; `sentence` describes the run's state. This class shows nothing."""
 
     def note(self, sentence: str) -> None:
-        """Show that an exporter or a command failed."""
+        """Show that an exporter or the alert command failed. This class shows nothing."""
 
     def end(self, state: RunState, sentence: str) -> None:
-        """Called after the last update."""
+        """Show the final state, after the last update. This class shows nothing."""
 
     def close(self) -> None:
-        """Restore the terminal; a second call does nothing."""
+        """Restore the terminal; a second call does nothing. This class has nothing to restore."""
 
 
 class OncePage(View):
