@@ -35,7 +35,9 @@ type with a sentence; compiled code would raise TypeError by itself."""
 
 
 def sources(package: Path) -> list[Path]:
-    """The sources of the core, given the directory of `rrfp`."""
+    """Return the source files of the compiled core, given the directory of `rrfp`: all modules of
+    `rrfp.schedule` except `__init__.py` and `policy.py`, sorted by path, then the simulator's
+    `engine.py` and `transfers.py`."""
     schedule = [
         path for path in (package / "schedule").rglob("*.py") if path.name not in _INTERPRETED
     ]
@@ -43,7 +45,7 @@ def sources(package: Path) -> list[Path]:
 
 
 def digest(package: Path) -> str:
-    """The digest of these sources."""
+    """Return the SHA-256, in hexadecimal, of the contents of all `sources`; names do not count."""
     whole = hashlib.sha256()
     for path in sources(package):
         whole.update(path.read_bytes())
@@ -51,16 +53,18 @@ def digest(package: Path) -> str:
 
 
 def core() -> Core:
-    """How the core of this process runs."""
+    """Return how the core of this process runs, as determined when this module was imported."""
     return _CORE
 
 
 class _Sources:
-    """Finds the core's sources before what they were compiled to."""
+    """Import finder that prefers the core's .py files to their compiled extensions."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of the .py file of a module in `rrfp.schedule` or `rrfp.simulate`. None
+        for any other module and without such a file; Python's own finders follow then."""
         if path is None or not name.startswith(("rrfp.schedule.", "rrfp.simulate.")):
             return None
         for directory in path:
@@ -71,7 +75,8 @@ class _Sources:
 
 
 def _found() -> Core:
-    """How the core is to run, given the environment and what is installed."""
+    """Determine how the core is to run: interpreted without a digest file or with RRFP_COMPILED=0,
+    else compiled if the digest in that file equals that of the sources now, and stale if not."""
     package = Path(__file__).parent
     try:
         compiled_from = (package / DIGEST_FILE).read_text().strip()

@@ -29,20 +29,22 @@ class UsageError(RrfpError):
 
 
 def first_line(text: str) -> str:
-    """The first line of a long message; torch's go on with source locations."""
+    """Return the first line of a message that is not blank, without spaces around it, or `no reason
+    given`. Messages of torch go on with source locations."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, as the operating system says it where it did."""
+    """Return why something failed: the operating system's text (`strerror`) for an OSError that has
+    one, else the first line of the message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return first_line(str(error))
 
 
 def described(error: BaseException) -> str:
-    """The type and the message of an error that nobody foresaw; if the system refused something
-    that the message does not name, also the line that asked for it."""
+    """Describe an unforeseen error by its type and the first line of its message. For an OSError
+    that names no file it adds the source line that raised it, from the traceback."""
     told = f"{type(error).__name__}: {first_line(str(error))}"
     if isinstance(error, OSError) and error.filename is None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -53,13 +55,13 @@ def described(error: BaseException) -> str:
 
 
 def numbered(noun: str, numbers: Collection[int]) -> str:
-    """As in `rank 1` or `ranks 2, 3`."""
+    """Format a noun and numbers: `rank 1`, or in the plural `ranks 2, 3`. Nothing is sorted."""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """`; did you mean 'bfw'?`: the known name that is nearest to what somebody wrote, to be put
-    behind the fact. Empty if none is near."""
+    """Return `; did you mean 'bfw'?` with the known name nearest to `text`, to be appended to an
+    error; empty if none is near. A name of the same letters in another order goes first."""
     names = [*known]
     # Exchanged letters are likelier than left-out ones, which get_close_matches prefers.
     exchanged = [name for name in names if sorted(name) == sorted(text)]
@@ -68,15 +70,17 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
 
 
 def is_torchs_loss(error: BaseException) -> bool:
-    """Whether a collective of torch failed because the connection to a peer broke. It raises a bare
-    RuntimeError, and only the message says why."""
+    """Return True for a RuntimeError whose first line contains "connection": a collective of torch
+    failed because the connection to a peer broke, and only the message shows that."""
     return _is_torchs(error, "connection")
 
 
 def is_torchs_silence(error: BaseException) -> bool:
-    """Whether a collective of torch failed because a peer was silent for too long."""
+    """Return True for a RuntimeError whose first line contains "timed out": a collective of torch
+    failed because a peer was silent for too long."""
     return _is_torchs(error, "timed out")
 
 
 def _is_torchs(error: BaseException, sign: str) -> bool:
+    """Return True for a RuntimeError whose message's first line, in lower case, contains `sign`."""
     return isinstance(error, RuntimeError) and sign in first_line(str(error)).lower()

@@ -39,7 +39,8 @@ _MOST_BYTES = 2**28
 
 
 def means_a_file(text: str, *suffixes: str) -> bool:
-    """Whether a text that might be a name is a path: it has one of the suffixes, or exists."""
+    """Return True if a text that might be a name is a path: it ends in one of `suffixes`, or a file
+    or directory of that name exists. False for an empty text and an invalid path."""
     path = Path(text)
     try:
         return bool(text) and (path.suffix in suffixes or path.exists())
@@ -48,9 +49,10 @@ def means_a_file(text: str, *suffixes: str) -> bool:
 
 
 def read_text(path: str, what: str) -> str:
-    """The text of a file; `what` names its kind in errors.
+    """Read a UTF-8 file, without its byte order mark; `what` names the kind of file in errors.
 
-    Raises UsageError for a file that is not regular, cannot be read, is not UTF-8, or is huge.
+    Raises UsageError for a file that is not regular, cannot be read, is not UTF-8, or exceeds 256
+    MiB.
     """
     # Reading a pipe could block forever, and the file is read twice.
     if means_a_file(path) and not (Path(path).is_file() or Path(path).is_dir()):
@@ -80,7 +82,8 @@ def read_text(path: str, what: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's contents, in hexadecimal."""
+    """Return the SHA-256 of a file's contents, in hexadecimal. Raises OSError if it cannot be
+    read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -89,8 +92,9 @@ def sha256_of(path: Path) -> str:
 
 
 def resolve_hint(text: str, *, auto: bool = False) -> Hint:
-    """The hint named `text`, or the order in the file at that path. With `auto`, that name asks for
-    a choice while the run goes on.
+    """Return the hint named `text`, or the order file at that path, which is read but not parsed.
+    With `auto`, the name `auto` requests a choice during the run; without it, that name is an
+    error.
 
     Raises UsageError for an unknown hint, listing the known ones, and for an unreadable file.
     """
@@ -109,7 +113,8 @@ def resolve_hint(text: str, *, auto: bool = False) -> Hint:
 
 
 def order_file(text: str) -> Path | None:
-    """The path of an order file, or None where `text` is a name."""
+    """Return the path of an order file: a text that is no hint's name and ends in .csv or exists.
+    None for any other text."""
     return None if text in (AUTO.name, *HINTS) or not means_a_file(text, ".csv") else Path(text)
 
 
@@ -117,13 +122,11 @@ def order_file(text: str) -> Path | None:
 
 
 def resolve_admission(text: str, num_microbatches: int | None = None) -> Admission:
-    """The admission order named `text`, or the orders in the file at that path.
+    """Return the admission order named `text`, or parse the orders in the file at that path.
 
-    Each line of a file must admit `num_microbatches` microbatches (None: as many as its first
-    line does).
-
-    Raises UsageError for an unknown name, an unreadable file, or a line that does not admit every
-    microbatch once.
+    Each line of a file must admit `num_microbatches` microbatches (None: as many as its first line
+    does). Raises UsageError for an unknown name, an unreadable file, or a line that does not admit
+    every microbatch once.
     """
     if text in list(Admit):
         return Admit(text)
@@ -136,7 +139,8 @@ def resolve_admission(text: str, num_microbatches: int | None = None) -> Admissi
 
 
 def admission_file(text: str) -> Path | None:
-    """The path of an admission file, or None where `text` is a name."""
+    """Return the path of an admission file: a text that is no order's name and ends in .csv or .txt
+    or exists. None for any other text."""
     is_file = text not in list(Admit) and means_a_file(text, ".csv", ".txt")
     return Path(text) if is_file else None
 
@@ -145,7 +149,7 @@ def admission_file(text: str) -> Path | None:
 
 
 def resolve_balancing(text: str) -> Balancing:
-    """The balancing named `text`, or the assignments in the file at that path.
+    """Return the balancing named `text`, or parse the assignments in the file at that path.
 
     Raises UsageError for an unknown name, an unreadable file, or a line that does not assign every
     item once and equally many to each replica.
@@ -161,7 +165,8 @@ def resolve_balancing(text: str) -> Balancing:
 
 
 def assignment_file(text: str) -> Path | None:
-    """The path of an assignment file, or None where `text` is a name."""
+    """Return the path of an assignment file: a text that is no balancing's name and ends in .csv or
+    .txt or exists. None for any other text."""
     is_file = text not in list(AdmitAcross) and means_a_file(text, ".csv", ".txt")
     return Path(text) if is_file else None
 
@@ -172,11 +177,12 @@ _EXAMPLE = "'Et*3|t*4|t*4|t*3L' or 3,4,4,3"
 
 
 def parse_layout(text: str, name: str) -> tuple[int, ...]:
-    """The layers of each stage, in model order; `name` is what errors call the text.
+    """Return the number of layers of each stage, in model order, from numbers such as 3,4,4,3 or
+    from Megatron's letters; `name` is what errors call the text.
 
-    Megatron's letters: E embedding, t layer, L loss, | next stage, `t*4` and `(tt|)*2` repeat, and
-    commas are for the eye. Raises UsageError for anything else, and for an embedding or a loss that
-    is not at its end.
+    The letters: E embedding, t layer, L loss, | next stage; `t*4` and `(tt|)*2` repeat, and commas
+    are ignored. Only t counts. Raises UsageError for anything else, and for letters that do not
+    have one E at the start and one L at the end.
     """
     if re.fullmatch(r"\d{1,4}(,\d{1,4})*", text, re.ASCII):
         return tuple(map(int, text.split(",")))
@@ -194,7 +200,8 @@ def parse_layout(text: str, name: str) -> tuple[int, ...]:
 
 
 def layout_string(split: Sequence[int]) -> str:
-    """Layers by stage in Megatron's notation, as short as it is easy to read."""
+    """Format the layers of each stage in Megatron's notation, with the embedding in the first stage
+    and the loss in the last: `Et*3|t*4|t|t*3L`."""
     stages = ["t" * layers if layers < 2 else f"t*{layers}" for layers in split]
     stages[0] = f"E{stages[0]}"
     stages[-1] = f"{stages[-1]}L"
@@ -202,8 +209,8 @@ def layout_string(split: Sequence[int]) -> str:
 
 
 def _unrolled(text: str) -> str | None:
-    """The text without repetitions, as Megatron unrolls them: those in parentheses first; None for
-    one that is far too long."""
+    """Expand the repetitions of a layout as Megatron does, those in parentheses first. None if the
+    result would have more than 10,000 letters."""
     for pattern in (r"\(([^()]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
         length = len(text) + sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, text))
         if length > _MOST:
@@ -271,26 +278,28 @@ class Declared:
 
     @property
     def value_type(self) -> Any:
-        """The type of a value on the command line."""
+        """The type of a value on the command line: the kind itself, and for a knob its only type,
+        or str if it takes values of several types."""
         if not isinstance(self.kind, Knob):
             return self.kind
         return self.kind.kinds[0] if len(self.kind.kinds) == 1 else str
 
     @property
     def default_described(self) -> Any:
-        """The default as JSON has it."""
+        """The default as a JSON value; the default of a knob is converted, others are unchanged."""
         return self.kind.describe(self.default) if isinstance(self.kind, Knob) else self.default
 
     @property
     def help_text(self) -> str:
-        """The help, with the default unless the text itself states it."""
+        """The help, followed by the default in brackets unless the text ends with a full stop."""
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
-        """Convert a value that is given as text; any other value is returned as it is.
+        """Convert a value from the command line if it is a text, and return any other value as it
+        is.
 
         Raises UsageError for a text that is no number or not one of the choices, and for an unknown
-        hint.
+        hint. Whether the value is in range is not checked.
         """
         if not isinstance(value, str):
             return value
@@ -308,7 +317,9 @@ class Declared:
         return Path(value) if kind is Path else value
 
     def read_toml(self, value: object, path: Path) -> Any:
-        """Convert a value from a TOML file; raises UsageError if its type is wrong."""
+        """Convert a value from a TOML file: a path's text becomes a Path, and an integer a float
+        where a float is wanted. Choices and hints stay text. Raises UsageError if the type is
+        wrong."""
         wanted = str if is_choice(self.kind) else self.kind
         if isinstance(self.kind, Knob):
             wanted = self.kind.kinds[-1]
@@ -326,7 +337,8 @@ class Declared:
         return value
 
     def check(self, value: Any) -> None:
-        """Raise UsageError if a value is out of the setting's range. None always passes."""
+        """Raise UsageError if a value violates the setting's own constraint (`must`). None
+        passes."""
         if value is not None and self.must is not None and not self.must.holds(value):
             raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.wording}")
 
@@ -342,15 +354,20 @@ class Declared:
 
 
 def setting(default: Any, help_text: str, *, kind: Any = None, **declared: Any) -> Any:
-    """A field of a group of settings. The default is appended to a help text that does not end with
-    a full stop. `kind` replaces the field's annotation, and `flag` its name; the other keywords are
-    those of `Declared`."""
+    """Declare a field of a dataclass of settings; `declared_in` reads the declaration from the
+    field's metadata.
+
+    The default is appended to a help text that does not end with a full stop. `kind` replaces the
+    field's annotation, and `flag` its name; the other keywords are those of `Declared`.
+    """
     metadata = {_METADATA: {"kind": kind, "help": help_text, **declared}}
     return field(default=default, metadata=metadata)
 
 
 def declared_in(group: str, of: type) -> Iterator[Declared]:
-    """The settings that a class declares, in the order of its fields."""
+    """Yield the settings that a dataclass declares with `setting`, in the order of its fields;
+    other fields are skipped. The kind is the field's annotation without None, unless one was
+    declared."""
     annotations = typing.get_type_hints(of)
     for each in fields(of):
         if _METADATA not in each.metadata:
@@ -369,7 +386,8 @@ def declared_in(group: str, of: type) -> Iterator[Declared]:
 
 
 def declared_knobs(group: str, *, in_run: bool) -> Iterator[Declared]:
-    """The knobs of a policy as settings."""
+    """Yield all knobs of a policy as settings of `group`. `in_run` selects the help text: for a
+    command that runs a job, or for one that simulates."""
     for name, knob in KNOBS.items():
         yield Declared(
             flag=name,
@@ -386,9 +404,12 @@ def declared_knobs(group: str, *, in_run: bool) -> Iterator[Declared]:
 
 
 def read_knob(knob: Knob, value: Any, label: str, *, in_run: bool = True) -> Any:
-    """The value of a knob that may be given as text. A hint may be the path of an order file, which
-    is read here because `rrfp.schedule` reads no files. Where nothing runs, a bound may be `none`.
-    Raises UsageError, in which the value is called `label`."""
+    """Parse the value of a knob if it is a text, and return any other value as it is.
+
+    A hint may be the path of an order file, which is read here because `rrfp.schedule` reads no
+    files. Unless `in_run`, `none` gives None for a knob with that default. Raises UsageError, in
+    which the value is called `label`.
+    """
     if value == "none" and knob.default is None and not in_run:
         return None
     if knob.name == "hint" and isinstance(value, str):
@@ -397,11 +418,12 @@ def read_knob(knob: Knob, value: Any, label: str, *, in_run: bool = True) -> Any
 
 
 def is_choice(kind: Any) -> bool:
-    """Whether a kind of setting is one of a few names."""
+    """Return True if a kind of setting is a class of names (a StrEnum)."""
     return isinstance(kind, type) and issubclass(kind, StrEnum)
 
 
 def _without_none(annotation: Any) -> Any:
+    """Return a union such as `int | None` without None, and any other annotation as it is."""
     if isinstance(annotation, types.UnionType):
         parts = [part for part in annotation.__args__ if part is not types.NoneType]
         return reduce(or_, parts)

@@ -19,14 +19,17 @@ _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra of rrfp. It needs a checkout: rrfp is in no registry."""
+    """Return the command that installs an extra of rrfp. It needs a checkout: rrfp is in no
+    registry."""
     return f"pip install '.[{extra}]' in a checkout of rrfp"
 
 
 def lacking(names: Collection[str]) -> str:
-    """List the packages of `names` that are missing or too old, for messages; empty if none is.
+    """List the packages of `names` that are missing or older than rrfp requires, with the wanted
+    versions, as text for messages; empty if none is.
 
-    Versions above the declared range are accepted, because they may work.
+    Versions above the declared range are accepted, because they may work. Names that rrfp does not
+    require are ignored.
     """
     found = []
     for name, wanted in _declared():
@@ -42,7 +45,8 @@ def lacking(names: Collection[str]) -> str:
 
 
 def _declared() -> Iterator[tuple[str, str]]:
-    """Each requirement's name and version range, such as `>=15,<16`, except those of extras."""
+    """Yield the lower-case name and the version range, such as `>=15,<16`, of each requirement that
+    belongs to no extra. Without installed metadata it reads pyproject.toml, if there is one."""
     try:
         lines = metadata.requires("rrfp") or []
     except metadata.PackageNotFoundError:  # a checkout that is on the path
@@ -58,6 +62,7 @@ def _declared() -> Iterator[tuple[str, str]]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first version number in a text; empty for a text without one."""
+    """Return the first version number in a text, such as (2, 9, 1); empty for a text without
+    one."""
     match = _NUMBERS.search(text)
     return tuple(map(int, match[0].split("."))) if match is not None else ()

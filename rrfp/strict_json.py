@@ -12,8 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 
 def parsed(data: bytes | str) -> Any:
-    """The value. Raises ValueError for what is no JSON, and for what is nested too deep to be
-    read."""
+    """Decode JSON. Raises ValueError if it is invalid, or nested too deep to be read."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -24,6 +23,7 @@ T = TypeVar("T")
 
 
 def integer(value: object) -> int:
+    """Return an integer as it is. Raises ValueError for any other value, also for true and 1.0."""
     # JSON's true and false are integers in Python.
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{_short(value)} is not an integer")
@@ -31,38 +31,43 @@ def integer(value: object) -> int:
 
 
 def number(value: object) -> float:
-    """A finite number."""
+    """Return a finite number as a float. Raises ValueError for any other value, also for true."""
     if isinstance(value, float) and math.isfinite(value):
         return value
     return float(integer(value))
 
 
 def text(value: object) -> str:
+    """Return a string as it is. Raises ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError(f"{_short(value)} is not text")
     return value
 
 
 def integers(value: object) -> tuple[int, ...]:
+    """Return a list of integers as a tuple. Raises ValueError for any other value."""
     return tuple(integer(item) for item in items(value))
 
 
 def items(value: object, num_items: int | None = None) -> list[object]:
-    """A list, of `num_items` items if given."""
+    """Return a list as it is. Raises ValueError for any other value, and unless the list has
+    `num_items` items (None: any number)."""
     if not isinstance(value, list) or num_items not in (None, len(value)):
         raise ValueError(f"{_short(value)} is not a list of {num_items or 'items'}")
     return value
 
 
 def mapping(value: object) -> dict[str, object]:
-    """An object with any members."""
+    """Return an object (a dict) with any members as it is. Raises ValueError for any other
+    value."""
     if not isinstance(value, dict):
         raise ValueError(f"{_short(value)} is not an object")
     return value
 
 
 def member(value: object, name: str) -> object:
-    """An object's member of this name."""
+    """Return the member `name` of an object. Raises ValueError if it is missing, and for a value
+    that is not an object."""
     if not isinstance(value, dict) or name not in value:
         raise ValueError(f"{_short(value)} has no '{name}'")
     return value[name]
@@ -77,7 +82,8 @@ _READERS: dict[Any, Callable[[object], Any]] = {
 
 
 def instance(kind: type[T], value: object) -> T:
-    """A dataclass of such values, from an object with exactly its fields."""
+    """Make a dataclass from an object with exactly its fields, whose types are checked: int, float,
+    str or a tuple of ints. Raises ValueError for a missing, additional or wrong member."""
     hints = get_type_hints(kind)
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise ValueError(f"{_short(value)} does not have the fields of {kind.__name__}")
@@ -85,5 +91,6 @@ def instance(kind: type[T], value: object) -> T:
 
 
 def _short(value: object) -> str:
+    """Return the repr of a value for an error, cut to 40 characters."""
     told = repr(value)
     return told if len(told) <= 40 else f"{told[:37]}..."

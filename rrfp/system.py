@@ -14,8 +14,8 @@ from rrfp.errors import UsageError
 
 
 def num_cores() -> int:
-    """The number of cores on which this process may run. It can be less than the machine's, under
-    taskset or a batch system."""
+    """Return the number of cores on which this process may run. It can be less than the machine's,
+    under taskset or a batch system; quotas of containers do not count."""
     with suppress(AttributeError, OSError):  # the system may lack the call, or refuse it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -25,8 +25,8 @@ def num_cores() -> int:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function that returns 0 if all is well. Raises OSError if not, and AttributeError if
-    this system's library has none of that name."""
+    """Call a function of the C library that returns 0 if all is well. Raises OSError with the C
+    library's errno if not, and AttributeError if this system's library has none of that name."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
@@ -43,13 +43,14 @@ _ADVICE = "raise the limit: ulimit -n 4096"
 
 
 def most_open_files() -> int:
-    """The largest number of open files that this process may allow itself (the hard limit)."""
+    """Return how many files this process may let itself open: its hard limit, not the current one.
+    Without a limit it is 2**31 - 1."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else most
 
 
 def check_open_files() -> None:
-    """Raise UsageError if the limit on open files is too low for any rank."""
+    """Raise UsageError if the hard limit on open files is below the 64 that any rank needs."""
     most = most_open_files()
     if most < FILES_OF_A_RANK:
         raise UsageError(
@@ -59,8 +60,8 @@ def check_open_files() -> None:
 
 
 def allow_open_files(num_ranks: int) -> None:
-    """Let this process, and those that it starts, have as many files open as a rank of such a run
-    may need, as far as the system allows."""
+    """Raise this process's soft limit on open files to what a rank of such a run may need, but not
+    above the hard limit. Processes that it starts inherit it. The limit is never lowered."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_A_RANK + _FILES_OF_A_PEER * num_ranks
     if most != resource.RLIM_INFINITY:
@@ -70,14 +71,15 @@ def allow_open_files(num_ranks: int) -> None:
 
 
 def is_of_too_many(error: BaseException) -> bool:
-    """Whether this process could open no more files. torch says so in a bare RuntimeError."""
+    """Return True if an error means that no more files can be opened: EMFILE or ENFILE, or the bare
+    RuntimeError in which torch says so."""
     if isinstance(error, OSError):
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return isinstance(error, RuntimeError) and "Too many open files" in str(error)
 
 
 def describe_too_many_files() -> str:
-    """Describe, for an error, that this process has reached its limit on open files."""
+    """Describe, for an error, that this process has reached its soft limit on open files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"it needs more than the {allowed} files that it may have open; {_ADVICE}"
 
@@ -86,7 +88,7 @@ def describe_too_many_files() -> str:
 
 
 def temporary_directory() -> Path:
-    """The directory for temporary files. Raises UsageError where none can be written to."""
+    """Return the directory for temporary files. Raises UsageError if none can be written to."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:

@@ -55,6 +55,7 @@ app.add_typer(hint.app, name="hint")
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and how the core runs on stdout, and exit, if `--version` is given."""
     if wanted:
         print(f"rrfp {__version__}, core {compiled.core()}")
         raise typer.Exit

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
-    """Print results: tables by case for people, rows for programs."""
+    """Print results on stdout: tables by case for people, and one table of all rows for
+    programs."""
     from rrfp.race.result_tables import case_tables, result_table
 
     match output_format:
@@ -45,7 +46,8 @@ def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format:
 
 
 def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
-    """Warn on stderr if work took longer than its modelled time."""
+    """Warn on stderr if in any row more than 2% of the tasks took longer than their modelled time;
+    the warning names the worst row."""
     over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
     if over:
         worst = max(over, key=lambda row: row.over_pace or 0.0)
@@ -59,7 +61,8 @@ def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
 
 
 def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) -> None:
-    """Draw a chart for each preset, if the extra `report` is installed."""
+    """Draw a chart for each preset as .svg and .png in `directory`, and print their paths on
+    stderr. Without the extra `report` it only prints how to install it."""
     if missing_for_charts():
         typer.echo(f"Charts need another package: {install_hint('report')}", err=True)
         return
@@ -241,12 +244,13 @@ def bench(options: BenchOptions) -> None:
 
 
 def _bound(text: str) -> str:
-    """Return the name of a bound in presets."""
+    """Return the name of a memory bound in presets: `paper` itself, or `hold SIZE` for a size."""
     return text if text == "paper" else f"hold {text}"
 
 
 def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> None:
-    """Run this host's ranks of all races; host 0 prints the progress."""
+    """Run this host's ranks of all races, for hosts other than 0, which prints the results. It
+    prints on stderr which address it joins, and failed entries."""
     from rrfp.race.runner import race
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
@@ -262,7 +266,8 @@ def _race(
     *,
     retry: bool,
 ) -> None:
-    """Run the remaining turns, and print how many there are and how long they take."""
+    """Run the remaining turns with a progress bar, after a line on stderr with their number and,
+    given models, an estimate of the time. If no turn is left, it only prints that."""
     from rrfp.race.entries import Turn
     from rrfp.race.runner import race, time_left_s, turns_left
 
@@ -292,6 +297,8 @@ def _race(
 
 
 def _launch(settings: "TrainSettings", run: "RunDir") -> None:
+    """Run this host's ranks of an entry of the race until they end. Raises RrfpError if one
+    fails."""
     from rrfp.race.runner import RANK_MODULE
     from rrfp.train.launch.launcher import launch
 
@@ -299,8 +306,10 @@ def _launch(settings: "TrainSettings", run: "RunDir") -> None:
 
 
 def _note_failure(failure: "Failure") -> None:
+    """Print on stderr that an entry failed and is left out, with its error."""
     typer.echo(f"left out, as it failed: {failure.entry}: {failure.error}", err=True)
 
 
 def _duration(seconds: float) -> str:
+    """Format seconds as `42 s`, or from 100 s on as whole minutes, `3 min`."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

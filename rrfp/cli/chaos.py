@@ -33,7 +33,8 @@ _SAME = {True: "yes", False: "no", None: "-"}
 
 
 def note_fault(verdict: "Verdict") -> None:
-    """Print the outcome of a fault as soon as it is known."""
+    """Print the outcome of a fault on stderr as soon as it is known: that the run went on, or the
+    part of rrfp that detected the fault, and the seconds until then."""
     seen = verdict.observation
     outcome = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
     typer.echo(
@@ -44,7 +45,8 @@ def note_fault(verdict: "Verdict") -> None:
 
 
 def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
-    """Print the verdicts on stdout in the order of the plan."""
+    """Sort the verdicts in place into the order of the plan and print them on stdout. The table of
+    no verdicts is not printed."""
     # Faults that came too late were injected again at the end.
     verdicts.sort(key=lambda verdict: verdict.fault.number)
     if output_format is PlainFormat.JSON:
@@ -54,7 +56,8 @@ def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> Non
 
 
 def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
-    """Print the complaints about failed faults. Raises RrfpError unless all faults passed."""
+    """Print on stderr the complaints about faults that did not pass, and raise RrfpError if there
+    are any. `keep` is the directory with their training runs, if they are kept."""
     failed = [verdict for verdict in verdicts if not verdict.has_passed]
     for verdict in failed:
         for complaint in verdict.complaints:
@@ -69,6 +72,8 @@ def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
 
 
 def _as_json(verdict: "Verdict") -> dict[str, object]:
+    """Return a verdict as JSON members; what does not apply is null, such as the error of a run
+    that went on."""
     fault, seen = verdict.fault, verdict.observation
     return {
         "number": fault.number,
@@ -90,6 +95,8 @@ def _as_json(verdict: "Verdict") -> dict[str, object]:
 
 
 def _table(verdicts: "Sequence[Verdict]") -> Table:
+    """Make the table of the verdicts, a row for each fault; those that did not pass are marked."""
+
     def column(heading: str, of: "Callable[[Verdict], str]", unit: Unit = TEXT) -> Column:
         return Column(heading, [of(verdict) for verdict in verdicts], unit)
 
@@ -117,6 +124,7 @@ def _table(verdicts: "Sequence[Verdict]") -> Table:
 
 
 def _fault_name(verdict: "Verdict") -> str:
+    """Return a fault's signal, or its kind with the seconds that it is held, if any."""
     fault = verdict.fault
     if fault.signal:
         return fault.signal
@@ -124,6 +132,8 @@ def _fault_name(verdict: "Verdict") -> str:
 
 
 def _when(verdict: "Verdict") -> str:
+    """Return the stage at which a fault was injected and how many steps were finished; the stage
+    alone at the start and the close."""
     stage = verdict.fault.stage
     if stage in (Stage.START, Stage.CLOSE):
         return str(stage)
@@ -152,7 +162,7 @@ _LAYERS_PER_CHUNK = 2
 
 
 def train_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Parse flags of `rrfp train` into values by flag.
+    """Parse flags of `rrfp train` into a dict by flag, without those that are not given.
 
     Raises typer's error for an unknown flag and for a flag that the campaign sets itself.
     """
@@ -231,7 +241,9 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
-    """Make the training settings. Raises UsageError if the file sets one of the campaign's."""
+    """Make the training settings from the given flags and the file; without a file a tiny model is
+    the default. Checkpoints are always saved, every 8 steps by default. Raises UsageError if the
+    file sets a setting that the campaign sets itself."""
     if config is not None:
         settings = TrainSettings.from_toml(config, **given)
         default = TrainSettings().by_flag()
@@ -248,7 +260,9 @@ def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
 
 
 def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKind, ...]:
-    """Return the requested kinds of faults that this training supports, and print the others."""
+    """Return the requested kinds of faults (none: all) that this training supports, and print the
+    others on stderr. Raises UsageError if no kind is left: without links there are no link
+    faults."""
     kinds = tuple(dict.fromkeys(asked)) or tuple(FaultKind)
     if settings.policy.dispatch is Dispatch.MEGATRON:
         why = "Megatron's own schedule has no links of rrfp"
@@ -268,7 +282,12 @@ def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKi
 def _inject(
     settings: TrainSettings, kinds: tuple[FaultKind, ...], num_faults: int, keep: Path | None
 ) -> "Iterator[list[Verdict]]":
-    """Inject the faults, and yield the verdicts of each training run."""
+    """Train once undisturbed, then inject the faults and yield the verdicts of each disturbed
+    training.
+
+    All runs are in a temporary directory that is removed at the end. For faults of the disk it
+    mounts a disk there, or limits the size of files if this user may not mount one.
+    """
     from rrfp.chaos.campaign import Campaign
     from rrfp.chaos.disk import LimitedFiles, disk_at
 

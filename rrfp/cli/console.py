@@ -23,24 +23,31 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a rich console that prints text unchanged: no markup, control characters escaped."""
+    """Return a rich console on stdout or stderr that prints text unchanged: no markup, no emoji,
+    and control characters escaped."""
     return _GuardedConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 class _GuardedConsole(Console):
+    """A rich console that escapes control characters in the text that it prints."""
+
     @property
     def file(self) -> IO[str]:
-        """The stream behind the guarded one, also behind rich's own proxy during a redraw."""
+        """The stream to write to: the original behind a guarded one, or behind rich's proxy during
+        a redraw, because escaping would break rich's colors."""
         file = super().file
         return getattr(file, "rich_proxied_file", file)
 
     @file.setter
     def file(self, file: IO[str]) -> None:
+        """Set the stream to write to."""
         self._file = file
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
+        """Yield rich's segments with control characters of texts escaped; rich's own control
+        segments stay."""
         for segment in super().render(renderable, options):
             yield (
                 segment
@@ -52,7 +59,8 @@ class _GuardedConsole(Console):
 def print_report(
     tables: Sequence[Table], output_format: Format, more: Mapping[str, object] | None = None
 ) -> None:
-    """Print tables on stdout: one by one for people, as one table or document for programs.
+    """Print tables on stdout: one by one for people, and for CSV and Parquet as one data frame of
+    all.
 
     The JSON document is the first table's, with the members of `more`. Raises UsageError for
     Parquet on a terminal.
@@ -77,13 +85,15 @@ def print_report(
 
 
 def _concatenated(tables: Sequence[Table]) -> "pl.DataFrame":
+    """Return one data frame with the rows for programs of all tables."""
     import polars as pl
 
     return pl.concat([table.frame() for table in tables])
 
 
 def print_rows(table: Table, output_format: RowFormat, *, may_have_formulas: bool = True) -> None:
-    """Print one table on stdout without building a data frame."""
+    """Print one table on stdout without building a data frame. In CSV, texts that a spreadsheet
+    would run are escaped if it `may_have_formulas`."""
     match output_format:
         case RowFormat.TABLE | RowFormat.MD:
             print_tables([table], markdown=output_format is RowFormat.MD)
@@ -94,7 +104,7 @@ def print_rows(table: Table, output_format: RowFormat, *, may_have_formulas: boo
 
 
 def print_tables(tables: Sequence[Table], *, markdown: bool) -> None:
-    """Print tables for people, on a terminal or as Markdown."""
+    """Print tables for people on stdout, laid out for a terminal or as Markdown."""
     if markdown:
         print("\n".join(table.markdown() for table in tables), end="")
         return
@@ -104,7 +114,8 @@ def print_tables(tables: Sequence[Table], *, markdown: bool) -> None:
 
 
 def print_table(table: Table, terminal: Console) -> None:
-    """Print a table; columns beyond 80 or the terminal's width follow in another table below."""
+    """Print a table with its title and notes; columns beyond 79 characters or the terminal's width
+    follow in another table below."""
     if table.title:
         terminal.print(Text(table.title, style="bold"))
     width = terminal.width - 1
@@ -134,21 +145,25 @@ class _Cells:
 
     @property
     def heading(self) -> str:
+        """The column's heading, empty if it has none."""
         return self.column.heading or ""
 
     @property
     def may_wrap(self) -> bool:
+        """True for columns of text, except names."""
         return self.column.unit.is_text and not self.column.unit.is_name
 
     @property
     def width(self) -> int:
-        """The preferred width of the column in characters."""
+        """The width in characters of the longest cell or line of the heading, at most 16 where text
+        may wrap."""
         width = max(map(len, (*self.heading.splitlines(), *self.texts)), default=0)
         return min(width, _MOST_LETTERS) if self.may_wrap else width
 
     @property
     def least_width(self) -> int:
-        """The smallest acceptable width in characters; dispensable columns are dropped first."""
+        """The smallest acceptable width in characters: the width of the longest word, but at least
+        8, where text may wrap, else the preferred width."""
         if not self.may_wrap:
             return self.width
         words = (word for text in (self.heading, *self.texts) for word in text.split())
@@ -176,17 +191,20 @@ def _split_columns(table: Table, width: int) -> list[list[_Cells]]:
 
 
 def _width(columns: Sequence[_Cells]) -> int:
+    """Return the preferred width in characters of columns side by side, with the gaps."""
     return sum(each.width + _GAP for each in columns)
 
 
 def _least_width(columns: Sequence[_Cells]) -> int:
+    """Return the smallest acceptable width in characters of columns side by side, with the gaps."""
     return sum(each.least_width + _GAP for each in columns)
 
 
 def _rich_table(
     table: Table, columns: Sequence[_Cells], width: int, *, in_color: bool
 ) -> RichTable:
-    """Make the rich table of some columns: lead and total rows apart, outliers bold."""
+    """Make the rich table of some columns: lead and total rows apart, outliers bold. If `in_color`,
+    headings of columns with a color get a block of it."""
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     is_too_wide = _least_width(columns) > width
     with_blocks = in_color and any(each.column.color for each in columns)

@@ -39,12 +39,13 @@ _MOST_COUNTED = 9
 
 
 def is_requested() -> bool:
-    """Return True if a shell started this process for completions."""
+    """Return True if a shell started this process for completions, by the variable
+    _RRFP_COMPLETE."""
     return VARIABLE in os.environ
 
 
 def print_completions(app: "typer.Typer") -> int:
-    """Print the completions that a shell requested and return the exit code.
+    """Print the completions that a shell requested and return the exit code, 1 after an error.
 
     Errors are not printed, because they would appear in the user's command line.
     """
@@ -59,18 +60,20 @@ def print_completions(app: "typer.Typer") -> int:
 
 
 def hint_names(incomplete: str) -> list[Offer]:
-    """Complete the name of a hint."""
+    """Return the hints whose names begin with `incomplete`, with their descriptions."""
     return [each for each in HINT_DESCRIPTIONS.items() if each[0].startswith(incomplete)]
 
 
 def hint_names_or_auto(incomplete: str) -> list[Offer]:
-    """Complete the name of a hint, or `auto`."""
+    """Return `auto` and the hints, if their names begin with `incomplete`, with their
+    descriptions."""
     auto: list[Offer] = [(AUTO.name, "chosen during the run")]
     return [each for each in auto if each[0].startswith(incomplete)] + hint_names(incomplete)
 
 
 def run_names(incomplete: str) -> list[Offer]:
-    """Complete the name of a run in `runs/`, or after `@` its number, the newest first."""
+    """Complete the name of a run in `runs/`, or after `@` the number of one of the newest nine. The
+    newest is first. Empty if `runs/` cannot be read."""
     with suppress(OSError, RrfpError):
         names = [path.name for path in runs_in()]
         if incomplete.startswith("@"):
@@ -83,7 +86,7 @@ def run_names(incomplete: str) -> list[Offer]:
 
 
 def cost_names(incomplete: str) -> list[Offer]:
-    """Complete the name of costs: a preset or a run."""
+    """Complete the name of costs: the presets first, then the runs."""
     from rrfp.simulate.costs.toml_files import PRESETS
 
     presets: list[Offer] = [name for name in PRESETS if name.startswith(incomplete)]
@@ -91,7 +94,7 @@ def cost_names(incomplete: str) -> list[Offer]:
 
 
 def one_of(*words: str) -> Completer:
-    """Return a completer of these words."""
+    """Return a completer of these words, which offers those that begin like the incomplete one."""
 
     def offer(incomplete: str) -> list[Offer]:
         return [word for word in words if word.startswith(incomplete)]
@@ -104,7 +107,8 @@ _NAMES_OR_FILES = {"admit": Admit, "admit_across": AdmitAcross}
 
 
 def completer_of(declared: Declared) -> Completer | None:
-    """Return the completer of a setting; None lets the shell offer files."""
+    """Return a setting's own completer, or one for hints, costs or the names that it takes; None
+    lets the shell offer files."""
     if declared.completes is not None:
         return declared.completes
     if isinstance(declared.kind, Knob):
@@ -140,12 +144,14 @@ METAVARS = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 
 
 def panel_of(declared: Declared) -> str | None:
-    """Return the help panel of a setting."""
+    """Return the help panel of a setting: its own, or else that of its group. None if neither has
+    one."""
     return declared.panel or _PANELS.get(declared.group)
 
 
 def type_word(kind: Any) -> str:
-    """Return the word for a type in the help: `INT`, or short choices such as `cpu|cuda`."""
+    """Return the word for a type in the help: `INT`, choices of up to nine characters such as
+    `cpu|cuda`, and `NAME` for other choices and types."""
     if is_choice(kind):
         names = "|".join(kind)
         return names if len(names) <= _LONGEST_CHOICES else "NAME"
@@ -153,17 +159,18 @@ def type_word(kind: Any) -> str:
 
 
 def metavar_of(declared: Declared) -> str:
-    """Return the word for the type of a setting in the help."""
+    """Return a setting's own word for its value in the help, or else the word for its type."""
     return declared.metavar or type_word(declared.kind)
 
 
 def option_of(
     declared: Declared, *, has_default: bool = False, is_text: bool = False
 ) -> inspect.Parameter:
-    """Return the typer parameter of a setting.
+    """Return the typer option or argument of a setting.
 
-    Without `has_default` a missing option has no value, and the settings or a TOML file decide.
-    With `is_text` the value is not converted.
+    Without `has_default` a missing option gives None, a choice is not checked, and the settings or
+    a TOML file decide. With it the parameter is named by the field, not the flag. With `is_text`
+    the value is not converted.
     """
     import typer
 
@@ -201,7 +208,8 @@ def option_of(
 def with_parameters(
     command: Callable[..., Any], parameters: Sequence[inspect.Parameter]
 ) -> Callable[..., Any]:
-    """Set the signature of a command, which typer reads."""
+    """Set the signature and annotations of a command, which typer reads, and return the same
+    command."""
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -237,7 +245,8 @@ def with_options(
 
 
 def as_typer_command(run: Callable[..., Any], options: Iterable[Declared]) -> Callable[..., Any]:
-    """Give `rrfp run` the signature with which typer lists and completes it."""
+    """Give `rrfp run` the signature with which typer lists and completes it, and return it. typer
+    never runs it."""
     import typer
 
     own: dict[str, tuple[Any, Any]] = {
@@ -271,6 +280,6 @@ def help_of(declared: Declared) -> str:
 
 
 def short_help(text: str) -> str:
-    """Replace the table of hints in a help text by the names of the hints."""
+    """Replace the table of hints in a help text by the names of the hints; other texts stay."""
     about, has_table, _ = text.partition(HINT_TABLE)
     return f"{about} Hints: {', '.join(HINTS)}." if has_table else about

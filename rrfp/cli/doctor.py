@@ -46,6 +46,7 @@ def doctor(
 
 
 def _table(checks: "Sequence[Check]") -> Table:
+    """Make the table of the checks: name, state, figure with unit, and advice."""
     figures = [
         "" if check.figure is None else f"{check.figure:.10g} {check.unit}".rstrip()
         for check in checks

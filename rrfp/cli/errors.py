@@ -29,7 +29,9 @@ _raises = False
 
 
 def interrupt_once() -> None:
-    """Make the first SIGINT raise KeyboardInterrupt, and ignore later ones."""
+    """Make the first SIGINT raise KeyboardInterrupt, and ignore later ones. If a destructor
+    swallows that exception, the next SIGINT counts again. Does nothing where Python's own handler
+    is not installed."""
     global _raises
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _raises = True
@@ -38,7 +40,8 @@ def interrupt_once() -> None:
 
 
 def restore_default_interrupts() -> None:
-    """Restore Python's handling of SIGINT, for a user's script."""
+    """Restore Python's handling of SIGINT, for a user's script, unless `interrupt_once` did nothing
+    or the first SIGINT has come."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.unraisablehook = sys.__unraisablehook__
@@ -46,7 +49,8 @@ def restore_default_interrupts() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block, let SIGINT raise KeyboardInterrupt again, for long work after the first."""
+    """Within the block, let the next SIGINT raise KeyboardInterrupt again, for long work after the
+    first; ignore later ones at the end."""
     global _raises
     _raises = True
     try:
@@ -64,7 +68,8 @@ def _interrupt(*_: object) -> None:
 
 
 def _handle_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Let the next SIGINT count if a destructor has swallowed this one."""
+    """Hook for exceptions in destructors: after a KeyboardInterrupt let the next SIGINT raise one
+    again, and pass any other exception to Python's own hook."""
     global _raises
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _raises = True
@@ -93,15 +98,18 @@ DEBUG_VARIABLE = "RRFP_DEBUG"
 
 
 def run_app(app: "typer.Typer", arguments: Sequence[str]) -> int | Callable[[], int]:
-    """Run a command line of a typer app; returns what `call_command` returns."""
+    """Run a command line of a typer app with its errors printed, and return the exit code or a
+    function, as `call_command` does."""
     return call_command(lambda: _invoke(app, arguments))
 
 
 def call_command(command: Callable[[], object]) -> int | Callable[[], int]:
-    """Call a command, print its error if any, and return the exit code.
+    """Call a command, print its error as one sentence on stderr, and return the exit code: 130
+    after Ctrl-C.
 
     If the command returns a function, that is returned instead: the caller calls it for the exit
-    code, and its errors are not handled here.
+    code, and its errors are not handled here. Until then stdout and stderr escape control
+    characters, and discard output once their reader has gone.
     """
     global _raises
     with tolerate_closed_streams():
@@ -117,7 +125,9 @@ def call_command(command: Callable[[], object]) -> int | Callable[[], int]:
 
 
 def _call_handled(command: Callable[[], object]) -> int | Callable[[], int]:
-    """Call a command; print an error as a sentence and return its exit code."""
+    """Call a command and return its result if that is an int or a function, else 0. An exception is
+    printed as a sentence; the code is that of an RrfpError, and otherwise 1. KeyboardInterrupt
+    propagates."""
     try:
         result: Any = command()
     except RrfpError as error:
@@ -135,7 +145,8 @@ def _call_handled(command: Callable[[], object]) -> int | Callable[[], int]:
 
 
 def describe_bug(error: Exception) -> str:
-    """Describe an unexpected error, which is a bug of rrfp."""
+    """Describe an unexpected error, which is a bug of rrfp: type, message, and how to see the
+    traceback."""
     return (
         f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the "
         f"traceback that {DEBUG_VARIABLE}=1 shows"
@@ -143,13 +154,16 @@ def describe_bug(error: Exception) -> str:
 
 
 def print_error(error: RrfpError) -> int:
-    """Print an error on stderr and return its exit code; called while it is handled."""
+    """Print an error on stderr, after its traceback if RRFP_DEBUG is set, and return its exit code;
+    called while it is handled."""
     _say(str(error))
     return error.exit_code
 
 
 def _invoke(app: "typer.Typer", arguments: Sequence[str]) -> Any:
-    """Parse and run a command line with typer; print usage errors as a sentence."""
+    """Parse and run a command line with typer, and flush stdout. Returns a function that the
+    command returned, else an exit code. Usage errors are printed as a sentence, and Abort becomes
+    KeyboardInterrupt."""
     import typer
 
     command = typer.main.get_command(app)
@@ -172,14 +186,16 @@ def _invoke(app: "typer.Typer", arguments: Sequence[str]) -> Any:
 
 
 def _say(sentence: str) -> None:
-    """Print a sentence on stderr, after the traceback of the current exception if requested."""
+    """Print `rrfp: ` and a sentence on stderr, after the traceback of the current exception if
+    RRFP_DEBUG is set."""
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exc()
     print(f"rrfp: {sentence}", file=sys.stderr)
 
 
 def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> str:
-    """Format typer's message on one line, with a suggestion and the command that shows the help."""
+    """Format typer's error on one line, with the nearest known name, if any, and the command that
+    shows the help."""
     # typer would list all remotely similar names in alphabetical order.
     near = getattr(error, "possibilities", None)
     message = error.message if near else error.format_message()
@@ -199,7 +215,8 @@ def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> 
 
 
 def _describe_bad_value(error: "typer.TyperException", arguments: Sequence[str]) -> str | None:
-    """Describe an option's value that is no number or out of range; None for other errors.
+    """Describe an option's value, found in `arguments`, that is no number or out of range; None for
+    other errors.
 
     typer's own message has pydantic's message in place of the value.
     """

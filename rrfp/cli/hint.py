@@ -37,7 +37,8 @@ PlacementOption = Annotated[
 def rehearsal_of(
     hint: str, pp: int, microbatches: int, chunks: int, placement: Placement
 ) -> Rehearsal:
-    """Rehearse the order of a hint. Raises UsageError for more forwards than `_MAX_FORWARDS`."""
+    """Rehearse the order of a hint for this pipeline, with tasks of one unit of time. Raises
+    UsageError for more than 65,536 forwards, and for a hint that is unknown or does not fit."""
     if pp * chunks * microbatches > _MAX_FORWARDS:
         raise UsageError(
             f"--pp {pp}, --chunks {chunks} and --microbatches {microbatches} make "
@@ -49,7 +50,8 @@ def rehearsal_of(
 
 
 def grid_of(rehearsal: Rehearsal) -> str:
-    """Format the grid to the terminal's width, and below it the blocked tasks of a deadlock."""
+    """Format the rehearsal's grid over time to the terminal's width, and below it the blocked tasks
+    if it deadlocks."""
     places = (format_blocked(rehearsal.order.shape, blocked) for blocked in rehearsal.blocked)
     grid = format_grid(rehearsal, shutil.get_terminal_size().columns)
     return "\n\n".join(filter(None, [grid, "\n".join(places)]))
@@ -112,7 +114,8 @@ def check(
 
 
 def _print_peaks(order: Order) -> None:
-    """Print the peak of D and of held activations of each rank."""
+    """Print a table on stdout of each rank's stages, its largest D (forwards minus backwards) and
+    its most held activations."""
     shape = order.shape
     ranks = range(shape.num_ranks)
     print("The most at once, in activations of one chunk and microbatch:")

@@ -19,7 +19,12 @@ from rrfp.train.launch.store import is_call_pending
 
 
 def main() -> int:
-    """Run the command line in `sys.argv` and return its exit code."""
+    """Run the command line in `sys.argv`, or print the completions that a shell requested, and
+    return the exit code.
+
+    If packages are missing, every subcommand but `rrfp run` prints an error that names them. If a
+    thread still waits for torch's store at the end, the process exits at once, without cleanup.
+    """
     words = sys.argv[1:]
     interrupt_once()
     if words[:1] == ["run"]:
@@ -52,7 +57,7 @@ def main() -> int:
 
 
 def _refuse(lacking: str) -> None:
-    """Raise UsageError: this environment lacks packages that every subcommand but `run` needs."""
+    """Raise UsageError that names the missing packages, which every subcommand but `run` needs."""
     raise UsageError(
         f"this environment lacks {lacking}, and only 'rrfp run' works without them; install them, "
         "or call this command in an environment that has them"

@@ -92,7 +92,8 @@ ByRank = Annotated[
 
 
 def parse_steps(text: str) -> range:
-    """Parse `A:B`, where either number may be missing. Raises UsageError for anything else."""
+    """Parse `A:B` into a range without B; a missing A is 0, and a missing B is no limit. Raises
+    UsageError for any other text, and for an empty range."""
     match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", text)
     if match is None:
         raise UsageError(f"--steps takes a range such as 3:10, not '{text}'")
@@ -104,7 +105,8 @@ def parse_steps(text: str) -> range:
 
 
 def step_in_trace(frames: "Frames", number: int | None, *, evaluations: bool) -> int | None:
-    """Convert a user's step number to the trace's, which numbers evaluations differently."""
+    """Convert a user's step number to the trace's, which numbers evaluations differently. It stays
+    the same without `evaluations`, and where no step of the frames is an evaluation."""
     if number is None or not evaluations or not any(map(is_evaluation, frames.steps)):
         return number
     return evaluation_step(number)
@@ -121,6 +123,8 @@ class Command(TyperCommand):
     """A command whose help shows the types of parameters as words, such as INT or PATH."""
 
     def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, changed so that the help shows an option's metavar or the word for
+        its type, and nothing for an argument."""
         params: list[Any] = super().get_params(ctx)
         for param in params:
             word = param.metavar if param.param_type_name == "option" else ""
@@ -137,6 +141,8 @@ class SettingsCommand(Command):
     """The parameter names of the common settings; the command's own options are always listed."""
 
     def get_params(self, ctx: Any) -> list[Any]:
+        """Return all parameters; while the short help is made, only the command's own options and
+        the common settings, which then share one panel."""
         params = super().get_params(ctx)
         if ctx.meta.get(_ALL, True):
             return params
@@ -144,6 +150,8 @@ class SettingsCommand(Command):
         return own + [_shortened(each) for each in params if each.name in self.common]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Format the help with the common options, or with all if `--help-all` requested them
+        before."""
         ctx.meta.setdefault(_ALL, False)
         try:
             super().format_help(ctx, formatter)
@@ -152,7 +160,8 @@ class SettingsCommand(Command):
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:
-    """Callback of `--help-all`: print the help with all options and exit."""
+    """Print the help with all options on stdout and exit, if `--help-all` is given (its
+    callback)."""
     if wanted:
         ctx.meta[_ALL] = True
         typer.echo(ctx.get_help())
@@ -160,7 +169,8 @@ def show_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 def _shortened(param: Any) -> Any:
-    """Copy an option for the short screen, which lists hints by name only."""
+    """Copy an option for the short help: in the panel of common options, with hints by name
+    only."""
     short = copy.copy(param)
     short.rich_help_panel = COMMON_PANEL
     short.help = short_help(param.help)
@@ -168,7 +178,8 @@ def _shortened(param: Any) -> Any:
 
 
 def _type_word(annotation: Any) -> str:
-    """Return the word for the type of an annotation, without Annotated, list or None."""
+    """Return the help's word, such as INT, for the type in an annotation; Annotated, list and None
+    are removed before."""
     while hasattr(annotation, "__args__"):
         annotation = annotation.__args__[0]
     return type_word(annotation)

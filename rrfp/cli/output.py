@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 
 def missing_for_charts() -> list[str]:
-    """Return the packages of the extra `report` that this installation lacks."""
+    """Return the packages of the extra `report` (altair, vl_convert) that this installation lacks,
+    without importing them."""
     return [name for name in ("altair", "vl_convert") if find_spec(name) is None]
 
 
 def check_report_extra() -> None:
-    """Raise RrfpError when a package that draws charts is missing."""
+    """Raise RrfpError, with the command that installs it, if a package that draws charts is
+    missing."""
     if missing := missing_for_charts():
         raise RrfpError(
             f"charts need {' and '.join(missing)}, which this installation lacks; "
@@ -41,7 +43,12 @@ WITHOUT_SIZES = "the bytes of their microbatches were not known yet"
 def read_frames(
     path: Path | None, steps: str | None, evaluations: bool, *, with_warm_up: bool = False
 ) -> "Frames":
-    """Read the frames of a run's steps, or of its evaluations, and print what the trace lacks."""
+    """Read the frames of a run's training steps, or of its evaluations, and print on stderr what
+    the trace lacks.
+
+    `path` None is the newest run; `steps` is `A:B`. None selects all steps, without the slow first
+    ones unless `with_warm_up`. Raises UsageError for a wrong range and if no step is left.
+    """
     asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.frame_files import load_frames
@@ -56,7 +63,8 @@ def read_frames(
 
 
 def print_analysis(frames: "Frames", table: "Table", output_format: Format) -> None:
-    """Print a table of these frames, and note the steps that the frames leave out."""
+    """Print a table of these frames on stdout, and on stderr the warm-up steps that they leave out;
+    in formats for people also how many evaluations."""
     note_warm_up(frames)
     if output_format in PEOPLE:
         note_evaluations(frames)
@@ -64,19 +72,22 @@ def print_analysis(frames: "Frames", table: "Table", output_format: Format) -> N
 
 
 def left_out_json(frames: "Frames") -> dict[str, object]:
-    """Return JSON members for steps left out: the number of evaluations, and the warm-up if any."""
+    """Return the JSON members about steps left out: the number of evaluations, and the numbers of
+    the warm-up steps if there are any."""
     warm_up = {"warm_up_left_out": list(frames.warm_up)} if frames.warm_up else {}
     return {"evaluations_left_out": frames.num_left_out, **warm_up}
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:
-    """Raise GateError if a figure is above --fail-above."""
+    """Raise GateError if `found` is above `most`, the value of --fail-above; None allows anything.
+    `what` names the figure."""
     if most is not None and found > most:
         raise GateError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")
 
 
 def check_page(path: Path) -> None:
-    """Raise UsageError for a file name that is not of an HTML page; writing refuses directories."""
+    """Raise UsageError unless the name ends in .html or .htm. A directory passes, because writing
+    refuses it."""
     if path.suffix.lower() not in _PAGES and not path.is_dir():
         raise UsageError(
             f"'{path}' is no file for a page; give it a name that ends in {' or '.join(_PAGES)}"
@@ -84,7 +95,8 @@ def check_page(path: Path) -> None:
 
 
 def note_missing_records(frames: "Frames", whose: str = "") -> None:
-    """Print on stderr what is missing from a trace; `whose` distinguishes several traces."""
+    """Print on stderr a note for each kind of records that a trace lacks. `whose` precedes it, to
+    distinguish several traces."""
     from rrfp.analyze.frames import missing_records
 
     for sentence in missing_records(frames):
@@ -92,13 +104,15 @@ def note_missing_records(frames: "Frames", whose: str = "") -> None:
 
 
 def note_left_out(steps: tuple[int, ...], why: str) -> None:
-    """Print on stderr the steps that a report does not count, and the reason."""
+    """Print on stderr the steps that a report does not count, and the reason; nothing without
+    steps."""
     if steps:
         typer.echo(f"left out, as {why}: {step_names(steps)}", err=True)
 
 
 def note_warm_up(frames: "Frames", whose: str = "") -> None:
-    """Print on stderr the slow first steps that a report leaves out."""
+    """Print on stderr the slow first steps that a report leaves out, if any, and the --steps that
+    includes them."""
     if frames.warm_up:
         names, them = step_names(frames.warm_up), "it" if len(frames.warm_up) == 1 else "them"
         typer.echo(f"{whose}skipped as warm-up: {names} (--steps 0: includes {them})", err=True)
@@ -107,7 +121,8 @@ def note_warm_up(frames: "Frames", whose: str = "") -> None:
 def note_evaluations(
     frames: "Frames", more: str = "--evaluations looks at them", whose: str = ""
 ) -> None:
-    """Print on stderr how many evaluations a report leaves out; `whose` distinguishes runs."""
+    """Print on stderr how many evaluations a report leaves out, followed by the advice `more`;
+    nothing if none. `whose` distinguishes runs."""
     if frames.num_left_out:
         number = counted(frames.num_left_out, EVALUATION)
         typer.echo(f"{whose}left out: {number}; {more}", err=True)

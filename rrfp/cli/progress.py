@@ -29,10 +29,11 @@ _HIDDEN_S = 1.0
 def progress(
     what: str, total: int, num_done: Callable[[], int] | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal for `total` items, and remove it at the end.
+    """Show a progress bar on stderr for `total` items, and remove it at the end. Nothing is shown
+    for one item, or if stderr is no terminal.
 
     Yields a function that is called with the number of items just completed. If `num_done` is
-    given, it is polled every second for the number completed so far instead.
+    given, a thread polls it every second for the number completed so far instead.
     """
     if total == 1 or not sys.stderr.isatty():
         yield lambda _: None
@@ -72,7 +73,8 @@ def progress(
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show a bar with the elapsed time, once the block has run for a second; removed at the end.
+    """Show a bar with the elapsed time on stderr, once the block has run for a second; removed at
+    the end. Nothing is shown if stderr is no terminal.
 
     Nothing else may be printed meanwhile.
     """
@@ -149,18 +151,25 @@ class TrainDisplay:
             self._live.stop()
 
     def warn(self, sentence: str) -> None:
-        """Print a warning above the redrawn lines."""
+        """Print a warning on stderr, above the redrawn lines on a terminal."""
         self._console.print(
             f"Warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
         )
 
     def _follow(self) -> None:
+        """Read new metrics every 0.2 s until the `with` block ends, and once more then (the
+        thread)."""
         while not self._ended.wait(_METRICS_POLL_S):
             self._read()
         self._read()
 
     def _read(self) -> None:
-        """Read the complete lines that were added since the last call."""
+        """Read the complete lines added to the metrics since the last call, keep the last step and
+        held-out loss, and print a line for each step unless a terminal is redrawn.
+
+        Skips steps before this session's first, and a file that was there before a resumed run
+        replaced it.
+        """
         try:
             file = self._path.open("rb")
         except OSError:
@@ -183,6 +192,8 @@ class TrainDisplay:
                     self._console.print(self._headline(), highlight=False)
 
     def _headline(self) -> Text:
+        """Return the line about the last step: number, loss, held-out loss if known, tokens/s and
+        s/step. Before the first step it counts the seconds since the start."""
         last = self._last
         if last is None:
             seconds = time.monotonic() - self._start_s
@@ -196,6 +207,8 @@ class TrainDisplay:
         )
 
     def _picture(self) -> RenderableType:
+        """Return what a terminal shows: the headline, and below it a bar of the busy fraction for
+        each pipeline rank once there is a step."""
         if self._last is None:
             return self._headline()
         shape = self._settings.shape
@@ -210,7 +223,8 @@ class TrainDisplay:
 
 
 def _layout(settings: TrainSettings) -> str:
-    """Describe the parallelism of a run; expert and interleaved sizes only where they matter."""
+    """Describe the parallelism of a run as `pp 4, tp 1, dp 2`; the expert-parallel size and the
+    chunks only if they are above 1."""
     layout = settings.layout
     named = [f"pp {layout.pp}", f"tp {layout.tp}", f"dp {layout.num_replicas}"]
     if layout.ep > 1:

@@ -82,7 +82,8 @@ def runs(
 
 
 def _read(path: Path) -> _Run:
-    """Read the small files of a run into a `_Run`."""
+    """Read the small files of a run into a `_Run`. It never raises: invalid settings become None,
+    and an unreadable run.json becomes the run's error."""
     run = RunDir(path)
     described, problem = _described(run)
     settings = described.get("settings")
@@ -108,6 +109,8 @@ def _read(path: Path) -> _Run:
 
 
 def _iso_time(time_ns: int) -> str:
+    """Format a time in ISO 8601 with this machine's UTC offset; a time outside of the calendar
+    becomes the start of 1970."""
     # A file's time may be outside of the calendar.
     with suppress(ValueError, OverflowError, OSError):
         moment = datetime.fromtimestamp(time_ns / _NS_PER_S).astimezone()
@@ -116,7 +119,8 @@ def _iso_time(time_ns: int) -> str:
 
 
 def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
-    """Read run.json. Returns its content, and an error message if it cannot be read."""
+    """Read run.json. Returns its content, and an error message with empty content if it cannot be
+    read."""
     try:
         return read_description(run.run_json), None
     except Exception as error:
@@ -124,7 +128,8 @@ def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
 
 
 def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the kind of a run from its run.json."""
+    """Return the kind of a run from its run.json: simulate, import, job for a user's script, else
+    train, or empty without settings."""
     if described.get("simulated"):
         return "simulate"
     if "imported" in described:
@@ -135,7 +140,9 @@ def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | None:
-    """Return the number of finished steps; None if unknown."""
+    """Return the number of finished steps: a simulation's seeds, or one more than the last step in
+    the metrics of `rrfp train` (0 without the file). None for other kinds and unreadable
+    metrics."""
     if kind == "simulate":
         return _whole(settings.get("seeds"))
     if kind != "train":
@@ -154,7 +161,11 @@ def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | Non
 def _outcome(
     run: RunDir, kind: str, steps: int | None, settings: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """Return the outcome of a run, and its error if there was one."""
+    """Return the outcome of a run and the recorded error, if any: running, or the recorded ending.
+
+    Without a record, a simulation and a training with all its steps have finished, another kind
+    with a trace counts as recorded, and any other run was killed.
+    """
     with suppress(OSError):
         if is_running(run):
             return Outcome.RUNNING, None
@@ -170,7 +181,8 @@ def _outcome(
 
 
 def _recorded(run: RunDir) -> list[RunDir]:
-    """Return the sessions of a run that have a trace or records."""
+    """Return the sessions of a run that have a trace or records; empty if the directory is
+    unreadable."""
     try:
         return run.sessions()
     except OSError:
@@ -178,7 +190,8 @@ def _recorded(run: RunDir) -> list[RunDir]:
 
 
 def _size_of(path: Path) -> int:
-    """Return the size of all readable files below a directory, in bytes."""
+    """Return the size in bytes of all files below a directory. Links are not followed, and what
+    cannot be read does not count."""
     total, folders = 0, [os.fspath(path)]
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -192,6 +205,8 @@ def _size_of(path: Path) -> int:
 
 
 def _table(directory: Path, found: Sequence[_Run]) -> Table:
+    """Make the table of runs: columns for people, and one without a heading for each field of
+    `_Run`, for programs."""
     programs = [
         Column(None, [getattr(each, field.name) for each in found], key=field.name)
         for field in fields(_Run)
@@ -214,13 +229,15 @@ def _table(directory: Path, found: Sequence[_Run]) -> Table:
 
 
 def _time(began: str) -> str:
+    """Shorten an ISO time to `MM-DD HH:MM`, or `YYYY-MM-DD` outside of this year."""
     moment = datetime.fromisoformat(began)
     is_this_year = moment.year == datetime.now().year
     return f"{moment:%m-%d %H:%M}" if is_this_year else f"{moment:%Y-%m-%d}"
 
 
 def _what(run: _Run) -> str:
-    """`bf pp 4 tp 2`: kind, dispatch, hint and sizes, without defaults."""
+    """Describe a run as `bf pp 4 tp 2`: kind, dispatch, hint and sizes, without the defaults (kind
+    train, dispatch ready, sizes of 1 except pp)."""
     kind = None if run.kind == "train" else run.kind
     dispatch = None if run.dispatch == "ready" or kind == "import" else run.dispatch
     sizes = (
@@ -232,6 +249,8 @@ def _what(run: _Run) -> str:
 
 
 def _steps(run: _Run) -> str:
+    """Format the finished steps as `20`, or `20/200` if another number was requested; empty if
+    unknown."""
     if run.steps is None:
         return ""
     is_whole = run.steps_asked in (None, run.steps)
@@ -239,7 +258,7 @@ def _steps(run: _Run) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """`13 kB`, `1.2 MB`."""
+    """Format bytes in decimal units: `13 kB`, `1.2 MB`."""
     power = 0
     while num_bytes >= 999.5 and power < len(_UNITS) - 1:
         num_bytes /= 1000
@@ -255,8 +274,10 @@ def _outcome_in_words(run: _Run) -> str:
 
 
 def _whole(value: object) -> int | None:
+    """Return an integer below 10**12 (in absolute value) as it is, and None for any other value."""
     return value if isinstance(value, int) and abs(value) < _MOST_OF_ANYTHING else None
 
 
 def _text(value: object) -> str | None:
+    """Return a string as it is, and None for any other value."""
     return value if isinstance(value, str) else None

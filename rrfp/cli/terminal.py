@@ -46,10 +46,12 @@ class _GuardedStream:
         """The wrapped stream; rich writes to it directly."""
 
     def write(self, text: str) -> int:
+        """Write a text with control characters escaped; return the length of the text as given."""
         self.rich_proxied_file.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        """Write each text with control characters escaped, without adding line ends."""
         for line in lines:
             self.write(line)
 
@@ -70,7 +72,8 @@ _ENCODABLE = "rrfp.encodable"
 
 
 def _encodable(error: UnicodeError) -> tuple[str, int]:
-    """Codec error handler: replace characters by ASCII, `_IN_ASCII` first, others as escapes."""
+    """Codec error handler: replace characters that cannot be encoded by ASCII, `_IN_ASCII` first,
+    others as escapes. Errors of decoding are raised."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -82,7 +85,8 @@ codecs.register_error(_ENCODABLE, _encodable)
 
 @contextmanager
 def tolerate_closed_streams() -> Iterator[None]:
-    """Within the block, discard output to stdout and stderr after their reader has gone."""
+    """Within the block, escape control characters in output to stdout and stderr, and discard it
+    after their reader has gone. At the end both are flushed and restored."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (guard(_tolerant(stream)) for stream in before)
     try:
@@ -96,7 +100,8 @@ def tolerate_closed_streams() -> Iterator[None]:
 
 
 def has_reader() -> bool:
-    """Return False once the reader of stdout has gone; endless commands then stop."""
+    """Return False once a write to stdout has failed because its reader has gone; endless commands
+    then stop."""
     buffer = getattr(sys.stdout, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return not (isinstance(raw, _TolerantFile) and raw.has_lost_reader)
@@ -110,6 +115,8 @@ class _TolerantFile(io.FileIO):
         self.has_lost_reader = False
 
     def write(self, data: Any) -> int:
+        """Write to the descriptor. If the reader has gone, redirect the descriptor to the null
+        device and report success; other errors are raised."""
         try:
             return super().write(data)
         except OSError as error:
@@ -123,13 +130,15 @@ class _TolerantFile(io.FileIO):
             return memoryview(data).nbytes
 
     def _means_no_reader(self, error: OSError) -> bool:
-        """Return True if a pipe's reader or the terminal has gone; a disk error is no such case."""
+        """Return True for a broken pipe (EPIPE), and for EIO on a terminal that has gone. Errors of
+        a disk give False."""
         is_terminal = stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
         return error.errno == errno.EPIPE or (error.errno == errno.EIO and is_terminal)
 
 
 def _tolerant(stream: TextIO | None) -> TextIO:
-    """Reopen a stream over a `_TolerantFile`; returns a stream without a descriptor as it is."""
+    """Reopen a stream over a `_TolerantFile`. None, a closed stream, gives one to the null device;
+    a stream without a descriptor is returned as it is."""
     if stream is None:  # closed before the process started
         return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
     if not isinstance(stream, io.TextIOWrapper):

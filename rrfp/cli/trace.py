@@ -110,7 +110,8 @@ _MOST_TEXT = 400
 
 
 def describe_hang(hang: Hang) -> str:
-    """Describe a hang: a headline, advice, and a line for each group of ranks that wait alike."""
+    """Describe a hang as text: a headline, advice, and a line for each group of ranks that wait
+    alike (at most five)."""
     lines = [*_wrapped(headline(hang)), *_advice(hang)]
     rows: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in hang.waits:
@@ -130,7 +131,7 @@ def describe_hang(hang: Hang) -> str:
 
 
 def hang_json(hang: Hang) -> str:
-    """Return all data of a hang as one JSON object."""
+    """Return all data of a hang as one JSON object in a text."""
     return json.dumps(
         {
             "headline": headline(hang),
@@ -161,7 +162,8 @@ def hang_json(hang: Hang) -> str:
 
 
 def headline(hang: Hang) -> str:
-    """Name the most likely cause of a hang in one sentence."""
+    """Describe the most likely cause of a hang in one sentence: ranks that began different
+    operations, else ranks that never came, else a circle, else an operation that does not end."""
     if hang.mismatches:
         mismatch = hang.mismatches[0]
         began = "; ".join(
@@ -192,7 +194,8 @@ def headline(hang: Hang) -> str:
 
 
 def _stuck_operation(hang: Hang) -> str:
-    """Name the operation that all its ranks entered but that does not end, and further waiters."""
+    """Describe the first operation that no rank is missing from but that does not end, and the
+    ranks that wait for its ranks, directly or not."""
     first = next(wait for wait in hang.waits if not wait.waits_for)
     stuck = _name_operation(first.operation, first.group)
     within = [
@@ -220,7 +223,8 @@ def _stuck_operation(hang: Hang) -> str:
 
 
 def _advice(hang: Hang) -> Iterator[str]:
-    """Yield lines that say where to look at each rank that never came or left no dump."""
+    """Yield lines that say where to look at each rank that never came (at most six), and one that
+    lists the other ranks without a dump."""
     for rank in hang.never_came[:_MOST_RANKS]:
         if rank in hang.without_dump:
             yield f"Rank {rank} left no dump: look at its log, it may have died."
@@ -239,6 +243,7 @@ def _advice(hang: Hang) -> Iterator[str]:
 
 
 def _operation_json(operation: Operation) -> dict[str, object]:
+    """Return an operation as JSON members; its start is given in ns and as text in UTC."""
     return {
         "operation": operation.name,
         "sequence": operation.sequence,
@@ -252,7 +257,8 @@ def _operation_json(operation: Operation) -> dict[str, object]:
 
 
 def _name_operation(operation: Operation, group: Group) -> str:
-    """`all_reduce #12 of group tp`."""
+    """Format an operation: `all_reduce #12 of group tp`, a send or recv with its peer, and a
+    coalesced one as a batch."""
     match operation.name:
         case "coalesced":
             return f"batch #{operation.sequence} of {group.title}"
@@ -264,7 +270,8 @@ def _name_operation(operation: Operation, group: Group) -> str:
 
 
 def _missing_ranks(wait: Wait) -> str:
-    """A relative clause that names the ranks for which an operation waits."""
+    """Return a relative clause about the ranks for which an operation waits, such as `which has not
+    sent`; it also covers operations that miss no rank."""
     if wait.operation.name == "coalesced" and not wait.parts:
         return "whose parts no dump has any more"
     if not wait.waits_for:
@@ -279,12 +286,14 @@ def _missing_ranks(wait: Wait) -> str:
 
 
 def _knows_ranks(wait: Wait) -> bool:
-    """Return True if the dumps name the ranks of the operation."""
+    """Return True if the dumps name all ranks of the operation: its group's do, or it is
+    point-to-point."""
     return wait.group.tells_ranks or wait.operation.is_p2p
 
 
 def _ranks(ranks: Sequence[int], first: str = "rank") -> str:
-    """`ranks 0, 1, 2, ... (8 in all)`."""
+    """Format at most six ranks without duplicates: `ranks 0, 1, 2, 3, 4, 5, ... (8 in all)`.
+    `first` replaces the word `rank`, which gets an s for several."""
     found = list(dict.fromkeys(ranks))
     numbers = ", ".join(map(str, found[:_MOST_RANKS]))
     more = f", ... ({len(found)} in all)" if len(found) > _MOST_RANKS else ""
@@ -292,7 +301,8 @@ def _ranks(ranks: Sequence[int], first: str = "rank") -> str:
 
 
 def _time(time_ns: int) -> str:
-    """Format a time in UTC."""
+    """Format a time in UTC to the second, or `an unknown time` for one that is not positive or out
+    of range."""
     if time_ns <= 0:
         return "an unknown time"
     try:
@@ -302,11 +312,13 @@ def _time(time_ns: int) -> str:
 
 
 def _path_end(place: str) -> str:
-    """Shorten a path to its last 60 characters."""
+    """Shorten a text to its last 57 characters after `...`, if it has more than 60."""
     return place if len(place) <= 60 else "..." + place[-57:]
 
 
 def _wrapped(text: str) -> list[str]:
+    """Wrap a text to lines of 79 characters, indented from the second on; text after 400 characters
+    is dropped."""
     return textwrap.wrap(text[:_MOST_TEXT], _WIDTH, subsequent_indent="  ")
 
 
@@ -375,7 +387,8 @@ def import_run(
 
 
 def _import(paths: list[Path], out: Path, *, force: bool) -> None:
-    """Import traces as a run and print its size."""
+    """Import traces as a run in `out`; print notes on stderr and the run's size on stdout. Raises
+    UsageError before reading if `out` exists, unless `force` replaces it."""
     from rrfp.interchange.assemble import check_run_dir, write_run
     from rrfp.interchange.formats import import_run as read_run
 
@@ -392,7 +405,8 @@ def _import(paths: list[Path], out: Path, *, force: bool) -> None:
 
 
 def _hang(paths: list[Path], format_: HangFormat) -> str:
-    """Read dumps of a hang and format their analysis."""
+    """Read dumps of a hang and return their analysis as text or JSON. Notes about skipped files go
+    to stderr."""
     from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
 
     hang = hang_of(read_dumps(paths, lambda note: typer.echo(note, err=True)))
@@ -452,7 +466,8 @@ def view(
 
 
 def _critical_path(trace: "Path", found: "StepView", *, evaluations: bool) -> tuple[bytes, str]:
-    """Return the track of the critical path, and a sentence if it lacks some steps.
+    """Return the track of the critical path, and a sentence if it lacks some steps; both are empty
+    if no step was chosen to be shown.
 
     The track is not in the trace's file; the server appends it.
     """
@@ -471,6 +486,8 @@ def _critical_path(trace: "Path", found: "StepView", *, evaluations: bool) -> tu
 
 
 def _describe_view(preset: Preset, found: "StepView") -> str:
+    """Describe what the view of a preset shows: the longest step, and for messages the one that a
+    stage idled longest for; or all of the trace if no step was finished."""
     if found.step is None:
         return "No step was finished by every rank; all of the trace is shown."
     shown = f"It shows {step_name(found.step)}, the longest"
@@ -484,7 +501,8 @@ def _describe_view(preset: Preset, found: "StepView") -> str:
 def _open_browser(address: str) -> None:
     """Open a graphical browser in a thread, because some browsers block until they end.
 
-    Without a display it prints a note, because a text browser would occupy the terminal.
+    On Linux without a display or $BROWSER it only prints a note on stderr, because a text browser
+    would occupy the terminal.
     """
     # BROWSER is the user's own choice, such as the helper of a remote editor.
     chosen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))

@@ -66,7 +66,8 @@ class TrainCommand(SettingsCommand):
 def with_settings(
     command: Callable[..., None], without: Collection[str] = ()
 ) -> Callable[..., None]:
-    """Give a command an option for every declared setting of a run, except those in `without`."""
+    """Give a command an option for every declared setting of a run, except those in `without`, and
+    --config and --help-all. Returns the command itself."""
     options = [option_of(each) for flag, each in DECLARED.items() if flag not in without]
     return with_parameters(command, [*options, option_of(_CONFIG), _HELP_ALL])
 
@@ -91,7 +92,8 @@ def train(config: Path | None = None, help_all: bool | None = None, **flags: Any
 
 
 def _train_until_stopped(settings: TrainSettings) -> None:
-    """Train to the end. If the run saves checkpoints, SIGTERM ends it after the current step."""
+    """Check the settings and train to the end. If the run saves checkpoints, SIGTERM ends it after
+    the current step without an error; otherwise SIGTERM has its usual effect."""
     if settings.run.save is None:
         _check_and_run(settings)
         return
@@ -105,6 +107,8 @@ def _train_until_stopped(settings: TrainSettings) -> None:
 
 
 def _check_and_run(settings: TrainSettings) -> None:
+    """Check the settings, policy, admission order and pace, then train. Raises UsageError or
+    RrfpError."""
     _check_settings(settings)
     _check_policy(settings)
     _check_admission(settings)
@@ -113,7 +117,8 @@ def _check_and_run(settings: TrainSettings) -> None:
 
 
 def _print_stopped_early(save: Path, *, resume: bool) -> None:
-    """Print that SIGTERM came before the first step, and the checkpoint to resume from, if any."""
+    """Print on stderr that SIGTERM came before the first step, and with `resume` the newest
+    checkpoint's step, if there is one."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
     found = CheckpointDir(save).newest(with_content=False) if resume else None
@@ -126,6 +131,8 @@ def _print_stopped_early(save: Path, *, resume: bool) -> None:
 
 
 def _check_settings(settings: TrainSettings) -> None:
+    """Raise UsageError if the settings or the data are unusable. Sentences about encoding text for
+    a tokenizer go to stderr."""
     from rrfp.train.data.sources import check_data
 
     check_settings(settings)
@@ -133,14 +140,16 @@ def _check_settings(settings: TrainSettings) -> None:
 
 
 def _check_policy(settings: TrainSettings) -> None:
-    """Raise UsageError or RrfpError if the policy does not fit the pipeline."""
+    """Raise UsageError if the hint does not fit the pipeline, or a binding order deadlocks or
+    exceeds a bound."""
     from rrfp.schedule.rehearsal import fitted
 
     fitted(settings.effective_policy, settings.shape, counts_places=False)
 
 
 def _check_admission(settings: TrainSettings) -> None:
-    """Raise UsageError if the order of microbatches does not fit the run."""
+    """Raise UsageError if the order of microbatches does not fit the run, or its costs are
+    unknown."""
     from rrfp.inputs import resolve_admission
     from rrfp.planning.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
@@ -151,7 +160,8 @@ def _check_admission(settings: TrainSettings) -> None:
 
 
 def _check_pace(settings: TrainSettings) -> None:
-    """Raise UsageError if --pace does not fit, or if --force would remove its run."""
+    """Raise UsageError if --pace does not fit the run, or if --force would remove the run whose
+    times it takes."""
     from rrfp.replay.cost_sources import costs_file
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.pacing import check_pace
@@ -167,7 +177,9 @@ def _check_pace(settings: TrainSettings) -> None:
 
 
 def _run(settings: TrainSettings) -> None:
-    """Train on this host: host 0 shows and records the run, other hosts join it."""
+    """Train on this host: host 0 creates or resumes the run, and shows and records it; other hosts
+    only run their ranks. If all steps are trained already, it only prints that on stderr and
+    removes directories of killed launchers."""
     from rrfp.replay.cost_sources import stable_costs_name
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.checkpoints.run_start import has_trained_all, start_or_resume
@@ -206,7 +218,11 @@ def _run(settings: TrainSettings) -> None:
 
 
 def _train(beginning: "RunStart", settings: TrainSettings) -> None:
-    """Train with a display, then print the summary. If it fails, merge the records so far."""
+    """Train with a display on stderr and record the outcome, then print the summary.
+
+    If it fails or is interrupted, merge the records so far into a trace, repeat the warnings, and
+    raise again. Partial checkpoints are removed in any case.
+    """
     from rrfp.cli.progress import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
     from rrfp.train.checkpoints.directory import CheckpointDir
@@ -251,9 +267,10 @@ def _train(beginning: "RunStart", settings: TrainSettings) -> None:
 def _print_summary(
     run: "RunDir", settings: TrainSettings, first_step: int, warnings: list[str]
 ) -> None:
-    """Print the results of a finished run and the next commands.
+    """Print the table of bubbles on stdout, and figures and the next commands on stderr; merges the
+    ranks' records into a trace before.
 
-    Raises RrfpError if the run's directory is gone.
+    Without a trace it prints no table. Raises RrfpError if the run's directory is gone.
     """
     num_finished = _num_finished(run, settings)
     _repeat_warnings(warnings)
@@ -294,7 +311,8 @@ def _print_summary(
 
 
 def print_pace(run: "RunDir", first_step: int) -> None:
-    """Print how many tasks took longer than the modelled times of --pace, from `first_step` on.
+    """Print on stderr how many tasks took longer than the modelled times of --pace, from
+    `first_step` on; a warning above 2%. Prints nothing without such figures.
 
     Earlier steps belong to sessions that may have used another model.
     """
@@ -322,14 +340,15 @@ def print_pace(run: "RunDir", first_step: int) -> None:
 
 
 def _print_heldout_loss(run: "RunDir") -> None:
-    """Print the held-out loss of the last step, if it was measured."""
+    """Print the held-out loss of the last step on stderr, if that step measured it."""
     *_, last = [{"heldout_loss": None}, *_metrics(run)]
     if last["heldout_loss"] is not None:
         _note(f"Held-out loss {last['heldout_loss']:.4f}")
 
 
 def _merge_partial_records(run: "RunDir") -> None:
-    """Merge the records of a failed run into a trace and print its path; errors are printed."""
+    """Merge the records of a failed run into a trace and print its path on stderr. Does nothing
+    without records; errors are printed, not raised."""
     from rrfp.trace.locate import resolve_session
 
     if not run.path.is_dir():
@@ -351,7 +370,8 @@ def _merge_partial_records(run: "RunDir") -> None:
 
 
 def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
-    """Return the number of finished steps; only a run that saves can end before its last step."""
+    """Return the number of finished steps: all steps of a run that saves no checkpoints, else the
+    newest checkpoint's or the last one in the metrics, whichever is larger."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
     if settings.run.save is None:
@@ -363,14 +383,15 @@ def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
 
 
 def _metrics(run: "RunDir") -> list[dict[str, Any]]:
-    """Read the lines of a run's metrics; empty if the file is missing."""
+    """Read the lines of a run's metrics.jsonl, a dict for each; empty if the file is missing."""
     if not run.metrics.exists():
         return []
     return [*map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())]
 
 
 def _repeat_warnings(warnings: list[str]) -> None:
-    """Print the warnings of the run again, because they may have scrolled away."""
+    """Print the warnings of the run again on stderr, each once, because they may have scrolled
+    away."""
     for sentence in dict.fromkeys(warnings):
         _note(f"Warning: {sentence}")
 
@@ -381,7 +402,8 @@ def _note(sentence: str) -> None:
 
 
 def _program_name() -> str:
-    """Return how the user can call rrfp again, even if it is not on the PATH."""
+    """Return how the user can call rrfp again: `rrfp` if that is the program on the PATH, its path,
+    or `python -m rrfp`."""
     called = Path(sys.argv[0])
     if called.name != "rrfp":
         return f"{sys.executable} -m rrfp"

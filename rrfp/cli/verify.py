@@ -84,8 +84,9 @@ def _chosen_variants(
 ) -> "dict[str, list[Variant]]":
     """Return the runs of each layout, its reference first.
 
-    Skips layouts that the device does not support, unless they were named. Raises UsageError if no
-    run is left.
+    Layouts that the device does not support are skipped with a note on stderr, unless they were
+    named. Layouts with no run besides the reference are skipped silently. Raises UsageError if no
+    layout is left.
     """
     from rrfp.train.checks import check_settings
     from rrfp.train.settings import TrainSettings
@@ -120,7 +121,8 @@ def _train_all(
     steps: int,
     verdicts: "list[Verdict]",
 ) -> None:
-    """Train all variants and append their verdicts; if a run fails, its logs are not removed."""
+    """Train all variants in a temporary directory, which is removed, and append their verdicts to
+    `verdicts`. If a run fails, the directory with its logs stays."""
     from rrfp.train.launch.launcher import launch
     from rrfp.verify.sameness import RANK_MODULE
     from rrfp.verify.sameness import verify as verify_layout
@@ -154,6 +156,8 @@ def _train_all(
 
 
 def _print(verdicts: "Sequence[Verdict]", output_format: PlainFormat) -> None:
+    """Print the verdicts on stdout, as JSON or as a table; the table of no verdicts is not
+    printed."""
     if output_format is PlainFormat.JSON:
         print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
     elif verdicts:
@@ -163,6 +167,7 @@ def _print(verdicts: "Sequence[Verdict]", output_format: PlainFormat) -> None:
 
 
 def _as_json(verdict: "Verdict") -> dict[str, object]:
+    """Return a verdict as JSON members."""
     variant = verdict.variant
     return {
         "layout": verdict.layout,
@@ -178,7 +183,8 @@ def _as_json(verdict: "Verdict") -> dict[str, object]:
 
 
 def _table(verdicts: "Sequence[Verdict]") -> Table:
-    """A row for each layout and variant, with a column for runs without and one with dropout."""
+    """Make a table with a row for each layout and variant, and a column for runs without and one
+    with dropout. A cell is `reference`, `same` or the difference."""
     rows: dict[tuple[str, Variant], dict[bool, str]] = {}
     for verdict in verdicts:
         has_dropout = verdict.variant.dropout > 0

@@ -71,10 +71,12 @@ class Check:
     """The devices on which a run fails without it."""
 
     def prevents_runs_on(self, device: DeviceKind) -> bool:
-        """Return whether a run on this device would fail."""
+        """Return whether a run on this device would fail: it needs this thing, which is absent or
+        fails."""
         return device in self.needed_by and self.state in (State.ABSENT, State.FAILS)
 
     def as_json(self) -> dict[str, object]:
+        """Return the fields as JSON members, except `needed_by`."""
         return {
             "name": self.name,
             "state": self.state,
@@ -85,12 +87,12 @@ class Check:
 
 
 def absent(name: str, advice: str, needed_by: frozenset[DeviceKind] = NO_RUN) -> Check:
-    """Result for a thing that this machine lacks."""
+    """Make the result for a thing that this machine lacks. It has no figure."""
     return Check(name, State.ABSENT, None, "", advice, needed_by)
 
 
 def fails(name: str, advice: str, needed_by: frozenset[DeviceKind] = NO_RUN) -> Check:
-    """Result for a thing that is present and does not work."""
+    """Make the result for a thing that is present and does not work. It has no figure."""
     return Check(name, State.FAILS, None, "", advice, needed_by)
 
 
@@ -102,8 +104,8 @@ def works(
     remedy: str = "",
     needed_by: frozenset[DeviceKind] = NO_RUN,
 ) -> Check:
-    """Result for a thing that works. It counts as slow if there is a `remedy`, which is appended to
-    the description `found` of the figure."""
+    """Make the result for a thing that works. It counts as slow if there is a `remedy`, which is
+    appended to the description `found` of the figure."""
     state = State.SLOW if remedy else State.OK
     return Check(name, state, figure, unit, f"{found}{remedy}", needed_by)
 
@@ -118,8 +120,9 @@ _SLOW_NS = 1000.0
 
 
 def clock(source: Path = _SOURCE) -> Check:
-    """Measure the median time between two different readings: the larger of the clock's resolution
-    and the time of a reading."""
+    """Measure the median time in ns between two different readings: the larger of the clock's
+    resolution and the time of a reading. It is slow above 1 us. `source` is the file that names the
+    kernel's clock source."""
     readings = sorted({time.monotonic_ns() for _ in range(_NUM_READINGS)})
     step_ns = statistics.median(later - earlier for earlier, later in pairwise(readings))
     name = _read_text(source).strip() or "unknown"
@@ -137,7 +140,8 @@ _COMPILE = "in a checkout 'make setup' compiles it, where a C compiler is there"
 
 
 def compiled_core(found: Core | None = None) -> Check:
-    """Measure the time of a task in a simulated step. `found` overrides how the core runs."""
+    """Measure the time in us of a task in a simulated step, the best of five steps. It is slow
+    unless the core is compiled. `found` overrides how the core runs."""
     found = core() if found is None else found
     rows = [[1] * _SHAPE.num_microbatches] * _SHAPE.num_stages
     policy = Policy(HINTS["bf"].for_shape(_SHAPE), limit=PAPER_LIMIT)
@@ -160,7 +164,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 def cores(cgroups: Path = _CGROUPS) -> Check:
     """Count the cores of this process's affinity, or of its control group's quota if that is
-    smaller."""
+    smaller. The result is slow if a default run has more ranks."""
     num_allowed = num_cores()
     quota = quota_cores(cgroups)
     usable = num_allowed if quota is None else min(num_allowed, quota)
@@ -173,7 +177,8 @@ def cores(cgroups: Path = _CGROUPS) -> Check:
 
 
 def quota_cores(cgroups: Path) -> float | None:
-    """The CPU quota in cores of a container's control group, version 1 or 2; None if unlimited."""
+    """Return the CPU quota, in cores, of a container's control group, version 2 or else 1. None if
+    there is no limit, or the files cannot be read."""
     try:
         limit, period = (cgroups / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -197,7 +202,8 @@ _ENOUGH = 1024
 
 
 def open_files() -> Check:
-    """Check the hard limit on open files. Ranks raise the soft limit as needed."""
+    """Check the hard limit on open files, up to which ranks raise the soft limit. The check fails
+    if it is too low for any rank, and is slow below 1024."""
     try:
         check_open_files()
     except UsageError as refusal:
@@ -217,7 +223,8 @@ _IMPORT_LIMIT_S = 180.0
 
 
 def imports() -> Iterator[Check]:
-    """Measure the import time of each distribution."""
+    """Yield the checks of torch and Megatron-Core: the time in s to import each, in a process of
+    its own. More than 20 s is slow, and an import that raises, crashes or takes 180 s fails."""
     for name, module in _MODULES.items():
         try:
             # A process for each, so that a crash is attributed to the right one.
@@ -247,7 +254,8 @@ def imports() -> Iterator[Check]:
 
 
 def seconds_to_import(modules: list[str]) -> dict[str, float | str]:
-    """Import the modules in order; returns for each the time in seconds, or its error."""
+    """Import the modules in order, and return for each the time in seconds, or a text with its
+    error. A failed import does not end the others."""
     results: dict[str, float | str] = {}
     for module in modules:
         start_s = time.perf_counter()
@@ -261,7 +269,8 @@ def seconds_to_import(modules: list[str]) -> dict[str, float | str]:
 
 
 def temporary_files() -> Check:
-    """Measure the free space in the directory for temporary files."""
+    """Measure the free space in GB in the directory for temporary files. It fails without a
+    directory that can be written to, and is never slow."""
     try:
         where = temporary_directory()
     except UsageError as error:
@@ -277,7 +286,8 @@ def temporary_files() -> Check:
 
 
 def private_network() -> Check:
-    """Measure the time to create a private network namespace."""
+    """Measure the time in ms to create a private network namespace. It is absent if this user may
+    not create one."""
     began_s = time.perf_counter()
     try:
         with created_network():
@@ -298,7 +308,8 @@ def private_network() -> Check:
 
 
 def port_filter() -> Check:
-    """Measure the time to attach a filter to a socket."""
+    """Measure the time in us to attach a filter to a TCP socket. It is absent if the kernel
+    refuses."""
     began_s = time.perf_counter()
     if refusal := filter_refusal():
         advice = (
@@ -321,13 +332,15 @@ _SLOW_GB_S = 1.0
 
 
 def shared_memory(where: Path = _WHERE) -> Iterator[Check]:
-    """Measure the free space for libraries that share named files, and the speed of copies into an
-    anonymous file, as ranks use it."""
+    """Yield two checks: the free space for libraries that share named files, and the speed of
+    copies into an anonymous file, as ranks use it."""
     yield _shared_memory_size(where)
     yield _shared_memory_speed()
 
 
 def _shared_memory_size(where: Path) -> Check:
+    """Measure the free space in GB in `where`: slow below 1 GiB. It is absent if the directory
+    cannot be used, and fails if this user may not write to it."""
     try:
         found = os.statvfs(where)
     except OSError as error:
@@ -345,6 +358,8 @@ def _shared_memory_size(where: Path) -> Check:
 
 
 def _shared_memory_speed() -> Check:
+    """Measure the speed in GB/s of copies into an anonymous shared file (memfd): slow below 1 GB/s.
+    It is absent without memfd_create, and fails if the system refuses memory."""
     if not hasattr(os, "memfd_create"):
         return absent("shm-speed", "this system has no memfd_create, so ranks take sockets instead")
     try:
@@ -364,7 +379,8 @@ def _shared_memory_speed() -> Check:
 
 
 def copied_gb_s(num_bytes: int) -> float:
-    """Speed of the fastest of a few copies into shared memory. Raises OSError if it is full."""
+    """Return the speed in GB/s of the fastest of five copies of `num_bytes` into an anonymous
+    shared file. Raises OSError if the system refuses the file or has too little memory."""
     data = os.urandom(1 << 20) * (num_bytes >> 20)
     with os.fdopen(os.memfd_create("rrfp-doctor"), "r+b") as file:
         # Without this, the first write to a missing page would kill the process by SIGBUS.
@@ -389,7 +405,8 @@ _GLOO_LIMIT_S = 120.0
 
 
 def gloo() -> Check:
-    """Measure an all-reduce between two ranks in the network of a default run."""
+    """Measure the time in us of an all-reduce between two ranks in the network of a default run:
+    slow above 20 ms. It fails if gloo raises, crashes or does not end within 120 s."""
     try:
         with run_network(RunSettings()) as network:
             taken_us = call_isolated(sum_us, network, limit_s=_GLOO_LIMIT_S)
@@ -412,8 +429,11 @@ def gloo() -> Check:
 
 
 def sum_us(network: dict[str, str]) -> float:
-    """Median time in us of an all-reduce between two threads of this process, in the network that
-    these environment variables name."""
+    """Return the median time in us of an all-reduce between two threads of this process.
+
+    It sets these environment variables, which name a run's network, and enters that network, which
+    it does not leave.
+    """
     os.environ.update(network)
     enter_network()
 
@@ -453,7 +473,8 @@ _ENOUGH_LOCKED_BYTES = 1 << 34
 
 
 def nixl() -> Check:
-    """Measure the speed of a NIXL READ of CPU memory between two agents of a process."""
+    """Measure the speed in GB/s of a NIXL READ of CPU memory between two agents of a process: slow
+    below 0.5 GB/s. It is absent if NIXL is not installed."""
     if not is_installed():
         return absent(
             "nixl",
@@ -475,7 +496,8 @@ def nixl() -> Check:
 
 
 def read_gb_s() -> float:
-    """Speed of the fastest of a few READs. Raises RuntimeError if one fails.
+    """Return the speed in GB/s of the fastest of five NIXL READs. Raises RuntimeError if one fails
+    or the data are corrupt.
 
     Restricts UCX in this process to loopback; otherwise it would listen at every address.
     """
@@ -508,8 +530,8 @@ def read_gb_s() -> float:
 
 
 def fabric(ports: Path = _PORTS, locked_bytes: int | None = None) -> Check:
-    """Find the fastest active port of InfiniBand, RoCE or EFA, and check the locked-memory
-    limit."""
+    """Find the rate in Gbit/s of the fastest active port of InfiniBand, RoCE or EFA. It is absent
+    without a device, fails if no port is active, and is slow if less than 16 GiB may be locked."""
     if locked_bytes is None:
         locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = sorted(ports.glob("*/ports/*"))
@@ -527,7 +549,7 @@ def fabric(ports: Path = _PORTS, locked_bytes: int | None = None) -> Check:
 
 
 def _read_text(file: Path) -> str:
-    """Content of a file; empty if it cannot be read."""
+    """Read a file; the text is empty if that fails."""
     try:
         return file.read_text()
     except OSError:
@@ -535,6 +557,7 @@ def _read_text(file: Path) -> str:
 
 
 def _rate_gbit_s(port: Path) -> float:
-    """Rate of a port, whose file reads `400 Gb/sec (4X NDR)`; 0 if unknown."""
+    """Return the rate of a port in Gbit/s, whose file reads `400 Gb/sec (4X NDR)`; 0 if it cannot
+    be read."""
     rate, *_ = [*_read_text(port / "rate").split(), "0"]
     return float(rate)

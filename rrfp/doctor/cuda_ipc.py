@@ -31,8 +31,12 @@ _NUMBER = struct.Struct("<q")
 
 
 def cuda_ipc(presence: CudaPresence) -> Check:
-    """Measure the speed of copies by another process of exported memory: from GPU 0 to GPU 1, or
-    within the only GPU."""
+    """Measure the speed in GB/s of copies by another process of exported memory: from GPU 0 to GPU
+    1, or within the only GPU.
+
+    It is absent without a usable GPU or cuda-bindings, slow below 20 GB/s, and fails if a process
+    fails or needs more than 120 s.
+    """
     if presence.problem is not None:
         return absent("cuda-ipc", "see gpu")
     if not has_bindings():
@@ -56,11 +60,11 @@ def cuda_ipc(presence: CudaPresence) -> Check:
 
 
 def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
-    """Median time in seconds of a copy by the importer, after `num_rounds` rounds with a check of
-    the data.
+    """Return the median time in seconds of a copy by the importer, after `num_rounds` rounds with a
+    check of the data.
 
-    Exports from GPU 0 to a process that it starts, which imports on GPU `onto`. Raises RuntimeError
-    if either fails.
+    Exports from GPU 0 to a process that it starts and ends, which imports on GPU `onto`. Raises
+    RuntimeError if the importer fails or does not answer within 30 s.
     """
     cuda = CopyingCuda(0)
     slab, data = cuda.allocate(num_bytes), cuda.allocate(num_bytes)
@@ -89,7 +93,9 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
 def _send(
     cuda: "CopyingCuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
 ) -> None:
-    """Run one round of the exporter."""
+    """Run one round of the exporter: fill `data`, copy it into the slab, send the round's number,
+    and wait until the importer has checked it. Raises RuntimeError if the importer reports an
+    error."""
     cuda.call("cudaMemset", data, _filling(number), num_bytes)
     cuda.call("cudaDeviceSynchronize")
     cuda.copy(slab, data, num_bytes)
@@ -99,7 +105,8 @@ def _send(
 
 
 def _import(link: socket.socket) -> None:
-    """Run the importer: check the data of every round, then time copies and send the median."""
+    """Run the importer: check the data of every round, then time copies and send the median in
+    seconds. Raises RuntimeError if data are corrupt or the exporter is gone."""
     octets, num_bytes, num_rounds, onto = _receive_json(link)
     cuda = CopyingCuda(onto)
     slab = cuda.open(bytes.fromhex(octets))
@@ -124,12 +131,14 @@ class CopyingCuda(CudaRuntime):
         self.stream = self.call("cudaStreamCreateWithFlags", self.bindings.cudaStreamNonBlocking)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Begin a copy on the stream."""
+        """Begin a copy on the stream, between host and device addresses; `synchronize` waits for
+        it."""
         kind = self.bindings.cudaMemcpyKind.cudaMemcpyDefault
         self.call("cudaMemcpyAsync", target, source, num_bytes, kind, self.stream)
 
     def copy_s(self, target: int, source: int, num_bytes: int) -> float:
-        """Time of a copy on the device, averaged over several in a row, which hide launch times."""
+        """Return the time in seconds of a copy, averaged over 20 in a row, which hide launch
+        times."""
         started, ended = self.call("cudaEventCreate"), self.call("cudaEventCreate")
         self.call("cudaEventRecord", started, self.stream)
         for _ in range(_NUM_COPIES):
@@ -143,7 +152,7 @@ class CopyingCuda(CudaRuntime):
         self.call("cudaStreamSynchronize", self.stream)
 
     def check_filled(self, source: int, octet: int, num_bytes: int) -> None:
-        """Raise RuntimeError unless all bytes equal `octet`."""
+        """Copy device memory to the host and raise RuntimeError unless all bytes equal `octet`."""
         here = ctypes.create_string_buffer(num_bytes)
         self.copy(ctypes.addressof(here), source, num_bytes)
         self.synchronize()
@@ -157,11 +166,14 @@ def _filling(number: int) -> int:
 
 
 def _send_json(link: socket.socket, words: object) -> None:
+    """Send a value as JSON, preceded by its length in 8 bytes."""
     octets = json.dumps(words).encode()
     link.sendall(_NUMBER.pack(len(octets)) + octets)
 
 
 def _receive_json(link: socket.socket) -> Any:
+    """Receive a value that `_send_json` sent. Raises RuntimeError if it is an object with an
+    `error`, and like `_exactly`."""
     (length,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
     words = json.loads(_exactly(link, length))
     if isinstance(words, dict) and "error" in words:
@@ -170,6 +182,8 @@ def _receive_json(link: socket.socket) -> Any:
 
 
 def _exactly(link: socket.socket, num_octets: int) -> bytes:
+    """Receive exactly `num_octets` bytes. Raises RuntimeError if the socket times out or the peer
+    closes it."""
     octets = b""
     while len(octets) < num_octets:
         try:
@@ -185,6 +199,8 @@ def _exactly(link: socket.socket, num_octets: int) -> bytes:
 
 
 def _main(descriptor: str) -> None:
+    """Run the importer over an inherited socket; an exception is sent to the exporter, not
+    raised."""
     with socket.socket(fileno=int(descriptor)) as link:
         try:
             _import(link)

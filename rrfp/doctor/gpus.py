@@ -18,8 +18,8 @@ _OF_THE_HOST = 0xEFFFFFFC
 
 
 def pid_namespace(own: Path = _OWN) -> Check:
-    """Find the number of this process's PID namespace. CUDA IPC works only within one namespace, so
-    users compare the number between containers."""
+    """Find the number of this process's PID namespace; absent if /proc cannot be read. CUDA IPC
+    works only within one namespace, so users compare the number between containers."""
     try:
         found = re.search(r"\d+", str(own.readlink()))
     except OSError:
@@ -50,7 +50,9 @@ _LIMIT_S = 180.0
 
 
 def gpus(presence: CudaPresence) -> Iterator[Check]:
-    """Measure copies on each GPU, clocks, and copies between GPUs."""
+    """Yield the checks `gpu` (copies within each GPU), `gpu-clock` and `peer-access` (copies
+    between GPUs), measured in another process. If that fails, `gpu` fails and the others are not
+    yielded."""
     if presence.problem is not None:
         yield absent("gpu", presence.problem, CUDA_RUNS)
         yield absent("gpu-clock", "see gpu")
@@ -67,6 +69,8 @@ def gpus(presence: CudaPresence) -> Iterator[Check]:
 
 
 def _copy_check(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
+    """Make the check `gpu`: the slowest GPU's copies in GB/s, slow below 80% of the fastest
+    GPU's."""
     names = sorted({gpu.name for gpu in presence.gpus})
     least_bytes = min(gpu.memory_bytes for gpu in presence.gpus)
     found = f"{len(presence.gpus)} x {' and '.join(names)}, {least_bytes / 2**30:.0f} GiB"
@@ -79,6 +83,8 @@ def _copy_check(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
 
 
 def _clock_check(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
+    """Make the check `gpu-clock`: the clock in MHz of the GPU furthest below its own highest clock,
+    slow below 80% of that."""
     # Some drivers report 0 as the highest clock.
     of_mhz = [max(each, clock) for each, clock in zip(highest_mhz, clock_mhz, strict=True)]
     slowest = min(range(len(of_mhz)), key=lambda index: clock_mhz[index] / of_mhz[index])
@@ -93,6 +99,8 @@ def _clock_check(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Ch
 
 
 def _peer_check(peer_gb_s: Sequence[tuple[int, int, bool, float]]) -> Check:
+    """Make the check `peer-access`: the speed in GB/s of the slowest pair. It is slow if any pair
+    lacks peer access, and absent with one GPU."""
     if not peer_gb_s:
         return absent("peer-access", "there is one GPU, so none has a peer")
     one, other, _, slowest = min(peer_gb_s, key=lambda pair: pair[3])
@@ -110,8 +118,8 @@ def _peer_check(peer_gb_s: Sequence[tuple[int, int, bool, float]]) -> Check:
 
 
 def gpu_figures() -> dict[str, Any]:
-    """Measure each GPU and each ordered pair. Initializes CUDA in this process; raises torch's own
-    errors if that fails."""
+    """Measure copies and clock of each GPU, and copies of each ordered pair; return lists by name.
+    Initializes CUDA in this process; raises torch's own errors if that fails."""
     import torch
 
     torch.cuda.current_device()
@@ -128,8 +136,8 @@ def gpu_figures() -> dict[str, Any]:
 
 
 def copy_gb_s(source: int, target: int, num_bytes: int = _COPY_BYTES) -> float:
-    """Speed of copies from GPU to GPU, or within one. Each byte counts once, not as read and
-    write."""
+    """Return the speed in GB/s of copies from GPU to GPU, or within one. Each byte counts once, not
+    as read and write. Raises RuntimeError if the copy is corrupt."""
     import torch
 
     data = torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{source}")
@@ -141,7 +149,8 @@ def copy_gb_s(source: int, target: int, num_bytes: int = _COPY_BYTES) -> float:
 
 
 def _clock_mhz(index: int) -> float:
-    """Clock of the GPU, measured with a kernel that spins for a known number of cycles."""
+    """Return the clock of a GPU in MHz, measured with a kernel that spins for a known number of
+    cycles."""
     import torch
 
     cuda: Any = torch.cuda  # declares no types here
@@ -149,8 +158,8 @@ def _clock_mhz(index: int) -> float:
 
 
 def _median_s(index: int, work: Callable[[], object], num_times: int) -> float:
-    """Median time in seconds of one call of `work` on a GPU's current stream, in timings of
-    `num_times` calls each."""
+    """Return the median time in seconds of one call of `work` on a GPU's current stream, in five
+    timings of `num_times` calls each. One timing before them is not counted."""
     import torch
 
     cuda: Any = torch.cuda
@@ -169,7 +178,8 @@ def _median_s(index: int, work: Callable[[], object], num_times: int) -> float:
 
 
 def _highest_mhz(index: int) -> float:
-    """Highest clock of the GPU according to its driver."""
+    """Return the highest clock of a GPU in MHz according to its driver. Raises RuntimeError if the
+    driver refuses."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, khz = ctypes.c_int(), ctypes.c_int()
     for code in (

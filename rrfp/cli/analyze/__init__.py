@@ -34,6 +34,8 @@ class _FindingsByDefault(TyperGroup):
     """A command group that runs `findings` unless the first argument names another subcommand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, after putting `findings` in front of them unless the first one names
+        a subcommand or asks for help. Without arguments it is put there, too."""
         # Completion of an empty word offers subcommands as well.
         is_open = not args and ctx.resilient_parsing
         if not is_open and (not args or self._is_argument(args[0], ctx.help_option_names)):
@@ -41,7 +43,7 @@ class _FindingsByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete subcommands, and runs and options of `findings`."""
+        """Complete subcommands, and also the runs of `findings`, or its options after a dash."""
         findings = self.commands["findings"]
         with findings.make_context("findings", [], parent=ctx, resilient_parsing=True) as context:
             is_option = incomplete.startswith("-")
@@ -50,7 +52,8 @@ class _FindingsByDefault(TyperGroup):
         return [*super().shell_complete(ctx, incomplete), *offered]
 
     def _is_argument(self, text: str, help_options: list[str]) -> bool:
-        """Return True if a text is neither a subcommand nor similar to one."""
+        """Return True if a text is an option, a path or a run, so that it belongs to `findings`.
+        False for subcommands, help options and what looks like a misspelled subcommand."""
         if text in self.commands or text in help_options:
             return False
         if text.startswith("-") or "/" in text or "." in text or Path(text).exists():
@@ -61,7 +64,8 @@ class _FindingsByDefault(TyperGroup):
 
 
 def make_app() -> typer.Typer:
-    """Make the command group from the modules of this package."""
+    """Make the command group of `rrfp analyze`, with a subcommand for each module of this package;
+    imports them."""
     group = typer.Typer(
         cls=_FindingsByDefault,
         help="Show what makes a run's steps long, and reports from its trace. Without a "

@@ -44,8 +44,9 @@ class Part:
 def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[str]) -> list[str]:
     """Return the lines of a screen: the lead, the parts and the last lines, with gaps between.
 
-    If they exceed the terminal's height or 24 lines, texts are shortened, the longest first. If
-    that is not enough, gaps are dropped, and then parts from the last one on.
+    A screen has 24 lines, or those of a higher terminal, less two. If there are more, texts are
+    shortened, the longest first. If that is not enough, gaps are dropped, and then parts from the
+    last one on; a line then says how many.
     """
     rows = max(_ROWS, console.height if console.is_terminal else 0) - _ROWS_AROUND
     num_parts = len(parts)
@@ -77,7 +78,8 @@ def _blocks(
     words: Sequence[Sequence[str]],
     last: Sequence[str],
 ) -> list[list[str]]:
-    """Return the wrapped lines of lead, parts and last lines, a block for each."""
+    """Return the lines of the lead, of each part, and of each last line, a block for each. Texts
+    are wrapped; commands and lines that begin with `Next: ` are not."""
     return [
         _wrapped(console, lead),
         *(
@@ -89,11 +91,13 @@ def _blocks(
 
 
 def _num_rows(console: "Console", blocks: Sequence[Sequence[str]]) -> int:
-    """Return the number of terminal rows of some blocks of lines."""
+    """Return the number of rows that blocks of lines fill on the terminal, which breaks lines that
+    are too long."""
     return sum(max(1, -(-len(line) // console.width)) for block in blocks for line in block)
 
 
 def _wrapped(console: "Console", words: str, indent: int = 0) -> list[str]:
+    """Wrap a text to the console's width, with every line indented by `indent` spaces."""
     from rich.text import Text
 
     lines = Text(words).wrap(console, console.width - indent)
@@ -101,14 +105,14 @@ def _wrapped(console: "Console", words: str, indent: int = 0) -> list[str]:
 
 
 def _hanging(console: "Console", words: str) -> list[str]:
-    """Wrap a text and indent it from the second line on."""
+    """Wrap a text and indent it by three spaces from the second line on."""
     first = _wrapped(console, words)[0]
     rest = words[len(first) :].strip()
     return [first, *(_wrapped(console, rest, len(_INDENT)) if rest else ())]
 
 
 def _shortened(lengths: Sequence[int], most: int) -> list[int]:
-    """Reduce numbers of lines to a sum of `most`, the largest first."""
+    """Reduce numbers of lines until they sum to at most `most`, one at a time from the largest."""
     counts = list(lengths)
     while sum(counts) > most:
         longest = max(range(len(counts)), key=lambda place: (counts[place], place))
@@ -117,7 +121,7 @@ def _shortened(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
-    """Return the first `num` lines, up to the end of their last sentence.
+    """Return the first `num` lines, up to the end of their last sentence; all if there are no more.
 
     If no sentence ends in them, the last line ends in an ellipsis.
     """
@@ -210,7 +214,8 @@ def findings(
 
 
 def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool) -> None:
-    """Print the last moments of a run, and the next command."""
+    """Print on stdout the table of each rank's last moments, and the command for the finished steps
+    if there are any."""
     from rrfp.analyze.failure import fatal_table
 
     print_tables([fatal_table(fatal, is_whole=markdown)], markdown=markdown)
@@ -219,17 +224,20 @@ def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool)
 
 
 def _shown(found: "Diagnosis") -> "tuple[Finding, ...]":
+    """Return the first NUM_FINDINGS findings, which the screen shows."""
     from rrfp.analyze.findings import NUM_FINDINGS
 
     return found.findings[:NUM_FINDINGS]
 
 
 def _lead(found: "Diagnosis") -> str:
+    """Return the first line: the headline and the share of time that ranks idle."""
     return f"{found.headline} Ranks idle {found.bubble_fraction:.0%} of the time."
 
 
 def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
-    """Return the sentences below the findings."""
+    """Return the sentences below the findings: why savings are unknown, that no fix saves 1%, or
+    how far the replays can be trusted; empty if there is nothing to say."""
     if found.why_not_replayed:
         return [f"The savings of fixes are not known: {found.why_not_replayed}."]
     if not found.findings:
@@ -244,7 +252,8 @@ def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
 
 
 def _titled(finding: "Finding") -> str:
-    """Return the title of a finding with its saving or share."""
+    """Return the title of a finding with what fixing it saves, or if unknown its share of a
+    step."""
     part = (
         f"accounts for {finding.share:.0%} of a step"
         if finding.saving is None
@@ -254,6 +263,7 @@ def _titled(finding: "Finding") -> str:
 
 
 def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
+    """Make the numbered part of the screen for each finding that it shows."""
     return [
         Part(
             f"{number}. {_titled(each)}", f"{each.figures} {each.advice}", each.command(name, steps)
@@ -265,7 +275,8 @@ def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
 def _markdown(
     found: "Diagnosis", rest: list[str], name: str, steps: str | None, following: str
 ) -> str:
-    """Return the findings as Markdown."""
+    """Return the findings that a screen shows, the sentences below them and the next command as
+    Markdown."""
     from rrfp.analyze.table import escape_markdown as escaped
 
     paragraphs = [escaped(_lead(found))]

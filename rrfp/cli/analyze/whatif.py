@@ -96,7 +96,8 @@ class WhatifOptions:
 
 
 def _knobs() -> Iterator[Declared]:
-    """The knobs without defaults, because a missing knob keeps the run's value."""
+    """Yield the policy's knobs as options whose help names no default, because a missing knob keeps
+    the run's value. --hint is repeatable."""
     for each in declared_knobs("", in_run=False):
         about = each.help.partition(" [")[0].rstrip(".")
         if each.flag == "hint":
@@ -169,6 +170,7 @@ def whatif(options: WhatifOptions, texts: dict[str, Any]) -> None:
 
 
 def _parse_link(text: str) -> tuple[int, int]:
+    """Parse `FROM-TO` into two pipeline ranks. Raises UsageError for any other text."""
     found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text, re.ASCII)
     if found is None:
         raise UsageError(

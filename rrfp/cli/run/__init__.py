@@ -96,10 +96,11 @@ _SEE = "see 'rrfp run --help'"
 
 
 def parse_command(words: Sequence[str]) -> Callable[[], int] | int:
-    """Parse the words after `rrfp run` and return a function that runs the script.
+    """Parse the words after `rrfp run`, read the script, and return a function that runs it.
 
-    If help is requested, it is printed and the exit code is returned. Raises UsageError for an
-    invalid command line.
+    Under srun it also sets the environment variables that torch's process groups need. If help is
+    requested, it is printed and the exit code is returned. Raises UsageError for an invalid command
+    line.
     """
     options, rest = _split_words(words)
     given, unknown = _parser(OPTIONS).parse_known_args(options)
@@ -121,7 +122,8 @@ def parse_command(words: Sequence[str]) -> Callable[[], int] | int:
 def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into rrfp's options and the rest, which begins with SCRIPT and is not parsed.
 
-    An option and its value become one word, `--hint=bf`.
+    An option and its value become one word, `--hint=bf`. A word `--` ends the options and is
+    dropped. Raises UsageError for an option without its value.
     """
     valued = {f"--{each.spelled}" for each in OPTIONS if each.kind is not bool}
     options, rest = [], [*words]
@@ -138,7 +140,8 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser(options: Sequence[Declared], *, is_short: bool = False) -> argparse.ArgumentParser:
-    """Make the parser of these options. The short help has one panel and lists hints by name."""
+    """Make the parser of these options, which omits options that are not given. The short help has
+    one panel and lists hints by name."""
     about = re.sub(r"^ +", "", str(run.__doc__), flags=re.MULTILINE).strip()
     parser = _Parser(
         prog="rrfp run",
@@ -182,7 +185,10 @@ def _parser(options: Sequence[Declared], *, is_short: bool = False) -> argparse.
 
 
 class _Parser(argparse.ArgumentParser):
+    """An argparse parser that raises UsageError for invalid options."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise UsageError with argparse's message, in place of printing the usage and exiting."""
         raise UsageError(f"{message.removeprefix('argument ')}; {_SEE}")
 
 
@@ -190,6 +196,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Wraps help texts but keeps the lines of the table of hints."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
+        """Wrap the text before the table of hints, and append the table's lines as they are."""
         about, _, table = text.partition(HINT_TABLE)
         lines = [line for line in table.split("\n") if line]
         return super()._split_lines(about, width) + lines
@@ -217,9 +224,10 @@ def run(
 
 
 def _schedule_patch(given: dict[str, Any]) -> SchedulePatch | None:
-    """Make the replacement of Megatron's schedule functions; None if they stay as they are.
+    """Make the replacement of Megatron's schedule functions; None if they stay as they are and
+    nothing is recorded.
 
-    Raises UsageError for options that exclude each other.
+    With --dispatch megatron it only records. Raises UsageError for options that exclude each other.
     """
     request = _recording_request(given)
     values = {each.flag: given[each.flag] for each in _SCHEDULE_OPTIONS if each.flag in given}
@@ -239,7 +247,8 @@ def _schedule_patch(given: dict[str, Any]) -> SchedulePatch | None:
 def _recording_request(given: dict[str, Any]) -> RecordingRequest | None:
     """Return where and what to record; None for --no-trace.
 
-    Raises UsageError if the directory exists and neither --force nor a restart explains it.
+    Raises UsageError for --no-trace with options about recording, and if the directory exists and
+    neither --force nor a restart explains it.
     """
     if "no_trace" in given:
         for name in ("out", "steps", "force", "trace_mb"):
@@ -261,7 +270,12 @@ def _recording_request(given: dict[str, Any]) -> RecordingRequest | None:
 
 
 def _run(program: Program, patch: SchedulePatch | None) -> int:
-    """Run the program with the replaced schedule and return its exit code."""
+    """Run the program with the replaced schedule and return its exit code.
+
+    The patch is installed once the program imports Megatron's schedules. Errors of rrfp are
+    printed; exceptions of the program propagate. If it ends well, rank 0 warns at exit if no
+    schedule was called.
+    """
     if patch is None:
         return program.run(errors.print_error)
     install_after_import(patch, _REQUESTER)
@@ -286,7 +300,8 @@ def _run(program: Program, patch: SchedulePatch | None) -> int:
 
 
 def _warn_if_unused(patch: SchedulePatch, program: str, pid: int) -> None:
-    """Print on rank 0 that the program called no schedule; forked processes print nothing."""
+    """Print on rank 0's stderr that the program called no schedule, if so; forked processes print
+    nothing."""
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     if rank == "0" and os.getpid() == pid and not patch.was_called:
         what = "recorded" if isinstance(patch, NativePatch) else "dispatched or recorded"

@@ -28,7 +28,8 @@ class Program(ABC):
     arguments: Sequence[str]
 
     def run(self, fail: Callable[[RrfpError], int]) -> int:
-        """Run the program and return its exit code.
+        """Run the program as the module `__main__` of this process and return its exit code, 0 at
+        its end.
 
         Exceptions of the program propagate to the interpreter, whose report leaves out rrfp's
         frames. Errors of rrfp need no traceback: `fail` prints them and returns the exit code.
@@ -54,7 +55,8 @@ class Program(ABC):
 
     @abstractmethod
     def _execute(self, main: ModuleType) -> None:
-        """Execute it as the module `__main__`, and set `sys.argv` and `sys.path` for it."""
+        """Execute the program as the module `__main__`, and set `sys.argv` and `sys.path` for
+        it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Script(Program):
 
     @classmethod
     def read(cls, path: str, arguments: Sequence[str]) -> "Script":
-        """Read a program from a path. Raises UsageError for a file that cannot be read."""
+        """Read the file at a path; a directory or an archive is only named. Raises UsageError for a
+        file that cannot be read."""
         # Like the interpreter: what can be imported from is a directory or an archive.
         if pkgutil.get_importer(path) is not None:
             return cls(path, arguments, None)
@@ -79,6 +82,9 @@ class Script(Program):
             ) from error
 
     def _execute(self, main: ModuleType) -> None:
+        """Set `sys.argv` and `sys.path` as the interpreter does and execute the file, or the
+        `__main__` of a directory or archive. Exceptions of the script propagate, SyntaxError
+        too."""
         sys.argv = [self.name, *self.arguments]
         # Like the interpreter: the path becomes absolute and is not normalized.
         file = self.name if self.name.startswith("/") else f"{Path.cwd()}/{self.name}"
@@ -112,6 +118,7 @@ class Module(Program):
     """A module that Python finds by name."""
 
     def _execute(self, main: ModuleType) -> None:
+        """Set `sys.argv` and `sys.path` as `python -m` does, find the module and execute it."""
         sys.argv = ["-m", *self.arguments]
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd()  # noqa: PTH109 (text, as the interpreter has it)
@@ -125,7 +132,8 @@ _FILE_INPUT = 257
 
 
 def _stream_of(file: str) -> ctypes.c_void_p | None:
-    """Open a `FILE *`; None for a path that cannot be read a second time, such as a pipe."""
+    """Open a C `FILE *` of a regular file; None for a path that cannot be opened or read a second
+    time, such as a pipe."""
     if not Path(file).is_file():
         return None
     fopen = ctypes.CDLL(None).fopen
@@ -135,7 +143,8 @@ def _stream_of(file: str) -> ctypes.c_void_p | None:
 
 
 def _report_below(function: Callable[..., object]) -> None:
-    """Make the traceback of an uncaught exception begin below the frame of this function."""
+    """Replace `sys.excepthook` so that the traceback of an uncaught exception begins below the
+    frame of this function. Does nothing if the program removed the hook."""
     report = getattr(sys, "excepthook", None)
     if report is None:  # the program has removed it
         return

@@ -108,7 +108,7 @@ def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
 
 
 def _note_left_out_steps(settings: "Sequence[Setting]") -> None:
-    """Print which steps of recorded runs are not used as costs."""
+    """Print on stderr, once for each recorded run, which of its steps are not used as costs."""
     from rrfp.planning.modelled_costs import without_balance
     from rrfp.replay.cost_sources import RecordedCosts
 
@@ -120,7 +120,8 @@ def _note_left_out_steps(settings: "Sequence[Setting]") -> None:
 
 
 def _warn_unfilled(settings: "Sequence[Setting]") -> None:
-    """Warn about the first memory bound that is too small to fill its pipeline."""
+    """Warn on stderr about the first memory bound that is too small to fill its pipeline. Only the
+    first 16 rows are checked."""
     from rrfp.simulate.memory_budgets import unfilled
 
     for each in settings[:_MOST_PRICED]:
@@ -137,7 +138,8 @@ def _record(
     out: Path,
     force: bool,
 ) -> "list[Row]":
-    """Simulate one row after the other and write the run directory of each."""
+    """Simulate one row after the other, write the run directory and trace of each, and print on
+    stderr where they are. Raises UsageError if `out` exists without `force`."""
     from rrfp.planning.trials import num_plans, run_settings, with_budget, with_choice
     from rrfp.simulate.step import new_recording
     from rrfp.trace.perfetto.writer import write_run_files
@@ -166,7 +168,11 @@ def _record(
 
 
 def _make_run_dirs(requested: "Sequence[RowOptions]", out: Path, force: bool) -> "list[RunDir]":
-    """Create `out` for one row, or for several rows a numbered directory each in `out`."""
+    """Create `out` for one row, or for several rows a numbered directory each in `out`.
+
+    The runs of an earlier command in `out` are removed with `force`; without it, UsageError is
+    raised if `out` exists.
+    """
     from rrfp.trace.run_dir import create_run_dir
 
     run = create_run_dir(out, force, "")
@@ -186,7 +192,8 @@ def _make_run_dirs(requested: "Sequence[RowOptions]", out: Path, force: bool) ->
 
 
 def _described(requested: "RowOptions", setting: "Setting", seeds: range) -> dict[str, object]:
-    """Return the content of run.json: no machine name or time, so that equal runs are identical."""
+    """Return the content of run.json: the row's settings, the seeds, the policy, rrfp's version and
+    the number of ranks. It has no machine name or time, so that equal runs are identical."""
     from rrfp import __version__
 
     return {

@@ -93,7 +93,8 @@ class RowOptions:
 
     @property
     def label(self) -> str:
-        """A short name of the row, made of its own settings."""
+        """The row's own settings, such as `bfw limit 8`, without names where the value is enough;
+        `as given` without any."""
         words = (
             text if name in _SELF_EXPLANATORY and text != "none" else f"{name} {text}"
             for name, text in self.own.items()
@@ -102,10 +103,12 @@ class RowOptions:
 
     @property
     def num_processes(self) -> int:
+        """The number of ranks: pp x tp x dp."""
         return self.pp * self.tp * self.dp
 
     def described(self) -> dict[str, object]:
-        """Return all settings by name, as JSON values."""
+        """Return all settings of the row by flag, as JSON values; the policy's come from the policy
+        itself."""
         policy = self.policy.described()
         return {
             each.flag: policy[each.flag] if each.flag in policy else getattr(self, each.flag)
@@ -118,8 +121,8 @@ def parse_rows(
 ) -> list[RowOptions]:
     """Return the rows in order: all combinations of the sweeps, with each of `rows` in each.
 
-    The first sweep varies slowest. Raises UsageError for an invalid text, and for a setting that is
-    given in two places.
+    The first sweep varies slowest. Raises UsageError for an invalid text, for a setting that is
+    given in two places, and for more than 10,000 rows.
     """
     own = [_read_row(text) for text in rows] or [{}]
     axes = _read_sweeps(sweeps)
@@ -141,13 +144,15 @@ def parse_rows(
 
 
 def prefix_row(own: Mapping[str, str], error: RrfpError) -> RrfpError:
-    """Prefix an error with the row's own settings, if it has any."""
+    """Return an error of the same type whose message begins with the row's own settings; the error
+    itself if the row has none."""
     place = " ".join(f"{name}={text}" for name, text in own.items())
     return type(error)(f"in the row {place}: {error}") if own else error
 
 
 def _make_row(flags: Mapping[str, str], own: Mapping[str, str]) -> RowOptions:
-    """Make a row from flags and its own settings. Raises UsageError for missing ones."""
+    """Make a row from the flags and its own settings, which go first. Raises UsageError for an
+    invalid text, and if --pp or --microbatches is missing."""
     texts = {**flags, **own}
     for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
         if name not in texts:
@@ -166,7 +171,8 @@ def _make_row(flags: Mapping[str, str], own: Mapping[str, str]) -> RowOptions:
 
 
 def _read(name: str, text: str) -> Any:
-    """Parse the text of a setting into its value."""
+    """Parse the text of a setting into a knob's value, a count or a choice; other settings stay
+    text. Raises UsageError for an invalid text."""
     declared = SETTINGS[name]
     label, kind = f"--{name}", declared.kind
     if isinstance(kind, Knob):
@@ -177,7 +183,8 @@ def _read(name: str, text: str) -> Any:
 
 
 def _read_row(text: str) -> dict[str, str]:
-    """Parse a --row into settings by name."""
+    """Parse a --row into texts by setting. Raises UsageError for an open quotation, an unknown
+    setting, and one that is given twice."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -194,7 +201,8 @@ def _read_row(text: str) -> dict[str, str]:
 
 
 def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
-    """Parse all --sweep options into values by setting."""
+    """Parse all --sweep options into lists of texts by setting. Raises UsageError for an unknown
+    setting, and one that is swept twice."""
     axes: dict[str, list[str]] = {}
     for text in sweeps:
         name, values = _read_pair(
@@ -207,7 +215,8 @@ def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_pair(text: str, sentence: str) -> tuple[str, str]:
-    """Split `name=value`; raises UsageError with `sentence`, or for an unknown name."""
+    """Split `name=value`. Raises UsageError with `sentence` if there is no `=`, and for a name that
+    is not a setting of a row."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(sentence)

@@ -25,7 +25,7 @@ _MAX_FORWARDS = 2**22
 
 
 def settings_of(rows: Sequence[RowOptions], *, recorded: bool) -> list[Setting]:
-    """Make the setting of each row.
+    """Make the simulator's setting of each row.
 
     Positions in the order of a hint that alternates are computed only for `recorded` steps, because
     for a million tasks they take as long as the step. Raises UsageError or RrfpError for the first
@@ -46,7 +46,7 @@ def settings_of(rows: Sequence[RowOptions], *, recorded: bool) -> list[Setting]:
 
 
 def with_limits(rows: Sequence[RowOptions], settings: Sequence[Setting]) -> list[RowOptions]:
-    """Copy the limits of settings into their rows."""
+    """Return copies of the rows with the limits of the policies in `settings`."""
     return [
         replace(row, policy=replace(row.policy, limit=setting.policy.limit))
         for row, setting in zip(rows, settings, strict=True)
@@ -68,7 +68,8 @@ class _Sources:
         self.check_blocking_transfers = cache(check_blocking_transfers)
 
     def costs_of(self, row: RowOptions) -> Costs:
-        """Return the costs of a row, balanced over the replicas if requested."""
+        """Return the costs of a row, balanced over the replicas if requested. Raises UsageError if
+        balancing does not go with one replica or an admission file, and for invalid costs."""
         costs = self.costs(row.costs)
         check_divided(costs, row.costs, row.tp)
         if row.admit_across is AdmitAcross.NONE:
@@ -86,6 +87,8 @@ class _Sources:
         return self.balanced(row.costs, row.dp)
 
     def check_fits(self, row: RowOptions, setting: Setting) -> None:
+        """Raise UsageError if the costs or the jitter do not fit the row's shape. Each combination
+        is checked once."""
         key = row.costs, row.jitter, row.admit_across, row.dp, setting.admit, setting.shape
         if key not in self._fitting:
             check_fits(setting)
@@ -93,7 +96,8 @@ class _Sources:
 
 
 def _setting(row: RowOptions, sources: _Sources, *, needs_order: bool) -> Setting:
-    """Make the setting of one row. Raises UsageError if its options exclude each other."""
+    """Make the simulator's setting of one row. Raises UsageError if its options exclude each other
+    or do not fit, and for more than 4 million forwards."""
     if row.links is LinkMode.BLOCKING and row.policy.dispatch is not Dispatch.FIXED:
         raise UsageError(
             "--links blocking has both ranks wait for a message, which only an order that binds "

@@ -37,12 +37,15 @@ def trial_table(options: Sequence[RowOptions], seeds: range, rows: Sequence[Row]
 
 
 def _settings(options: Sequence[RowOptions]) -> Iterator[Column]:
+    """Yield a column for programs for each setting of the rows."""
     described = [each.described() for each in options]
     for name in described[0]:
         yield Column(None, [each[name] for each in described], key=name)
 
 
 def _results(rows: Sequence[Row]) -> Iterator[Column]:
+    """Yield the columns of times, ratios, memory and bubble. Many are for programs only; for one
+    row also the ratio to the first row."""
     mean_s = [row.mean_s for row in rows]
     first = rows[0]
 
@@ -71,12 +74,15 @@ def _results(rows: Sequence[Row]) -> Iterator[Column]:
 
 
 def _is_of_one_size(row: Row) -> bool:
-    """Return True if all held microbatches have the same size, so that bytes add no information."""
+    """Return True if all held microbatches of a row have the same size, so that bytes add no
+    information; also if bytes are unknown."""
     peaks = zip(row.peak_held_bytes or (), row.peak_held, strict=False)
     return len({num_bytes / held for num_bytes, held in peaks}) <= 1
 
 
 def _floor_sentence(row: Row) -> str:
+    """Return a sentence about how far a row is above the lower bound; within 0.05% it equals the
+    bound."""
     floor = row.ratio_to_floor
     if floor < 1.0005:
         return "No schedule can be faster: this is the lower bound."
@@ -84,23 +90,27 @@ def _floor_sentence(row: Row) -> str:
 
 
 def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a sentence that names the row with the smallest mean time, and its saving over the
+    first row unless it is the first."""
     best = min(range(len(rows)), key=lambda row: rows[row].mean_s)
     less = f", {1 - rows[best].ratio_to(rows[0]):.1%} less than the first row" if best else ""
     return f"Fastest: {labels[best]}{less}."
 
 
 def _choice(options: RowOptions, row: Row) -> str | None:
-    """Describe the policy that `--hint auto` chose for a row; None for other hints."""
+    """Describe the policy that `--hint auto` chose for a row; None for rows with other hints."""
     return describe_choice(row.trials[0].policy) if options.policy.hint.name == AUTO.name else None
 
 
 def _label(options: RowOptions, row: Row) -> str:
+    """Return the label of a row, followed by what `--hint auto` chose for it, if anything."""
     choice = _choice(options, row)
     return options.label if choice is None else f"{options.label}: {choice}"
 
 
 def _title(options: Sequence[RowOptions], seeds: range, rows: Sequence[Row]) -> str:
-    """Return the shared settings: the main ones, and others that differ from the default.
+    """Return the settings that all rows share, and the seeds: the main settings, and others that
+    differ from the default.
 
     The title of a single row includes the choice of `--hint auto`.
     """

@@ -27,6 +27,7 @@ _OWN_JITTER = "lognormal:0.01"
 
 
 def _complete_source(incomplete: str) -> list[Offer]:
+    """Complete the name of costs or of a run; an empty word is completed by runs only."""
     return [*cost_names(incomplete), *run_names(incomplete)] if incomplete else run_names("")
 
 
@@ -184,7 +185,8 @@ def tune(options: TuneOptions) -> None:
 
 
 def _is_costs(named: str | None) -> bool:
-    """Return True if the argument names costs and not a run."""
+    """Return True if the argument names costs and not a run: a preset, or a path in .csv or .toml
+    that is no directory. False for None."""
     from rrfp.simulate.costs.toml_files import PRESETS
 
     if named is None:
@@ -193,7 +195,8 @@ def _is_costs(named: str | None) -> bool:
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
-    """Parse --layers. Raises UsageError for a model without layers."""
+    """Parse --layers into the layers of each stage, or one number for the model; None stays None.
+    Raises UsageError for an invalid text and for a model without layers."""
     from rrfp.inputs import parse_layout
 
     found = None if text is None else parse_layout(text, "--layers")
@@ -203,12 +206,13 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _ns(given_ms: float | None, default_ms: float) -> int:
-    """Convert an optional time in ms to ns."""
+    """Convert a time in ms to a whole number of ns; None takes the default."""
     return round((default_ms if given_ms is None else given_ms) * 1e6)
 
 
 def _costs_source(options: TuneOptions) -> "Source":
-    """Make the source of the search from costs in a file."""
+    """Make the source of the search from costs in a file or a preset. Raises UsageError without
+    --pp or --microbatches, and for invalid costs."""
     from rrfp.simulate.jitter import parse_jitter
     from rrfp.tune.from_costs import CostOptions, source_of_costs
 
@@ -238,7 +242,12 @@ def _costs_source(options: TuneOptions) -> "Source":
 
 
 def _run_source(options: TuneOptions) -> "tuple[Source, Mapping[str, object]]":
-    """Read a run. Returns the source of the search and the run's settings."""
+    """Read a run. Returns the source of the search and the run's settings, empty for an imported
+    run.
+
+    Prints on stderr which steps are left out. Raises UsageError for an option that is about costs
+    in a file.
+    """
     layers = _layers(options.layers)
     for each in declared_in("", TuneOptions):
         if each.panel == _COSTS and getattr(options, each.field) is not None:

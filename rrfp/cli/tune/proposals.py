@@ -54,7 +54,8 @@ _FEW_STAGES = 4
 
 
 def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> None:
-    """Print the flags of each proposal for pasting into a command line."""
+    """Print on stdout the flags of each proposal for rrfp train, rrfp run and, if it supports them,
+    Megatron-LM, for pasting into a command line."""
     for number, each in enumerate(found.proposals, 1):
         flags = flags_of(each.candidate, source)
         print(f"\n**{number}**\n\n```sh" if markdown else f"\n{number}", end="")
@@ -70,7 +71,8 @@ def print_flags(source: "Source", found: "SearchResult", *, markdown: bool) -> N
 def proposal_table(
     source: "Source", found: "SearchResult", trials: "Sequence[TrialResult]"
 ) -> Table:
-    """Make the table of proposals, the best first, with the current settings as the lead row."""
+    """Make the table of proposals, the best first. The lead row has the current settings, or 1F1B
+    for costs in a file; it is missing if they could not be predicted."""
     own = found.own
     return Table(
         f"Best within {_memory(found.memory)}, of {found.num_simulated} simulated steps",
@@ -101,7 +103,8 @@ def proposal_table(
 
 
 def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
-    """The columns of proposals: description, flags, predicted times and memory."""
+    """Yield the columns of proposals: description, flags, predicted times and memory. The lead row
+    is the run's own settings or 1F1B, if they could be predicted."""
     proposals, own = list(found.proposals), found.own
     rows = [*([] if own is None else [own]), *proposals]
     mean_s = [each.mean_s for each in proposals]
@@ -157,7 +160,8 @@ def _predictions(source: "Source", found: "SearchResult") -> Iterator[Column]:
 
 
 def _trials(found: "SearchResult", trials: "Sequence[TrialResult]") -> Iterator[Column]:
-    """The columns of measured times of the proposals that were tried."""
+    """Yield the columns of measured times of the proposals that were tried, with None for the
+    others. Without trials the columns are for programs only."""
     untried = [None] * (len(found.proposals) - len(trials))
     real_s = [each.real_s for each in trials]
     predicted_s = [each.predicted_s for each in trials]
@@ -173,13 +177,14 @@ def _trials(found: "SearchResult", trials: "Sequence[TrialResult]") -> Iterator[
 
 
 def _memory(memory: Hold) -> str:
+    """Format a memory budget: bytes with a unit, or a number of microbatches."""
     if isinstance(memory, Bytes):
         return format_bytes(memory.num)
     return f"{memory} microbatch{'' if memory == 1 else 'es'}"
 
 
 def _notes(source: "Source", found: "SearchResult") -> list[str]:
-    """Sentences about prediction error, imbalance, and settings that were not searched."""
+    """Return sentences about prediction error, imbalance, and settings that were not searched."""
     notes = []
     own = found.own
     if source.measured_s is not None and own is not None and source.own is not None:
@@ -195,7 +200,7 @@ def _notes(source: "Source", found: "SearchResult") -> list[str]:
 
 
 def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
-    """Describe a candidate in a few words."""
+    """Describe a candidate in a few words: its hint, and what differs from the usual settings."""
     policy = candidate.policy
     words = [policy.hint.name]
     if policy.dispatch is not Dispatch.READY:
@@ -223,7 +228,8 @@ def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
 
 
 def _wrapped(name: str, words: Sequence[str]) -> list[str]:
-    """Format a command name and its flags, with backslashes that continue lines in a shell."""
+    """Format a command name and its flags as lines of at most 79 characters, indented, with
+    backslashes that continue them in a shell."""
     lines, line = [f"{name}"], " "
     for number, word in enumerate(words):
         width = _WIDTH - 2 - (0 if number == len(words) - 1 else 2)
@@ -274,7 +280,11 @@ class TrialRunner:
         object.__setattr__(self, "_own", self._own_settings() if self.num else None)
 
     def run(self, number: int, proposal: "Prediction") -> TrialResult:
-        """Train with a proposal and return its time. Raises RrfpError if a rank fails."""
+        """Train a few steps with a proposal in a new run directory, and return the mean time of a
+        step without the warm-up step. Progress goes to stderr.
+
+        Raises UsageError if the proposal's settings are invalid, and RrfpError if a rank fails.
+        """
         from rrfp.analyze.frame_files import load_frames
         from rrfp.analyze.frames import step_time_ns
         from rrfp.schedule.rehearsal import fitted
@@ -305,10 +315,11 @@ class TrialRunner:
         return TrialResult(run.path, real_s, self._predicted_s(proposal, counted))
 
     def _predicted_s(self, proposal: "Prediction", counted: range) -> float:
-        """Return the predicted time of these steps of the trial.
+        """Return the predicted mean time in seconds of these steps of the trial.
 
         A paced run of costs in a file has the seeds of the prediction, and any other run the seeds
-        of the run that is tuned.
+        of the run that is tuned. If that run lacks any of these steps, it is the proposal's own
+        prediction.
         """
         from rrfp.tune.search import predict_unbound
 
@@ -320,7 +331,8 @@ class TrialRunner:
         return proposal.mean_s if same is None or len(seeds) < len(counted) else same.mean_s
 
     def _own_settings(self) -> "TrainSettings":
-        """Return the settings of the run, or of a small model for costs in a file."""
+        """Return the settings of the run without its policy, or of a small model for costs in a
+        file. Raises UsageError for a run that `rrfp train` did not make."""
         from rrfp.schedule.policy import KNOBS
         from rrfp.train.settings import DECLARED, TrainSettings
 
@@ -346,7 +358,8 @@ class TrialRunner:
         )
 
     def _settings(self, proposal: "Prediction") -> "TrainSettings":
-        """Return the run's settings with those of the proposal."""
+        """Return the settings of the proposal's trial: the run's own, changed to the proposal's,
+        with a trace and without checkpoints."""
         from rrfp.inputs import layout_string
 
         candidate, source, own = proposal.candidate, self.source, self._own
@@ -387,9 +400,11 @@ class TrialRunner:
         return own.changed(**changed)
 
     def _pace(self, text: str, proposal: "Prediction") -> str:
-        """Return the name of costs for the proposal's stages and microbatches.
+        """Return the name of costs for the proposal's stages and microbatches; `text` names the
+        costs of the run.
 
-        If the split differs, the costs are divided again and written to a file in runs/tune.
+        If the proposal has a split of the layers, the costs are divided by it, and written to a
+        file in runs/tune that is named by its content.
         """
         from rrfp.replay.cost_sources import costs_file, stable_costs_name
         from rrfp.simulate.costs.layer_costs import CUT, cut_in, written_cut

@@ -94,7 +94,8 @@ def watch(
 
 
 def _find(run: Path | None) -> Path:
-    """Return the directory of a run; None means the newest, even if it has no records yet."""
+    """Return the directory of a run; None means the newest, even if it has no records yet. Raises
+    RrfpError if there is no such run, and UsageError if it is no directory."""
     if run is None:
         found = runs_in()
         if not found:

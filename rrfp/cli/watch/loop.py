@@ -39,7 +39,8 @@ class AlertCommand:
         self._running: list[_Running] = []
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Start the command with these environment variables. May raise OSError."""
+        """Start the command in a shell with these additional environment variables, and do not wait
+        for it. May raise OSError."""
         # Closed when the command has ended.
         output = tempfile.TemporaryFile()  # noqa: SIM115
         process = subprocess.Popen(
@@ -53,7 +54,8 @@ class AlertCommand:
         self._running.append(_Running(process, output, time.monotonic() + _TIMEOUT_S))
 
     def ended(self) -> list[str]:
-        """Return a sentence for each command that has failed since the last call."""
+        """Return a sentence for each command that has failed since the last call. Commands that
+        have run for a minute are killed, which is a failure."""
         failures = []
         for each in list(self._running):
             code = each.process.poll()
@@ -71,7 +73,8 @@ class AlertCommand:
         return failures
 
     def close(self) -> list[str]:
-        """Wait for the running commands and return a sentence for each failure."""
+        """Wait until the running commands have ended or were killed, and return a sentence for each
+        failure."""
         failures = self.ended()
         while self._running:
             time.sleep(_POLL_S)
@@ -80,7 +83,7 @@ class AlertCommand:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group of a command and wait for it."""
+    """Kill the process group of a command with SIGKILL and wait for the command."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()
@@ -95,9 +98,11 @@ def watch_run(
     once: bool,
     sleep: Callable[[], None],
 ) -> None:
-    """Follow a run until it has ended; with `once`, until everything present has been read.
+    """Follow a run until it has ended, or the reader of stdout has gone; with `once`, until
+    everything present has been read.
 
-    Closes the exporters, and removes an exporter that fails from the mapping.
+    Each round passes news to the exporters, the alert command and the view. At the end it closes
+    them. An exporter that fails is removed from the mapping.
     """
     try:
         view.begin()
@@ -124,7 +129,8 @@ def watch_run(
 def _send(
     follower: Follower, news: Update, exporters: MutableMapping[str, Exporter], view: View
 ) -> None:
-    """Pass new metrics and steps to the exporters; remove an exporter that fails."""
+    """Pass new metrics and steps, if any, to the exporters. An exporter that fails is removed, and
+    the view shows why."""
     if not (news.steps or news.metrics):
         return
     for asked, exporter in list(exporters.items()):
@@ -141,7 +147,8 @@ def _send(
 
 
 def _alert(follower: Follower, news: Update, command: AlertCommand | None, view: View) -> None:
-    """Start the command for each new alert, and show failures of earlier ones."""
+    """Start the command for each new alert, and show failures of earlier ones. Does nothing without
+    a command."""
     if command is None:
         return
     for alert in news.alerts:
@@ -159,7 +166,8 @@ def _close(
     command: AlertCommand | None,
     view: View,
 ) -> None:
-    """Close view, follower and exporters, and wait for alert commands."""
+    """Close view, follower and exporters, and wait for alert commands. Failures are shown, not
+    raised."""
     view.close()
     follower.close()
     for asked, exporter in exporters.items():

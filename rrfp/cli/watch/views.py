@@ -38,7 +38,8 @@ _COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: 
 def page(
     follower: Follower, state: RunState, sentence: str, notes: Sequence[str] = ()
 ) -> RenderableType:
-    """Make the page of a run: state, figures, stages, main waits, slow places and notes."""
+    """Make the page of a run: state, figures, stages, main waits, slow places and notes. Without
+    records it has the state, the metrics and the stages' busy shares."""
     parts: list[RenderableType] = [_headline(follower, state, sentence)]
     recent = list(follower.steps)[-WINDOW:]
     if recent:
@@ -59,7 +60,7 @@ def page(
 
 
 def _headline(follower: Follower, state: RunState, sentence: str) -> Text:
-    """A line with directory, session, number of steps and state of the run."""
+    """A line with directory, session (from the second on), number of steps and state of the run."""
     line = Text(f"{follower.run.path}  ")
     if follower.session > 1:
         line.append(f"session {follower.session}  ")
@@ -70,7 +71,8 @@ def _headline(follower: Follower, state: RunState, sentence: str) -> Text:
 
 
 def _num_steps(follower: Follower, step: int) -> str:
-    """`41 of 200 steps`."""
+    """Format the number of steps, one more than the last step: `41 of 200 steps`, or `41 steps` if
+    the number requested is unknown."""
     settings = follower.description.get("settings")
     asked = settings.get("steps") if isinstance(settings, dict) else None
     of = f" of {asked}" if isinstance(asked, int) else ""
@@ -87,7 +89,8 @@ def _figures(follower: Follower, recent: Sequence[StepFigures]) -> Text:
 
 
 def _format_metrics(follower: Follower) -> str:
-    """`loss 3.2145  0.43 s a step  1,234 tokens/s`, without unknown values."""
+    """Format the last metrics as `loss 3.2145  0.43 s a step  1,234 tokens/s`, without unknown
+    values; empty without any."""
     line = follower.metrics
     words = []
     loss, seconds, tokens = (line.get(name) for name in ("loss", "step_time_s", "tokens"))
@@ -101,7 +104,8 @@ def _format_metrics(follower: Follower) -> str:
 
 
 def _stages(recent: Sequence[StepFigures]) -> Table:
-    """A table of the busiest stages: ranks, busy share, main wait, held activations."""
+    """A table of the busiest stages (at most twelve) in their order: ranks, mean busy share, main
+    wait, held activations."""
     shown = recent[-1].by_stage()
     busy = {stage: fmean(_busy(step, stage) for step in recent) for stage in shown}
     most = sorted(sorted(busy, key=lambda stage: -busy[stage])[:_MOST_STAGES])
@@ -125,20 +129,22 @@ def _stages(recent: Sequence[StepFigures]) -> Table:
 
 
 def _busy(step: StepFigures, stage: int) -> float:
-    """Return the mean busy share of the ranks of a stage in a step."""
+    """Return the mean busy share of the ranks of a stage in a step; 0 without ranks."""
     ranks = [rank for rank in step.ranks.values() if rank.info.pp_rank == stage]
     return fmean(rank.busy_fraction for rank in ranks) if ranks else 0.0
 
 
 def _format_held(ranks: Sequence[RankFigures]) -> str:
-    """`8  1.2 GiB`: the peak of held microbatches, and of bytes if they are known."""
+    """Format the peak of held microbatches of any of these ranks, and of bytes if known: `8  1.2
+    GiB`."""
     held = str(max(rank.peak_held for rank in ranks))
     most_bytes = max(rank.peak_held_bytes for rank in ranks)
     return f"{held}  {format_bytes(most_bytes)}" if most_bytes else held
 
 
 def _format_ranks(ranks: Sequence[RankFigures]) -> str:
-    """`0-3`, `1,5` or `9 ranks`."""
+    """Format the numbers of ranks: `0-3` for three or more in a row, `1,5` for up to four, else `9
+    ranks`."""
     numbers = sorted(rank.info.rank for rank in ranks)
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
@@ -146,7 +152,8 @@ def _format_ranks(ranks: Sequence[RankFigures]) -> str:
 
 
 def _main_wait(recent: Sequence[StepFigures], stage: int) -> str:
-    """`backward_input 22%`: the cause for which a stage waited longest; empty without waits."""
+    """Return the cause for which a stage waited longest, as `backward_input 22%`, a share of the
+    ranks' time; empty without waits."""
     waits: Counter[str] = Counter()
     num = 0
     for step in recent:
@@ -161,7 +168,7 @@ def _main_wait(recent: Sequence[StepFigures], stage: int) -> str:
 
 
 def _waits(recent: Sequence[StepFigures]) -> Text:
-    """A line with the four largest causes of idle time in recent steps."""
+    """A line with the four largest causes of idle time in recent steps, without those below 1%."""
     total: Counter[str] = Counter()
     for step in recent:
         total.update(step.wait_fractions())
@@ -171,7 +178,8 @@ def _waits(recent: Sequence[StepFigures]) -> Text:
 
 
 def _slowness(follower: Follower) -> list[RenderableType]:
-    """Lines about slow places, or the place that is closest to being slow."""
+    """Lines about slow places (at most three), or else one line about the place that is closest to
+    being slow. Before WINDOW steps one line says that slowness is not known yet."""
     active = follower.active
     if active:
         lines = [Text(f"Slow: {alarm.text}", style="bold red") for alarm in active[:_MOST_ALARMS]]
@@ -187,7 +195,7 @@ def _slowness(follower: Follower) -> list[RenderableType]:
 
 
 def _uneven(recent: Sequence[StepFigures]) -> Text | None:
-    """A line about the stage with the most work, if it exceeds the others by 10%."""
+    """A line about the stage with the most work, if it exceeds the others by 10%; None if not."""
     extra = extra_work(recent)
     if not extra:
         return None
@@ -198,7 +206,7 @@ def _uneven(recent: Sequence[StepFigures]) -> Text | None:
 
 
 def _stages_of_metrics(follower: Follower) -> Table:
-    """A table of busy shares from metrics, for runs without records."""
+    """A table of busy shares from metrics, for runs without records; at most twelve stages."""
     table = Table.grid(padding=(0, 2, 0, 0))
     busy = follower.metrics.get("busy_fraction")
     for stage, share in enumerate(busy[:_MOST_STAGES] if isinstance(busy, list) else []):
@@ -210,7 +218,7 @@ def _stages_of_metrics(follower: Follower) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """`0.43 s`, `12.1 ms`."""
+    """Format seconds with a unit and three digits: `0.43 s`, `12.1 ms`."""
     from rrfp.analyze.table import format_time
 
     return format_time(seconds * NS_PER_S)
@@ -231,19 +239,19 @@ class View:
         self._follower = follower
 
     def begin(self) -> None:
-        """Called before the first update."""
+        """Start the display, before the first update. This class does nothing."""
 
     def update(self, news: Update, state: RunState, sentence: str) -> None:
-        """Show what is new. `sentence` describes the run's state."""
+        """Show what is new; `sentence` describes the run's state. This class shows nothing."""
 
     def note(self, sentence: str) -> None:
-        """Show that an exporter or a command failed."""
+        """Show that an exporter or the alert command failed. This class shows nothing."""
 
     def end(self, state: RunState, sentence: str) -> None:
-        """Called after the last update."""
+        """Show the final state, after the last update. This class shows nothing."""
 
     def close(self) -> None:
-        """Restore the terminal; a second call does nothing."""
+        """Restore the terminal; a second call does nothing. This class has nothing to restore."""
 
 
 class OncePage(View):
@@ -254,12 +262,15 @@ class OncePage(View):
         self._notes: list[str] = []
 
     def note(self, sentence: str) -> None:
+        """Add a note to the page that `end` prints."""
         self._notes.append(f"note: {sentence}")
 
     def end(self, state: RunState, sentence: str) -> None:
+        """Print the page with the notes on stdout."""
         console().print(self._page(state, sentence))
 
     def _page(self, state: RunState, sentence: str) -> RenderableType:
+        """Make the page of the run in this state, with the notes."""
         return page(self._follower, state, sentence, self._notes)
 
 
@@ -272,21 +283,26 @@ class LivePage(OncePage):
         self._live = Live(console=self._console, auto_refresh=False)
 
     def begin(self) -> None:
+        """Start the display that is redrawn."""
         self._live.start()
 
     def update(self, news: Update, state: RunState, sentence: str) -> None:
+        """Print new alerts above the page, and redraw the page."""
         for alert in news.alerts:
             self._console.print(alert.text, soft_wrap=True)
         self.end(state, sentence)
 
     def note(self, sentence: str) -> None:
+        """Add a note to the page, which shows the last three from the next redraw on."""
         super().note(sentence)
         del self._notes[:-_MOST_NOTES]
 
     def end(self, state: RunState, sentence: str) -> None:
+        """Redraw the page now."""
         self._live.update(self._page(state, sentence), refresh=True)
 
     def close(self) -> None:
+        """End the redrawing, and leave the last page on the terminal."""
         self._live.stop()
 
 
@@ -300,6 +316,11 @@ class Lines(View):
         self._state: RunState | None = None
 
     def update(self, news: Update, state: RunState, sentence: str) -> None:
+        """Print what is new in this order: a changed state, metrics, steps, alerts.
+
+        With `only_alerts` metrics, steps and the state GOING are left out. As text, metrics are
+        printed only if no steps came. The states in OVER are left to `end`.
+        """
         # `end` prints that the run is over, after everything else.
         if state is not self._state and state not in OVER:
             self._state = state
@@ -319,16 +340,21 @@ class Lines(View):
         print(f"note: {sentence}", file=sys.stderr)
 
     def end(self, state: RunState, sentence: str) -> None:
+        """Print the last state, unless it was printed before."""
         if state is not self._state:
             self._print_state(state, sentence)
 
     def _print_state(self, state: RunState, sentence: str) -> None:
+        """Print the run's directory and the sentence about its state, or a JSON event with the last
+        step."""
         path = str(self._follower.run.path)
         step = self._follower.last_step
         event: dict[str, object] = {"event": state, "run": path, "step": step, "text": sentence}
         self._print(event, f"{path}: {sentence}")
 
     def _print_metrics(self, line: dict[str, Any], *, has_records: bool) -> None:
+        """Print a line of metrics.jsonl as a JSON event. As text it is printed only for a run
+        without records, and only if it has a step."""
         measures = list(measures_of_metrics(line))
         if self._as_json:
             self._print(
@@ -341,6 +367,8 @@ class Lines(View):
     def _print_step(
         self, step: StepFigures, active: list[Alarm], metrics: Sequence[dict[str, Any]]
     ) -> None:
+        """Print a line about a step: loss if known, schedule time, bubble, busy share of each
+        stage, largest wait and slow places; or a JSON event with all measures."""
         loss = next((line.get("loss") for line in metrics if line.get("step") == step.step), None)
         waits = list(step.wait_fractions().items())[:1]
         busy = (fmean(rank.busy_fraction for rank in ranks) for ranks in step.by_stage().values())
@@ -361,6 +389,7 @@ class Lines(View):
         self._print(event, "  ".join(words))
 
     def _print_alert(self, alert: Alert) -> None:
+        """Print the text of an alert, or a JSON event with its parts."""
         alarm = alert.alarm
         event = {
             "event": alert_environment(alert, str(self._follower.run.path))["RRFP_ALERT"],
@@ -378,4 +407,5 @@ class Lines(View):
         self._print(event, alert.text)
 
     def _print(self, event: dict[str, object], text: str) -> None:
+        """Print the event as JSON, or else the text, as one line on stdout that is flushed."""
         print(json.dumps(event) if self._as_json else text, flush=True)
