@@ -101,8 +101,8 @@ class LaunchPlace:
     """True if the launcher itself listens at that port, with a store of torch's."""
 
     def torch_environment(self) -> dict[str, str]:
-        """Return the variables by which torch's process groups find each other, RANK to
-        MASTER_PORT; LOCAL_WORLD_SIZE only if it is known."""
+        """Return the variables by which torch's process groups find each other: RANK, WORLD_SIZE,
+        LOCAL_RANK, MASTER_ADDR, MASTER_PORT, and LOCAL_WORLD_SIZE if it is known."""
         local = {} if self.local_count is None else {"LOCAL_WORLD_SIZE": str(self.local_count)}
         return {
             "RANK": str(self.index),
