@@ -89,8 +89,9 @@ class ExitHooks:
 
     @property
     def has_lost_peer(self) -> bool:
-        """True if this process ends only because a peer has ended, by its last step's error or the
-        main thread's uncaught error."""
+        """True if this process ends only because a peer has ended: by the error of its last step,
+        or by a broken connection in a collective of torch among the uncaught error and its
+        causes."""
         return self._has_lost_peer or any(map(is_torchs_loss, _uncaught()))
 
     def register(self, function: Callable[[], None]) -> None:

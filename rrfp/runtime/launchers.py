@@ -195,9 +195,9 @@ def _is_srun_task(environment: Mapping[str, str]) -> bool:
 
 
 def _place_by_srun(environment: Mapping[str, str]) -> LaunchPlace:
-    """Return this task's place by srun's variables; MASTER_ADDR and MASTER_PORT have priority over
-    its own. Raises UsageError for variables that are missing or contradict each other, and on a
-    task 0 that is not on the first node, without MASTER_ADDR."""
+    """Return this task's place by srun's variables; MASTER_ADDR and MASTER_PORT, where set, replace
+    the first node and the derived port. Raises UsageError for variables that are missing or
+    contradict each other, and on a task 0 that is not on the first node, without MASTER_ADDR."""
     count_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     index, count = _read_index_and_count(environment, _TASK, count_name, _SRUN)
     list_name = next((name for name in _NODE_LISTS if name in environment), _NODE_LISTS[0])

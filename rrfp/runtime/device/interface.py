@@ -58,8 +58,9 @@ class Device(Protocol):
         ...
 
     def synchronize_clocks(self) -> None:
-        """Measure the offset between the device's clock and the host's again: the two drift, and
-        the device measures long times coarsely. The host waits for the compute stream."""
+        """Measure the offset between the device's clock and the host's again, and set
+        `clock_error_ns`: the two drift, and the device measures long times coarsely. The host waits
+        for the compute stream."""
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
         """Queue a wait of this length, in ns, on the stream, before its next work."""
@@ -90,7 +91,8 @@ class Device(Protocol):
         ...
 
     def selected(self) -> AbstractContextManager[object]:
-        """Make this the calling thread's current device, for calls that bypass torch."""
+        """Return a context in which this is the calling thread's current device, for calls that
+        bypass torch."""
         ...
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
@@ -155,7 +157,8 @@ class HostMemoryPool:
 
 
 def _round_up_size(num_bytes: int) -> int:
-    """Return the smallest reserved size of at least this many bytes."""
+    """Return the smallest reserved size of at least this many bytes: whole pages, and four sizes
+    for each doubling."""
     doubling = max(num_bytes - 1, mmap.PAGESIZE * _SIZES_PER_DOUBLING).bit_length() - 1
     step = (1 << doubling) // _SIZES_PER_DOUBLING
     return -(-num_bytes // step) * step

@@ -282,7 +282,7 @@ class SilenceTimer:
         self.connection_ns += waited_ns
 
     def reset(self) -> None:
-        """Restart: something has come."""
+        """Set the time of silence, in all and over this connection, to 0: something has come."""
         self.total_ns = self.connection_ns = 0
 
 
@@ -322,15 +322,15 @@ class RetransmitBuffer:
         return [self._unacknowledged.popleft() for _ in range(num_new)]
 
     def rewind(self) -> None:
-        """Write all of them again, over a new connection."""
+        """Mark all frames in the buffer to be written again, over a new connection."""
         self.num_unsent = len(self._unacknowledged)
 
     def stop(self) -> None:
-        """Write nothing again before `rewind`."""
+        """Mark no frame to be written again, until `rewind`."""
         self.num_unsent = 0
 
     def unsent(self) -> list[OutgoingFrame]:
-        """Return the frames that are to be written again."""
+        """Return the frames that are to be written again, without removing them."""
         return list(self._unacknowledged)[len(self._unacknowledged) - self.num_unsent :]
 
 
@@ -393,7 +393,8 @@ class Channel:
 
     @property
     def is_broken(self) -> bool:
-        """True if it needs another connection."""
+        """True if its connection is broken and it is not over, so that it needs another
+        connection."""
         return self.connection is Connection.BROKEN and self.state is not State.OVER
 
     @property
@@ -429,7 +430,8 @@ class Channel:
 
     @property
     def has_written_all(self) -> bool:
-        """True if nothing more will be written over this connection."""
+        """True if its farewell was written, so that nothing more will be written over this
+        connection."""
         is_last = self.state is State.LINGERING and self.connection is Connection.WHOLE
         return is_last and not self.is_busy
 
@@ -514,7 +516,8 @@ class Channel:
         return self.fail(PeerLostError(why, self.link.link_origin))
 
     def attach(self) -> None:
-        """Replace the broken connection; no write is in progress."""
+        """Resume over another connection in place of the broken one, once the peer's count has
+        come; does nothing if it is over. No write is in progress."""
         assert not self.is_writing
         if self.state is State.OVER:
             return
@@ -593,7 +596,7 @@ class Channel:
 
     def wrote(self, num_bytes: int, now_ns: int) -> OutgoingFrame | None:
         """End a write of this many bytes; 0 if the peer reads none now. Return the frame if it is
-        whole for the first time."""
+        written whole, and was not before; else None."""
         self.is_writing = False
         outgoing = self._outgoing
         if num_bytes == 0 or outgoing is None:
@@ -626,7 +629,8 @@ class Channel:
 
     @property
     def reads(self) -> bool:
-        """True unless what the peer sends is of no interest any more."""
+        """True while bytes of the peer are read: it is not over, the peer has not left, the
+        connection is not broken."""
         return (
             self.state is not State.OVER
             and not self.has_peer_left
@@ -718,8 +722,8 @@ class Channel:
         return []
 
     def _fail_silent(self, is_whole: bool) -> list[Output]:
-        """End the link because nothing has arrived for too long: by the peer, within a host over a
-        whole connection, or else by the link itself."""
+        """End the link because nothing has arrived for too long. The fault's origin is the peer
+        within a host over a whole connection, and otherwise the link."""
         silence_s = self.options.silence_ns / NS_PER_S
         if is_whole and self.link.cross_host is None:
             return self.fail_by_peer(f"was silent for {silence_s:g} s", PeerSilentError)

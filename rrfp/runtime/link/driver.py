@@ -111,7 +111,8 @@ class LinkDriver(Generic[D]):
         """True while the socket takes nothing more."""
 
     def start(self, connection: socket.socket) -> None:
-        """Start the thread, which closes the connection once the link is over."""
+        """Continue over this connection, and start the thread, which closes the connection once the
+        link is over."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         self._wake_poller = select.poll()
@@ -136,8 +137,9 @@ class LinkDriver(Generic[D]):
             self._wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread, which ends by the deadline given to `begin_close`, unless it waits
-        for a device that hangs. Return whether it has ended and the peer has said farewell."""
+        """Wait for the thread, at most this long; it ends by the deadline given to `begin_close`,
+        unless it waits for a device that hangs. Return whether it has ended and the peer has said
+        farewell."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._endpoint.channel.has_peer_left
 

@@ -267,8 +267,8 @@ class Receiver:
 
 
 def _batch(num_credits: int) -> int:
-    """Return the number of credits to give back at a time, an eighth of all and 1: each time wakes
-    a thread on both ranks."""
+    """Return the number of credits to give back at a time, one more than an eighth of all: each
+    time wakes a thread on both ranks."""
     return 1 + num_credits // _BATCHES
 
 

@@ -246,8 +246,8 @@ class Sender:
         return [Release(descriptor.offset)]
 
     def peer_left(self) -> list[Output]:
-        """Return nothing: a later `send` reports that the peer has left."""
-        # A later `send` reports it, and what the peer sent comes on another link.
+        """Return nothing: a later `send` reports it, and what the peer sent comes on another
+        link."""
         return []
 
     def received(self, frame: Frame, now_ns: int) -> list[Output]:

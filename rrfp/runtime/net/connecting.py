@@ -58,8 +58,9 @@ _UNIX_BUFFER_BYTES = 4 * 2**20
 
 
 def listen_tcp(host: str) -> socket.socket:
-    """Listen at this address or name, at a port that the system chooses. Where the addresses of the
-    run's hosts are known and the kernel permits it, only they can connect. Raises OSError."""
+    """Listen at this address or name, at a port that the system chooses, and return the socket.
+    Where the addresses of the run's hosts are known and the kernel permits it, only they can
+    connect. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     if (sources := run_host_addresses()) is not None:
@@ -238,8 +239,8 @@ class PeerAddress:
             self._file = -1
 
     def _connect(self, timeout_s: float) -> socket.socket:
-        """Open a connection, without TLS or a handshake. Raises OSError, also after `close` of a
-        Unix socket."""
+        """Open a connection to the Unix socket or the TCP port, without TLS or a handshake. Raises
+        OSError."""
         if self._file >= 0:
             return connect_opened(self._file, timeout_s)
         if self._tcp is None:
@@ -403,7 +404,7 @@ class Listener:
 
     def remove_files(self) -> None:
         """Remove the directory of the Unix socket and the secret, once all peers have opened them;
-        existing listening goes on."""
+        the sockets keep listening."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 

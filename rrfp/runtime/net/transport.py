@@ -179,7 +179,7 @@ class SocketTransport:
         self._outgoing: dict[int, _Outgoing] = {}
 
     def open(self) -> None:
-        """Connect every link; return when all are connected.
+        """Connect every link; return when all are connected. Any error closes everything.
 
         Raises PeerLostError naming a rank that did not connect within `connect_s` or that called
         `Rendezvous.fail`, and UsageError for an address that this host does not have.
@@ -364,10 +364,11 @@ class SocketTransport:
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message: this thread writes as much as the socket takes without waiting, and the
-        link's thread the rest. A tensor that is not contiguous is copied here.
+        link's thread the rest; a data plane may carry the tensors. A tensor that is not contiguous
+        is copied here.
 
-        Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
-        large) and for a peer that this rank does not send to.
+        Raises UsageError for tensors that cannot travel (on another type of device, of an unknown
+        dtype, too large) and for a peer that this rank does not send to.
         """
         tensors, num_bytes = sendable(message, self._options.max_message_bytes, self._device_type)
         link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
@@ -459,7 +460,8 @@ def _check(
     heartbeat_s: float,
     silence_s: float,
 ) -> None:
-    """Raise UsageError for settings that cannot work."""
+    """Raise UsageError for a link to the rank itself, less than one credit, or heartbeats that are
+    not more frequent than the silence."""
     if rank in sends_to or rank in receives_from:
         raise UsageError(f"rank {rank} has a link to itself; pass its own outputs on directly")
     if num_credits < 1:
@@ -523,6 +525,6 @@ def make_device(device: torch.device) -> Device:
 
 
 def make_planes(device: torch.device, requested: TransportName, outbox_mb: int) -> RankPlanes:
-    """Make the data planes of a rank for the requested transport. Raises UsageError for a missing
-    device, or for a transport that does not carry tensors on it."""
+    """Make the data planes of a rank for the requested transport, with outboxes of this many MiB.
+    Raises UsageError for a missing device, or for a transport that does not carry tensors on it."""
     return RankPlanes(make_device(device), requested, outbox_mb * 2**20)

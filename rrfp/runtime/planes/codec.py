@@ -203,7 +203,8 @@ def aligned(num_bytes: int) -> int:
 
 
 def packed_bytes(forms: Forms) -> int:
-    """Return the size of a slot for tensors of these forms; at least one alignment unit."""
+    """Return the size of a slot for tensors of these forms, each rounded up to 256 bytes, at least
+    256; None takes nothing."""
     sizes = (aligned(form.num_bytes) for form in forms if form is not None)
     return max(sum(sizes), ALIGNMENT_BYTES)
 

@@ -133,7 +133,6 @@ class CudaIpcPlane:
         """Drop the slab, and free it if all peers have detached; otherwise it is freed with this
         process, because freeing memory that a peer has open is undefined."""
         del self.slab
-        # Freeing memory that a peer has open is undefined; it is freed with this process.
         if are_detached:
             with self.device.selected():
                 self._free()

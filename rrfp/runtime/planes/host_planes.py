@@ -96,8 +96,8 @@ class SharedMemoryPlane:
 
 
 def sealed_memory(num_bytes: int) -> int:
-    """Make an anonymous file of this size, which no process can change, and return its descriptor.
-    Raises PlaneRefusal if the system lacks such files or memory."""
+    """Make an anonymous file of this size, sealed so that no process can change the size, and
+    return its descriptor. Raises PlaneRefusal if the system lacks such files or the memory."""
     if not hasattr(os, "memfd_create"):
         raise PlaneRefusal("this system has no memfd_create")
     try:

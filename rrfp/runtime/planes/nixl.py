@@ -158,7 +158,8 @@ class NixlAgent:
     # The thread.
 
     def _begin(self) -> bytes:
-        """Make the agent and register both slabs; return the agent's metadata."""
+        """Make the agent and register both slabs, on the agent's thread; return the agent's
+        metadata."""
         self._agent = _make_agent(self._name)
         for slab in self._slabs:
             self._registered.append(self._agent.register_memory(slab))
@@ -509,5 +510,4 @@ class NixlFetcher:
             raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
 
     def detach(self, *, waits: bool = True) -> None:
-        # Nothing is being fetched; NIXL forgets its peers with the agent.
-        """Do nothing: the agent drops its peers when it closes."""
+        """Do nothing: nothing is being fetched, and NIXL forgets its peers with the agent."""

@@ -75,7 +75,8 @@ class Slots:
         return None
 
     def release(self, offset: int) -> bool:
-        """Free the slot at this offset; return False if there is none."""
+        """Free the slot at this offset, and merge it with adjoining gaps; return False if no slot
+        is there."""
         size = self._sizes.pop(offset, None)
         if size is None:
             return False
@@ -227,7 +228,7 @@ class Outbox:
             self._slab = None
 
     def _end(self) -> None:
-        """Drop what waits, and let the thread end once its copies have."""
+        """Close the outbox: drop what waits, and let the thread end once its copies have."""
         with self._condition:
             self._is_closed = True
             self._waiting.clear()

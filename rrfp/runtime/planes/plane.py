@@ -62,7 +62,9 @@ class Ticket(Protocol):
     """The link's own name for a message, which a plane returns with its result."""
 
     @property
-    def task(self) -> Task: ...
+    def task(self) -> Task:
+        """The task that takes the message as its input."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

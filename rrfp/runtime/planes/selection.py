@@ -59,7 +59,7 @@ class PlaneChoice:
     """True if the link is encrypted, with everything that it carries; set by its source."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry of `run.json`."""
+        """Return the entry of `run.json`, with the speed rounded to 0.01 GB/s."""
         rate = None if self.gb_per_s is None else round(self.gb_per_s, 2)
         return {
             "plane": str(self.plane),
@@ -309,7 +309,8 @@ class RankPlanes:
 
     @property
     def negotiates(self) -> bool:
-        """True if links negotiate a plane; the same on all ranks."""
+        """True if links negotiate a plane, because the requested transport has any for this device;
+        the same on all ranks."""
         return bool(self._on_host or self._across_hosts)
 
     def open(self, *, has_same_host: bool, has_other_host: bool, encrypts: bool = False) -> None:
