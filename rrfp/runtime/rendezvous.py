@@ -439,7 +439,8 @@ def wait_for_rank_infos(
 
 
 def _decode_info(rank: int, value: object) -> RankInfo:
-    """Decode the information of this rank. Raises ValueError for another structure or rank."""
+    """Decode the information that this rank has published. Raises ValueError for another structure
+    or another rank's."""
     info = instance(RankInfo, value)
     if info.rank != rank:
         raise ValueError(f"it belongs to rank {info.rank}")

@@ -404,7 +404,8 @@ class Channel:
 
     @property
     def may_write_new(self) -> bool:
-        """True if frames that were not written before may be written."""
+        """True if frames that were not written before may be written: the connection is whole, the
+        peer reads, and the channel is open or draining."""
         return (
             self._is_writable
             and self.connection is Connection.WHOLE

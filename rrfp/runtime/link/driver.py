@@ -268,8 +268,8 @@ class LinkDriver(Generic[D]):
             self._end()
 
     def _end(self) -> None:
-        """Close everything once the link is over: detach the plane, refuse other connections, write
-        the last bytes, and close the connection."""
+        """Close everything once the link is over: detach the plane, refuse other connections, close
+        the wake-up pipe, write the last bytes, and close the connection."""
         self._detach_if_done()
         self._reconnector.close()
         with self._lock:
