@@ -20,8 +20,9 @@ from rrfp.trace.records import AgreementRecord, Record
 
 
 class GroupAgreement:
-    """One rank's side of its group's agreement. Except for `report`, only the thread that holds the
-    dispatcher calls it. A rank that has nothing to agree on has no `group`."""
+    """One rank's side of the agreement by which the ranks of a group run their tasks in one order;
+    the first member leads. Except for `report`, only the thread that holds the dispatcher calls it.
+    A rank that has nothing to agree on has no `group`."""
 
     def __init__(
         self,
@@ -42,30 +43,35 @@ class GroupAgreement:
         self.group = Group(len(members), self._leader == rank) if self._followers else None
 
     def start_step(self) -> None:
+        """Restart the step's sequence at position 0. Queued decisions stay."""
         self._position = 0
 
     def report(self, step: int, task: Task) -> None:
-        """On a follower: report to the leader that a task's input has arrived, perhaps for a later
-        step. A link's thread calls it, because the leader may decide while a task runs here."""
+        """Report to the group's leader that a task's input has arrived, perhaps for a later step;
+        does nothing on the leader and without a group. A link's thread calls it, because the leader
+        may decide while a task runs here."""
         if self.group is not None and not self.group.leads:
             self._links.report(self._leader, step, task)
 
     def stimulus_of(self, event: InputReported) -> InputArrived:
-        """Convert a follower's report to a stimulus for the leader's dispatcher."""
+        """Convert a follower's report to the stimulus `InputArrived` of the leader's dispatcher,
+        with the follower's index in the group."""
         return InputArrived(event.task, self._member_of[event.peer])
 
     def add_decision(self, event: TaskDecided) -> None:
-        """Queue a decision of the leader; decisions arrive in the order in which they run."""
+        """Append a decision of the leader to the queue; decisions arrive in the order in which they
+        run."""
         self._decisions.append(event)
 
     def next(self) -> Task | None:
-        """Return the first queued decision's task; None without one, and on a rank that decides
-        itself."""
+        """Return the first queued decision's task, without removing it; None without one, and
+        always on a rank that decides itself."""
         return self._decisions[0].task if self._decisions else None
 
     def pending_messages(self, missing_members: int) -> dict[int, str]:
-        """Describe, by the sending rank, the messages of the group that this rank waits for.
-        `missing_members` has bit i set if member i lacks an input; bit 0 is this rank."""
+        """Describe the group's messages that this rank waits for, by the sending rank. The leader
+        waits for reports of the followers whose bit in `missing_members` is set (bit 0 is the
+        leader), a follower for the next decision. Empty without a group."""
         if self.group is None:
             return {}
         if self.group.leads:
@@ -78,7 +84,8 @@ class GroupAgreement:
 
     def note_dispatch(self, step: int, task: Task) -> None:
         """Record that this rank dispatched a task at the next position of the sequence. The leader
-        sends the decision to all members; a follower removes it from its queue."""
+        sends the decision to all followers; a follower removes it from its queue, and raises
+        RrfpError if it has another position. Does nothing without a group."""
         if self.group is None:
             return
         start_ns = self._clock()
@@ -103,7 +110,8 @@ _LONGEST_LEAD_NS = 1_000_000
 
 
 class AheadThread:
-    """On the leader of a group, calls `decide` once, shortly before the running task should end.
+    """Thread of a group's leader that calls `decide` once for each task, shortly before the task
+    should end.
 
     A late decision can use more of the arrivals, but a decision before the end of the task hides
     the time that it needs to reach the members. `decide` runs on this thread, and only within
@@ -127,7 +135,9 @@ class AheadThread:
 
     @contextmanager
     def while_running(self, kind: Kind, chunk: int) -> Iterator[None]:
-        """Wrap the running of a task. Raises what `decide` raised, after the task has succeeded."""
+        """Wrap the running of a task, and let `decide` run at most 1 ms before its expected end;
+        not if this kind and chunk have not run yet. Learns the duration of a task that succeeds, or
+        raises what `decide` raised."""
         start_ns = self._clock()
         expected_ns = self._durations.expected_ns(kind, chunk)
         if expected_ns is not None:
@@ -145,13 +155,15 @@ class AheadThread:
         self._durations.took(kind, chunk, self._clock() - start_ns)
 
     def close(self) -> None:
-        """End the thread. Call it between two tasks."""
+        """End the thread and wait for its end. Call it between two tasks."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
         self._thread.join()
 
     def _run(self) -> None:
+        """Call `decide` at each due time, with the condition held, until `close`. An exception of
+        `decide` is stored for `while_running`, and ends the thread."""
         with self._condition:
             while not self._is_closed:
                 if self._due_ns is None:

@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class ExitHooks:
-    """Calls its functions, last one first, once the main thread has ended."""
+    """Functions to call, last one first, once the main thread has ended, and what is known about
+    how the program ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,8 +39,9 @@ class ExitHooks:
         """The main thread's last unsuccessful `sys.exit` since the last step, if any."""
 
     def note_step_error(self, error: BaseException | None) -> None:
-        """Store whether the last step failed because of a lost peer; None if another step
-        begins."""
+        """Store whether the last step failed because of a lost peer (PeerLostError, or a broken
+        connection in a collective of torch); None if another step begins. Also forgets a failing
+        `sys.exit`."""
         # Imported late: scripts are to import torch themselves.
         from rrfp.runtime.protocols import PeerLostError
 
@@ -55,12 +57,16 @@ class ExitHooks:
 
     @property
     def program_error(self) -> BaseException | None:
-        """The error that has ended the program, if any is known."""
+        """The error that has ended the program: the one from `note_program_end` if that was called,
+        or else the main thread's uncaught error, or else its last failing `sys.exit`; None without
+        one."""
         return self._error if self._is_end_known else next(_uncaught(), self._exit)
 
     def make_ending(self, rank: int) -> Ending | None:
-        """Describe how the program has ended on this rank; None if that is not known: for a program
-        that rrfp does not run and that ended well, or by a SystemExit of its own."""
+        """Describe how the program has ended on this rank: finished, interrupted by Ctrl-C, or
+        failed, with a sentence and the fault's origin (a lost peer, or else this rank). None if
+        that is not known: a program that rrfp does not run ended well, or by a SystemExit of its
+        own."""
         error = self.program_error
         if error is None and not self._is_end_known:
             return None
@@ -83,12 +89,15 @@ class ExitHooks:
 
     @property
     def has_lost_peer(self) -> bool:
-        """True if this process ends only because a peer has ended."""
+        """True if this process ends only because a peer has ended: by the error of its last step,
+        or by a broken connection in a collective of torch among the uncaught error and its
+        causes."""
         return self._has_lost_peer or any(map(is_torchs_loss, _uncaught()))
 
     def register(self, function: Callable[[], None]) -> None:
-        """Call `function` at the end. It must neither raise nor block without bound, nor start a
-        thread, which Python 3.12 and newer refuse by then."""
+        """Add a function to call once the main thread has ended. It must neither raise nor block
+        without bound, nor start a thread, which Python 3.12 and newer refuse by then. The first
+        call wraps `sys.exit`, and starts the thread that waits."""
         with self._lock:
             self._functions.append(function)
             if self._thread is None:
@@ -98,8 +107,8 @@ class ExitHooks:
                 self._thread.start()
 
     def _wrap_sys_exit(self) -> None:
-        """Store each failing `sys.exit`, because Python does not keep the SystemExit that ends a
-        program."""
+        """Replace `sys.exit` by a function that also stores a failing exit of the main thread,
+        because Python does not keep the SystemExit that ends a program."""
         leave = sys.exit
 
         def noted_exit(status: Any = None, /) -> NoReturn:
@@ -111,13 +120,16 @@ class ExitHooks:
         sys.exit = noted_exit
 
     def _wait(self) -> None:
+        """Wait for the end of the main thread, and run the functions; then sleep for `PEERS_END_S`
+        if a peer was lost, so that the launcher sees that peer end first."""
         threading.main_thread().join()
         self.run()
         if self.has_lost_peer:
             time.sleep(PEERS_END_S)
 
     def run(self) -> None:
-        """Call the functions now, for a process that ends in another way."""
+        """Call the functions now, last one first, and forget them, for a process that ends in
+        another way. An exception is logged, and the other functions still run."""
         with self._lock:
             functions, self._functions = self._functions[::-1], []
         for function in functions:
@@ -132,7 +144,8 @@ at_end = ExitHooks()
 
 
 def _uncaught() -> Iterator[BaseException]:
-    """Yield the error that has ended the main thread, if any, and its causes."""
+    """Yield the error that has ended the main thread (`sys.last_value`), if any, and then its
+    causes."""
     error: BaseException | None = getattr(sys, "last_value", None)
     while error is not None:
         yield error

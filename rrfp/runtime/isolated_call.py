@@ -32,8 +32,8 @@ def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: flo
     """Call a function of a module in a new process, and return its result. Arguments and result
     pass as JSON.
 
-    Raises NoAnswerError if it raises, crashes, cannot be started or takes longer than `limit_s`;
-    the process is killed then.
+    Raises NoAnswerError if it raises, crashes, cannot be started or takes longer than `limit_s`, in
+    seconds; the process and its children are killed then.
     """
     try:
         return _run_process(function, arguments, limit_s)
@@ -46,7 +46,9 @@ def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: flo
 def _run_process(
     function: Callable[..., Any], arguments: tuple[object, ...], limit_s: float
 ) -> Any:
-    """Run the function in a new process, and return its result; kill it at the end."""
+    """Run the function in a new process, in a session of its own, and return its result. Raises
+    NoAnswerError if it takes longer than `limit_s`, when it is killed, or if it raises or crashes;
+    OSError if no process starts."""
     command = (sys.executable, "-m", __name__, function.__module__, function.__name__)
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
@@ -71,7 +73,8 @@ def _run_process(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its children, unless it has ended."""
+    """Kill the process and its children, unless the process has ended, and wait up to 5 s for it.
+    Closes the pipe of its output."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -82,7 +85,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _describe_failure(exit_code: int, stderr: IO[bytes]) -> str:
-    """Return the signal that killed a process, or the last line of its stderr."""
+    """Return the signal that killed a process, or else the last line of its stderr that is not
+    blank; "no reason given" without one."""
     if exit_code < 0:
         return f"it was killed: {signal.strsignal(-exit_code)}"
     stderr.seek(0)
@@ -91,7 +95,9 @@ def _describe_failure(exit_code: int, stderr: IO[bytes]) -> str:
 
 
 def _main(module: str, name: str, arguments: str, limit_s: str) -> None:
-    """Call the function, and print its result or its exception as JSON."""
+    """Call the function in this process, write its result or its exception to stdout as JSON, and
+    end at once, with exit code 0 or 70. Other output goes to stderr. A timer kills the process 5 s
+    after `limit_s`."""
     # This process ends even if its parent is gone.
     signal.setitimer(signal.ITIMER_REAL, float(limit_s) + _END_S)
     # Output of libraries goes to stderr: stdout carries the result.

@@ -37,7 +37,8 @@ _MAX_PORT = 2**16 - 1
 
 
 def _read_number(environment: Mapping[str, str], name: str, by: str, least: int = 0) -> int:
-    """Return the number in a variable that launcher `by` sets. Raises UsageError."""
+    """Return the number in a variable that launcher `by` sets. Raises UsageError if it is not set,
+    has anything but up to 18 digits, or is below `least`."""
     text = environment.get(name)
     if text is None:
         raise UsageError(
@@ -54,7 +55,7 @@ def _read_number(environment: Mapping[str, str], name: str, by: str, least: int 
 
 
 def _read_port(environment: Mapping[str, str], by: str) -> int:
-    """Return MASTER_PORT, which must be set. Raises UsageError."""
+    """Return MASTER_PORT. Raises UsageError if it is not set, or is no port from 1 to 65535."""
     found = _read_number(environment, "MASTER_PORT", by, 1)
     if found > _MAX_PORT:
         raise UsageError(
@@ -66,7 +67,8 @@ def _read_port(environment: Mapping[str, str], by: str) -> int:
 def _read_index_and_count(
     environment: Mapping[str, str], index_name: str, count_name: str, by: str
 ) -> tuple[int, int]:
-    """Return an index and the count that it must be below. Raises UsageError."""
+    """Return an index and a count from two variables. Raises UsageError if one is not set or
+    invalid, or if the index is not below the count."""
     index = _read_number(environment, index_name, by)
     count = _read_number(environment, count_name, by, 1)
     if index >= count:
@@ -99,7 +101,8 @@ class LaunchPlace:
     """True if the launcher itself listens at that port, with a store of torch's."""
 
     def torch_environment(self) -> dict[str, str]:
-        """Return the variables by which torch's process groups find each other."""
+        """Return the variables by which torch's process groups find each other: RANK, WORLD_SIZE,
+        LOCAL_RANK, MASTER_ADDR, MASTER_PORT, and LOCAL_WORLD_SIZE if it is known."""
         local = {} if self.local_count is None else {"LOCAL_WORLD_SIZE": str(self.local_count)}
         return {
             "RANK": str(self.index),
@@ -122,7 +125,8 @@ _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
 
 def expand_host_list(text: str) -> list[str]:
-    """Return the hosts of a list, in its order. Raises ValueError for anything else."""
+    """Return the hosts of one of Slurm's lists, such as `node[01-03,7],gpu1`, in its order. Raises
+    ValueError for anything else, and for more than 65,536 hosts."""
     hosts: list[str] = []
     position = 0
     while True:
@@ -139,7 +143,8 @@ def expand_host_list(text: str) -> list[str]:
 
 
 def _expand_item(item: str) -> list[str]:
-    """Return the hosts of `rack[1-2]n[01-02]`: the last brackets count fastest."""
+    """Return the hosts of one item of a list, such as `rack[1-2]n[01-02]`; the last brackets count
+    fastest. Raises ValueError for invalid brackets or too many hosts."""
     names = [""]
     for part in _PART.finditer(item):
         literal, brackets = part.groups()
@@ -150,7 +155,8 @@ def _expand_item(item: str) -> list[str]:
 
 
 def _expand_brackets(brackets: str) -> Iterator[str]:
-    """Yield the numbers of `01-03,7`, as wide as the first of their range."""
+    """Yield the numbers of `01-03,7` as text, padded with zeros to the width of the first one of
+    their range. Raises ValueError for another text, or a range that ends before it begins."""
     for item in brackets.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
@@ -165,6 +171,7 @@ def _expand_brackets(brackets: str) -> Iterator[str]:
 
 
 def _check_number(num_hosts: int) -> None:
+    """Raise ValueError for more than `MAX_HOSTS` hosts."""
     if num_hosts > MAX_HOSTS:
         raise ValueError(f"it has more than {MAX_HOSTS} hosts")
 
@@ -181,15 +188,16 @@ that two steps on one node rarely use the same."""
 
 
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
-    """Return whether srun has started this process. In the script of a job itself, which sbatch
-    runs once, `SLURM_PROCID` is 0 as well."""
+    """Return whether srun has started this process: SLURM_PROCID is set, and this is not the script
+    of a job itself, which sbatch runs once with SLURM_PROCID 0."""
     in_step = any(name in environment for name in _STEP_VARIABLES)
     return _TASK in environment and (in_step or environment.get("ENVIRONMENT") != "BATCH")
 
 
 def _place_by_srun(environment: Mapping[str, str]) -> LaunchPlace:
-    """Return this task's place. Raises UsageError for variables that are missing or contradict each
-    other."""
+    """Return this task's place by srun's variables; MASTER_ADDR and MASTER_PORT, where set, replace
+    the first node and the derived port. Raises UsageError for variables that are missing or
+    contradict each other, and on a task 0 that is not on the first node, without MASTER_ADDR."""
     count_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     index, count = _read_index_and_count(environment, _TASK, count_name, _SRUN)
     list_name = next((name for name in _NODE_LISTS if name in environment), _NODE_LISTS[0])
@@ -229,7 +237,8 @@ def _place_by_srun(environment: Mapping[str, str]) -> LaunchPlace:
 
 
 def _read_nodes(environment: Mapping[str, str], name: str) -> list[str]:
-    """Return the hosts in a variable of srun. Raises UsageError."""
+    """Return the hosts in a variable of srun. Raises UsageError if it is not set or is no list of
+    hosts."""
     text = environment.get(name)
     if text is None:
         raise UsageError(
@@ -248,7 +257,8 @@ def _read_tasks_per_node(
     environment: Mapping[str, str], num_nodes: int, list_name: str, count: int, count_name: str
 ) -> list[int] | None:
     """Return the number of tasks of each node; None if srun does not set it. `2(x3),1` is 2, 2, 2
-    and 1."""
+    and 1. Raises UsageError for another text, or numbers that do not fit the nodes and the
+    count."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = environment.get(name)
     if text is None:
@@ -271,7 +281,8 @@ def _read_tasks_per_node(
 
 
 def _srun_port(environment: Mapping[str, str]) -> int:
-    """Return MASTER_PORT, or else a port that follows from the job's and the step's number."""
+    """Return MASTER_PORT, or else a port from 20000 to 29999 that follows from the job's and the
+    step's number. A number that is not set or invalid counts as 0."""
     if "MASTER_PORT" in environment:
         return _read_port(environment, _SRUN)
     # Other code does not need these two, so that replacements of srun may lack them.
@@ -288,8 +299,9 @@ _TORCH_INDEX_AND_COUNT = ("RANK", "WORLD_SIZE")
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | None:
-    """Return this process' place by its environment; None if it was not started as one of several.
-    Raises UsageError for variables that are missing or contradict each other."""
+    """Return this process' place by its environment, by RANK and WORLD_SIZE or else by srun's
+    variables; None if it was not started as one of several. Raises UsageError for variables that
+    are missing or contradict each other."""
     by_srun = _place_by_srun(environment) if _is_srun_task(environment) else None
     if not any(name in environment for name in _TORCH_INDEX_AND_COUNT):
         return by_srun
@@ -309,8 +321,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | Non
 
 def missing_torch_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that torch's process groups need and that srun does not set. Empty if
-    RANK or WORLD_SIZE is set or srun's variables are invalid: a script may find its place in its
-    own way."""
+    RANK or WORLD_SIZE is set, without srun, and if srun's variables are invalid: a script may find
+    its place in its own way."""
     if any(name in environment for name in _TORCH_INDEX_AND_COUNT):
         return {}
     if _is_srun_task(environment):
@@ -320,7 +332,9 @@ def missing_torch_environment(environment: Mapping[str, str] = os.environ) -> di
 
 
 def _place_by_torch(environment: Mapping[str, str]) -> LaunchPlace:
-    """Return the place by torchrun's variables. Raises UsageError."""
+    """Return the place by torchrun's variables. Raises UsageError if RANK or WORLD_SIZE is missing,
+    if MASTER_ADDR or MASTER_PORT is and there are several processes, or if they contradict each
+    other."""
     by = "torchrun" if _ELASTIC in environment else "whoever has set RANK"
     index, count = _read_index_and_count(environment, *_TORCH_INDEX_AND_COUNT, by)
     local_index, local_count = 0, None

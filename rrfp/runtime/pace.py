@@ -28,8 +28,8 @@ class Delays:
     longest_s: float
 
     def generator(self, name: str) -> Callable[[], float]:
-        """Return a function that draws the next delay, in seconds. Use one name per thread, so that
-        a thread's sequence does not depend on other threads."""
+        """Return a function that draws the next delay, in seconds. Each name has its own sequence.
+        Use one name per thread, so that a thread's sequence does not depend on other threads."""
         source = random.Random(f"{self.seed}/{self.rank}/{name}")
         return lambda: source.uniform(0.0, self.longest_s)
 
@@ -67,15 +67,15 @@ class StepPace(Protocol):
         ...
 
     def worked(self, task: Task, worked_ns: int) -> None:
-        """Note the measured time of a task's work on such a device, and count tasks that took
-        longer than modeled."""
+        """Note the measured time of a task's work on a device that runs beside the host, and count
+        tasks that took longer than modeled."""
 
     def expected_ns(self, task: Task) -> int | None:
-        """Return the task's duration if it is known before the task runs; else None."""
+        """Return the task's duration in ns if it is known before the task runs; else None."""
         ...
 
     def message_ns(self, task: Task) -> int:
-        """Return the modeled duration of the message for this task."""
+        """Return the modeled duration, in ns, of the message that carries this task's input."""
         ...
 
 
@@ -94,16 +94,16 @@ class Pace(Hashable, Protocol):
 
 
 def sleep_until(due_ns: int) -> None:
-    """Sleep until a time of the monotonic clock. The last 0.1 ms are a busy wait, because every
-    task would otherwise exceed its modeled time by a wake-up."""
+    """Sleep until a time of the monotonic clock, in ns; return at once if it is past. The last 0.1
+    ms are a busy wait, because every task would otherwise exceed its modeled time by a wake-up."""
     while (left_ns := due_ns - time.monotonic_ns()) > 0:
         if left_ns > _WAKE_UP_NS:
             time.sleep((left_ns - _WAKE_UP_NS) / NS_PER_S)
 
 
 def reduce_timer_slack() -> None:
-    """Make this thread, and threads that it starts later, wake up on time. Linux otherwise adds up
-    to 50 us, to batch wake-ups. Does nothing on other systems."""
+    """Set the timer slack of this thread, and of threads that it starts later, to 1 ns: Linux
+    otherwise delays wake-ups by up to 50 us, to batch them. Does nothing on other systems."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
     except (AttributeError, OSError):

@@ -129,8 +129,9 @@ class Inbox:
         self._watcher: Callable[[Event], None] | None = None
 
     def watch(self, watcher: Callable[[Event], None]) -> None:
-        """Call `watcher` with every event, including those already here, on the thread that puts
-        it: for work that must not wait for the compute thread."""
+        """Call `watcher` with every event that is put, on the thread that puts it, and at once with
+        those already here. It replaces an earlier watcher. For work that must not wait for the
+        compute thread."""
         with self._condition:
             self._watcher = watcher
             events = tuple(self._events)
@@ -138,6 +139,8 @@ class Inbox:
             watcher(event)
 
     def put(self, event: Event) -> None:
+        """Append an event and wake a thread that waits in `take`; then call the watcher, if any, on
+        this thread."""
         with self._condition:
             self._events.append(event)
             self._condition.notify()
@@ -147,7 +150,8 @@ class Inbox:
             watcher(event)
 
     def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
-        """Remove and return all events; wait up to `timeout_s` for the first one."""
+        """Remove and return all events; wait up to `timeout_s` for the first one. Empty if none has
+        come."""
         with self._condition:
             if not self._events and timeout_s > 0:
                 self._condition.wait(timeout_s)
@@ -163,7 +167,8 @@ class Links(Protocol):
     `LinkFailed`, never by an exception on another thread.
     """
 
-    def send(self, peer: int, message: Message) -> None: ...
+    def send(self, peer: int, message: Message) -> None:
+        """Queue a message for `peer`, which receives it as `MessageArrived`."""
 
     def consumed(self, peer: int, step: int) -> None:
         """Return one credit to `peer`: the compute thread took one of its messages."""
@@ -172,7 +177,8 @@ class Links(Protocol):
         """Announce to `peer` when to expect a task's input (`InputForecast`)."""
 
     def report(self, peer: int, step: int, task: Task) -> None:
-        """Report to the group's leader `peer` that a task's input is here (`InputReported`)."""
+        """Report to the group's leader `peer` that a task's input is on this rank
+        (`InputReported`)."""
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
         """Send the member `peer` the next task of the agreed sequence (`TaskDecided`)."""
@@ -205,7 +211,7 @@ class Compute(Protocol):
     def run(
         self, task: Task, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run one task on the output of its `Shape.sender`, and return the input of its
+        """Run one task on the output of its `Shape.sender`, and return its output for its
         `Shape.receiver`. Either is empty if there is no such task."""
         ...
 

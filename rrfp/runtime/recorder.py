@@ -98,16 +98,20 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """True if records reach the file."""
+        """True while records reach the spill file: there is a path, no error has occurred, and it
+        is not closed."""
         return self._writer is not None
 
     @property
     def cost_ns(self) -> int:
-        """Time that this rank has spent so far on making, encoding and writing records."""
+        """Estimated time in ns that this rank has spent so far on recording: the number of written
+        records times the measured cost of making one, and the time of all flushes."""
         return round(self._num_records * self._record_ns) + self._writing_ns
 
     def record(self, record: Record) -> None:
-        """Add a record, to be written at the next flush. Any thread may call this."""
+        """Write a record to the flight record at once, and queue it for the next flush; a
+        `BegunRecord` is not queued. Beyond the capacity it is only counted as lost. Any thread may
+        call this."""
         if self._ring is not None:
             self._ring.put(record)
         if self._writer is None or type(record) is BegunRecord:
@@ -124,8 +128,9 @@ class Recorder:
         self.record(BegunRecord(now_ns, now_ns, step, doing))
 
     def flush(self, step: int) -> None:
-        """Write the records since the last flush, and the cost of recording so far. The compute
-        thread calls it at the end of a step."""
+        """Write the records since the last flush, the number of lost ones, if any, and the cost of
+        recording so far. An error switches recording off. The compute thread calls it at the end of
+        a step."""
         self._step = step
         if self._writer is None:
             return
@@ -147,15 +152,17 @@ class Recorder:
         self._writing_ns += self._clock() - start_ns
 
     def close(self) -> None:
-        """Write the records since the last flush and close the file; a second call does nothing."""
+        """Write the records since the last flush, close the spill file and remove the flight
+        record, which stays only if recording was switched off. A second call does nothing."""
         self._close_spill()
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
 
     def abandon(self) -> None:
-        """Close the file of a rank that fails, within bounded time: write only the latest records.
-        The flight record, which has the rank's last activity, stays."""
+        """Close the spill file of a rank that fails, within bounded time: write only the latest
+        200,000 records, and count the others as lost. The flight record, which has the rank's last
+        activity, stays."""
         num_over = max(0, len(self._rows) - _MAX_AT_FAILURE)
         for _ in range(num_over):
             self._rows.popleft()
@@ -167,7 +174,8 @@ class Recorder:
         self._ring = None
 
     def _close_spill(self) -> None:
-        """Write the remaining records, and close the spill file."""
+        """Write the remaining records, and close the spill file. An error switches recording
+        off."""
         if self._rows:
             self.flush(self._step)
         if self._writer is not None:
@@ -178,8 +186,9 @@ class Recorder:
                 self._switch_off(error)
 
     def _measure_record_ns(self) -> float:
-        """Measure the time for two clock readings, one record, and its append: the median over
-        batches, because other processes may interrupt some of them."""
+        """Measure the time in ns for two clock readings, one record, and its append: the median
+        over batches, because other processes may interrupt some. Removes the records that it
+        made."""
         clock = self._clock
         batches_ns = []
         for _ in range(_NUM_BATCHES):
@@ -195,13 +204,13 @@ class Recorder:
         return median(batches_ns) / _NUM_RECORDS_OF_A_BATCH
 
     def _pop_rows(self) -> Iterator[Row]:
-        """Remove and yield the rows present now; another thread may add more meanwhile."""
+        """Remove, count and yield the rows present now; another thread may add more meanwhile."""
         for _ in range(len(self._rows)):
             self._num_records += 1
             yield self._rows.popleft()
 
     def _warn_of_loss(self, step: int, num_lost: int) -> None:
-        """Log the first loss of records."""
+        """Log a warning that records were lost; only in the first call."""
         if not self._has_warned_of_loss:
             self._has_warned_of_loss = True
             _log.warning(
@@ -213,7 +222,8 @@ class Recorder:
             )
 
     def _switch_off(self, error: Exception) -> None:
-        """Stop recording after an error, with one warning."""
+        """Stop recording after an error, with one warning: drop the queued records, note the reason
+        in the flight record, and close the spill file."""
         writer, self._writer = self._writer, None
         self._rows.clear()
         reason = f"{self._path}: {reason_of(error)}"
@@ -232,7 +242,7 @@ class Recorder:
 
 
 def _open_ring(path: Path) -> FlightRing | None:
-    """Make the file of a flight record; warn and return None if the disk refuses."""
+    """Make the file of a flight record; log a warning and return None if the disk refuses."""
     try:
         return FlightRing(path)
     except OSError as error:

@@ -67,7 +67,8 @@ class Rendezvous:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def publish(self, name: str, value: str | bytes) -> None:
-        """Publish a value to every rank."""
+        """Publish a value to every rank, in place of an earlier one. Raises RrfpError if the store
+        fails."""
         global _has_published
         _has_published = True
         try:
@@ -77,7 +78,8 @@ class Rendezvous:
             raise _store_failed(error) from error
 
     def has(self, name: str) -> bool:
-        """Return whether any rank has published a value under this name."""
+        """Return whether any rank has published a value under this name. Raises RrfpError if the
+        store fails."""
         try:
             return bool(self._store.check([self._key(name)]))
         except RuntimeError as error:
@@ -85,8 +87,9 @@ class Rendezvous:
 
     def wait(self, name: str, peer: int) -> bytes:
         """Wait for the value that rank `peer` publishes under this name, and return it. Raises
-        PeerLostError at the deadline, or as soon as a rank reports that it has failed or ended. A
-        long wait is logged every 30 s, by one of the ranks that wait for the same peers.
+        PeerLostError at the deadline, or as soon as a rank reports that it has failed or `peer` has
+        ended, and RrfpError if the store fails. A long wait is logged every 30 s, by one of the
+        ranks that wait for the same peers.
 
         Polls, because Ctrl-C could not interrupt a call that blocks inside the store.
         """
@@ -113,7 +116,8 @@ class Rendezvous:
             raise _store_failed(error) from error
 
     def log_missing(self, missing: Sequence[int]) -> None:
-        """Log the missing ranks once every 30 s, unless another rank has logged them."""
+        """Log a warning with the missing ranks, every 30 s since this rendezvous began, unless
+        another rank that misses the same ones has logged it."""
         waited_s = time.monotonic() - self._began_s
         if waited_s < _NOTICE_S * (self._num_notices + 1):
             return
@@ -131,7 +135,8 @@ class Rendezvous:
         )
 
     def _log_wait(self, name: str, peer: int) -> None:
-        """Log `peer`, and the `awaited` ranks that have not published their `name` either."""
+        """Log `peer` every 30 s, and, if the name is one that each rank publishes, the `awaited`
+        ranks that have not published theirs either."""
         stem = name.removesuffix(f"/{peer}")
         if stem == name:
             self.log_missing([peer])
@@ -140,7 +145,7 @@ class Rendezvous:
             self.log_missing(sorted(others | {peer}))
 
     def _raise_if_ended(self, peer: int, key: str) -> None:
-        """Raise PeerLostError if a peer has ended without publishing a key."""
+        """Raise PeerLostError if a peer's process has ended and it has not published this key."""
         ended = f"{_ENDED}/{peer}"
         # What it published before it ended is still there.
         if self._store.check([ended]) and not self._store.check([key]):
@@ -150,7 +155,8 @@ class Rendezvous:
             )
 
     def wait_text(self, name: str, peer: int) -> str:
-        """Do the same as `wait`, and decode the value as text."""
+        """Wait for text that rank `peer` publishes under this name, and return it. Raises the
+        errors of `wait`, and RrfpError if the value is not UTF-8."""
         return self._read(name, peer, self.wait(name, peer), bytes.decode)
 
     def wait_json(self, name: str, peer: int, decode: Callable[[object], T]) -> T:
@@ -163,14 +169,15 @@ class Rendezvous:
 
     def fail(self, sentence: str) -> None:
         """Publish that this rank has failed, and why, to every rank that waits below this prefix.
-        They report only the first rank to fail. Never raises, so as not to mask this rank's own
+        Only the first rank to fail is kept. Never raises, so as not to mask this rank's own
         error."""
         with suppress(RuntimeError):
             failure = json.dumps({"rank": self._rank, "sentence": sentence})
             self._store.compare_set(self._key(_FAILED), "", failure)
 
     def raise_if_failed(self) -> None:
-        """Raise PeerLostError, with the rank and its reason, if a rank has called `fail`."""
+        """Raise PeerLostError, with the rank and its reason, if a rank has called `fail`, and
+        RrfpError if the store fails."""
         try:
             if not self._store.check([self._key(_FAILED)]):
                 return
@@ -183,10 +190,12 @@ class Rendezvous:
         )
 
     def _key(self, name: str) -> str:
+        """Return the store's key for a name: the prefix and the name."""
         return f"{self._prefix}/{name}"
 
     def _read(self, name: str, peer: int | None, data: bytes, read: Callable[[bytes], T]) -> T:
-        """Decode a published value. Raises RrfpError, with its key and rank, on ValueError."""
+        """Decode a published value by `read`. Raises RrfpError, with its key and rank, on
+        ValueError."""
         try:
             return read(data)
         except ValueError as error:
@@ -198,12 +207,15 @@ class Rendezvous:
 
 
 def _decode_failure(data: bytes) -> tuple[int, str]:
+    """Decode the rank and the sentence that `Rendezvous.fail` has published. Raises ValueError."""
     value = parsed(data)
     return integer(member(value, "rank")), text(member(value, "sentence"))
 
 
 def default_store() -> Store:
-    """Return the store that the ranks of this job share."""
+    """Return the store that the ranks of this job share: that of torch's default process group.
+    After a restart by torchrun on one node, keys get a prefix, because torchrun keeps the old
+    values."""
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     # torchrun keeps its store when it restarts a job, with the values of the last start. Its
     # restart count may differ between nodes.
@@ -214,15 +226,17 @@ def default_store() -> Store:
 
 
 def publish_early_end() -> None:
-    """Publish to the ranks that wait for this one that its process ends, if it has published
-    nothing in a rendezvous. Never raises."""
+    """Publish in the job's store that this process ends before its first step, so that no rank
+    waits for it. Does nothing if it has published anything in a rendezvous, or torch.distributed is
+    not initialized. Never raises."""
     with suppress(RuntimeError, ValueError):
         if not _has_published and dist.is_initialized():
             default_store().set(f"{_ENDED}/{dist.get_rank()}", "")
 
 
 def count_rank(name: str) -> None:
-    """Add this rank, once, to the ranks of this job that are counted under a name."""
+    """Add this rank, once, to the ranks of this job that are counted under a name. Raises RrfpError
+    if the store fails."""
     store, own = default_store(), f"{name}/{dist.get_rank()}"
     try:
         if not store.check([own]):
@@ -233,7 +247,8 @@ def count_rank(name: str) -> None:
 
 
 def num_ranks_counted(name: str) -> int:
-    """Return the number of ranks that `count_rank` has counted under a name so far."""
+    """Return the number of ranks that `count_rank` has counted under a name so far. Raises
+    RrfpError if the store fails."""
     try:
         return default_store().add(name, 0)
     except RuntimeError as error:
@@ -241,12 +256,13 @@ def num_ranks_counted(name: str) -> int:
 
 
 def _format_s(seconds: float) -> str:
-    """Format a timeout, rounded: the rest of a longer timeout is rarely a round number."""
+    """Format a timeout with two digits below 10 s, else in whole seconds: the rest of a longer
+    timeout is rarely a round number."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _store_failed(error: RuntimeError) -> RrfpError:
-    """Make the error for a store that does not answer."""
+    """Make, but not raise, the error for a store that does not answer."""
     lines = str(error).splitlines() or ["no reason given"]
     return RrfpError(
         f"the rendezvous store failed ({lines[0]}); see whether the process that hosts it, on the"
@@ -255,7 +271,7 @@ def _store_failed(error: RuntimeError) -> RrfpError:
 
 
 def host_identity() -> str:
-    """Return an identity of this host: its name and its boot, in case two hosts share a name.
+    """Return an identity of this host: its name and its boot ID, in case two hosts share a name.
     Processes with the same identity share one monotonic clock."""
     boot = ""
     with suppress(OSError):
@@ -264,9 +280,9 @@ def host_identity() -> str:
 
 
 def files_identity() -> str:
-    """Return an identity of this process' view of the file system: only processes with equal views
-    can connect by a Unix socket. Containers may share a host's name and network, but not its
-    files."""
+    """Return an identity of this process' view of the file system, from its host and mount
+    namespace: only processes with equal views can connect by a Unix socket. Containers may share a
+    host's name and network, but not its files."""
     mounts = ""
     with suppress(OSError):
         mounts = str(Path("/proc/self/ns/mnt").readlink())
@@ -276,7 +292,8 @@ def files_identity() -> str:
 def exchange_hosts(
     store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float = 60.0
 ) -> tuple[str, ...]:
-    """Return the host identity of every rank, by rank; all ranks call it."""
+    """Publish this host's identity, and return that of every rank's host, by rank; all ranks call
+    it. Raises PeerLostError for a rank that does not appear in time."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     rendezvous.publish(f"host/{rank}", host_identity())
     rendezvous.awaited = range(num_ranks)
@@ -315,7 +332,8 @@ def _resolve(name: str) -> str:
 
 
 def own_address_for_reaching(name: str) -> str:
-    """Return the address that this host would use to reach `name`; empty if there is no route."""
+    """Return the address that this host would use to reach `name`, without sending a packet; empty
+    for an empty name, one that does not resolve, or without a route."""
     if not name:
         return ""
     try:
@@ -393,8 +411,9 @@ def publish_rank_info(
     store: Store, prefix: str, own: RankInfo, num_ranks: int, device: Device, *, timeout_s: float
 ) -> RankInfo:
     """Publish `own` with its clock's offset to rank 0's host and the largest error of its times,
-    and return it; all ranks call it. Raises PeerLostError naming a rank that does not appear by the
-    deadline, or that reports below the prefix that it has failed."""
+    and return it; all ranks call it. Synchronizes the device's clock. Raises PeerLostError naming a
+    rank that does not appear by the deadline, or that reports below the prefix that it has
+    failed."""
     rank = own.rank
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     hosts = exchange_hosts(store, prefix, rank, num_ranks, timeout_s=timeout_s)
@@ -420,6 +439,8 @@ def wait_for_rank_infos(
 
 
 def _decode_info(rank: int, value: object) -> RankInfo:
+    """Decode the information that this rank has published. Raises ValueError for another structure
+    or another rank's."""
     info = instance(RankInfo, value)
     if info.rank != rank:
         raise ValueError(f"it belongs to rank {info.rank}")

@@ -74,25 +74,31 @@ class StallBoard:
         self._asking: Thread | None = None
 
     def call(self, step: int) -> int:
-        """Ask every rank that waits in this step for its row; return the number of this call."""
+        """Ask every rank that waits in this step for its row; return the number of this call, or 0
+        if the store does not answer."""
         return self._count(step, 1)
 
     def num_calls(self, step: int) -> int:
-        """Return the number of calls in this step so far."""
+        """Return the number of calls in this step so far, by any rank; 0 if the store does not
+        answer."""
         return self._count(step, 0)
 
     def publish(self, step: int, call: int, row: StallRow) -> None:
-        """Publish a row that answers this call and all earlier ones."""
+        """Publish this rank's row, in place of an earlier one, as the answer to this call and all
+        earlier ones."""
         self._ask_store(
             lambda: self._store.set(self._row_key(step, row.rank), json.dumps([call, asdict(row)])),
             None,
         )
 
     def rows(self, step: int, call: int) -> list[StallRow]:
-        """Return the rows that answer this call."""
+        """Return the rows that answer this call or a later one; empty if the store does not answer.
+        Rows that cannot be read are skipped."""
         return self._ask_store(lambda: self._read_rows(step, call), [])
 
     def _read_rows(self, step: int, call: int) -> list[StallRow]:
+        """Read from the store, by rank, the rows that answer this call or a later one. Rows that
+        cannot be read are skipped."""
         rows = []
         for rank in self.ranks:
             key = self._row_key(step, rank)
@@ -106,13 +112,14 @@ class StallBoard:
         return rows
 
     def _count(self, step: int, num_new: int) -> int:
-        """Add to the number of calls, and return the sum."""
+        """Add to the number of calls, and return the sum; 0 if the store does not answer."""
         return self._ask_store(
             lambda: self._store.add(f"{self._prefix}/stall/{step}/calls", num_new), 0
         )
 
     def _ask_store(self, ask: Callable[[], T], default: T) -> T:
-        """Call `ask` in a thread, and return its result; `default` on failure or timeout."""
+        """Call `ask` in a thread, and return its result; `default` on failure, after 0.5 s, or
+        while an earlier call has not returned."""
         if self._asking is not None and self._asking.is_alive():
             return default
         answers: list[T] = []
@@ -129,11 +136,12 @@ class StallBoard:
         return answers[0] if answers else default
 
     def _row_key(self, step: int, rank: int) -> str:
+        """Return the store's key for a rank's row in a step."""
         return f"{self._prefix}/stall/{step}/row/{rank}"
 
 
 def format_first(things: Sequence[object]) -> str:
-    """Format the first 3 things, and the number of others."""
+    """Format the first 3 things, and the number of others; '-' without any."""
     text = ", ".join(map(str, things[:_NUM_LISTED])) or "-"
     num_more = len(things) - _NUM_LISTED
     return f"{text} and {num_more} more" if num_more > 0 else text
@@ -172,7 +180,8 @@ def format_rows(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
 
 
 def _join_fitting(cells: Sequence[str], widths: Sequence[int]) -> tuple[str, int]:
-    """Join the leading cells that fit on one line; also return their number."""
+    """Join the leading cells, padded to their columns, that fit into 80 columns; also return their
+    number."""
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
     num_fitting = len(padded)
     while len(line := "  ".join(padded[:num_fitting]).rstrip()) > _WIDTH:
@@ -181,6 +190,7 @@ def _join_fitting(cells: Sequence[str], widths: Sequence[int]) -> tuple[str, int
 
 
 def _wrap(text: str, indent: int = 0) -> str:
+    """Wrap text to 80 columns, with every line indented by this many spaces."""
     margin = " " * indent
     return textwrap.fill(
         text, _WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
@@ -190,7 +200,8 @@ def _wrap(text: str, indent: int = 0) -> str:
 def pending_messages(
     dispatcher: Dispatcher, agreement: GroupAgreement, pp_ranks: Sequence[int]
 ) -> dict[int, str]:
-    """Describe, by the sending global rank, what this rank still waits for in this step."""
+    """Describe, by the sending global rank, what this rank still waits for in this step: the
+    group's messages, and the outputs that its unfinished tasks lack; one thing for each sender."""
     unfinished = dispatcher.unfinished()
     pending = agreement.pending_messages(reduce(or_, (missing for _, missing in unfinished), 0))
     shape = dispatcher.shape
@@ -209,7 +220,8 @@ def make_stall_row(
     cause: Cause,
     waited_s: float,
 ) -> StallRow:
-    """Describe this rank's current wait."""
+    """Describe this rank's current wait: the ready tasks, the best task that lacks an input, and
+    what they lack from which rank."""
     pp_rank = dispatcher.rank
     status = dispatcher.status()
     best = status.best_waiting

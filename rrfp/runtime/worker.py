@@ -102,8 +102,9 @@ def task_begun(now_ns: int, step: int, task: Task) -> BegunRecord:
 def explain_wait(
     wait: BegunRecord, dispatcher: Dispatcher, agreement: GroupAgreement, pp_ranks: Sequence[int]
 ) -> BegunRecord:
-    """Add the task whose output a wait is for, and the rank that will send it. Takes time linear in
-    the tasks of the step."""
+    """Return the record of a wait with the first task whose output it is for, the hint's best
+    waiting task before others, and the rank that will send it; without one, the group's rank, or
+    -1. Takes time linear in the tasks of the step."""
     status = dispatcher.status()
     best = () if status.best_waiting is None else (status.best_waiting,)
     for waiting in (*best, *status.tasks):
@@ -140,7 +141,8 @@ def explain_out_of_memory(
     rank: int, task: Task, held_bytes: int, held_microbatches: float
 ) -> Iterator[None]:
     """Wrap a task that begins with these activations held; `held_bytes` is 0 if not known. Raises
-    OutOfMemoryError, which names a smaller `--hold`, in place of an allocator's error."""
+    OutOfMemoryError, which names a smaller `--hold`, in place of an allocator's error; other errors
+    pass unchanged."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -158,7 +160,8 @@ def explain_out_of_memory(
 
 
 def _advise_hold(held_bytes: int, held_microbatches: float) -> str:
-    """Name the `--hold` that would have fitted."""
+    """Advise the `--hold` that would have fitted: 90 % of the held bytes in whole MiB, or one
+    microbatch fewer if the bytes are unknown. If at most one is held, advise other remedies."""
     fitting = int(_FITTING_SHARE * held_bytes) // _MIB * _MIB
     if held_microbatches > 1 and fitting > 0:
         return f"--hold {Bytes(fitting)} would have fitted"
@@ -215,8 +218,9 @@ class Worker:
         """Accuracy of the neighbors' forecasts; None if this rank never waits for a forecast."""
 
     def open(self) -> None:
-        """Join this rank's group, before the first step. On the leader this starts the thread that
-        decides ahead."""
+        """Join this rank's group, if any, before the first step. A follower then reports each
+        arrived input to the leader; the leader starts the thread that decides ahead, if it decides
+        ahead."""
         group = self._agreement.group
         if group is None:
             return
@@ -227,13 +231,14 @@ class Worker:
             self._ahead.start()
 
     def close(self) -> None:
-        """End the worker's own thread, between two steps or after a failed one."""
+        """End the thread that decides ahead, if any, between two steps or after a failed one."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
 
     def _report_input(self, event: Event) -> None:
-        """Report an arrived input to the group's leader at once; runs on the link's thread."""
+        """Report an arrived message to the group's leader at once, and ignore other events; runs on
+        the link's thread."""
         if isinstance(event, MessageArrived):
             self._agreement.report(event.message.step, event.message.task)
 
@@ -244,8 +249,8 @@ class Worker:
         compute: Compute,
         pace: StepPace | None = None,
     ) -> StepSummary:
-        """Run every task of one step, paced if `pace` is given. Raises an exception of a task,
-        PeerLostError or StallError."""
+        """Run every task of one step, paced if `pace` is given, and return the step's times and
+        peak memory. Raises an exception of a task or a link, PeerLostError or StallError."""
         step_start_ns = self._clock()
         self._begin_step(step, dispatcher, pace)
         busy_ns = 0
@@ -283,6 +288,8 @@ class Worker:
         self._peak_held_bytes = 0
 
     def _summary(self, step_start_ns: int, busy_ns: int) -> StepSummary:
+        """Summarize the step, which ends now: its times, and the largest number and bytes of
+        activations held; bytes are measured, or else modeled."""
         dispatcher = self._dispatcher
         peak_held = dispatcher.peak_held / dispatcher.shape.num_chunks
         peak_bytes = self._peak_held_bytes or dispatcher.peak_held_bytes
@@ -290,7 +297,8 @@ class Worker:
 
     def _start_punctuality(self) -> None:
         """Send and use forecasts in this step if the policy asks for it; in a group only the
-        leaders do, because they decide. Measurements stay valid for later steps."""
+        leaders do, because they decide. Measurements stay valid until the policy asks for something
+        else."""
         dispatcher, group = self._dispatcher, self._agreement.group
         fresh = new_punctuality(dispatcher.policy, dispatcher.shape.num_chunks)
         if fresh is None or (group is not None and not group.leads):
@@ -299,7 +307,8 @@ class Worker:
             self._punctuality = fresh
 
     def _decide_ahead(self) -> None:
-        """Decide on the next task; runs on the ahead thread, which borrows the state."""
+        """Handle the arrived events, decide on the next task if one is ready, and send the decision
+        to the group; runs on the ahead thread, which borrows the state."""
         self._handle_events(self._inbox.take())
         for instruction in self._handle(DecideAhead()):
             assert isinstance(instruction, RunTask)
@@ -307,14 +316,15 @@ class Worker:
             self._decided_ahead = instruction
 
     def _handle(self, stimulus: Stimulus) -> tuple[Instruction, ...]:
-        """Record a stimulus, and return the dispatcher's instructions."""
+        """Record a stimulus, pass it to the dispatcher, and return the dispatcher's
+        instructions."""
         now_ns = self._clock()
         self._record(stimulus_record(now_ns, self._step, stimulus))
         return self._dispatcher.handle(now_ns, stimulus)
 
     def _handle_events(self, events: Iterable[Event]) -> None:
-        """Apply the events of this step, and keep those of later ones. Raises the error of a
-        `LinkFailed`."""
+        """Apply the events of this step, keep those of later ones, and note the peers that have
+        left. Raises the error of a `LinkFailed`."""
         for event in events:
             if isinstance(event, LinkFailed):
                 raise event.error
@@ -342,7 +352,9 @@ class Worker:
                     self._agreement.add_decision(event)
 
     def _run(self, compute: Compute, run: RunTask) -> int:
-        """Run one task and deliver its output; return the time of the task itself, in ns."""
+        """Run one task, deliver its output and record it; return the time of the task itself, in
+        ns. Before it, announces to the receiving rank when to expect the output, if forecasts are
+        used."""
         task = run.task
         inputs = self._pop_inputs(task)
         waiting_bytes = compute.waiting_gradient_bytes
@@ -367,7 +379,8 @@ class Worker:
         return end_ns - start_ns
 
     def _pop_inputs(self, task: Task) -> Tensors:
-        """Remove and return a task's inputs. Those of another rank free a credit of its link."""
+        """Remove and return a task's inputs; empty for a task without a sender. Those of another
+        rank free a credit of its link."""
         shape = self._dispatcher.shape
         sender = shape.sender(task)
         if sender is None:
@@ -396,7 +409,8 @@ class Worker:
         return run.held_bytes or measured_bytes
 
     def _deliver(self, task: Task, outputs: Tensors) -> None:
-        """Pass a task's outputs to the task that takes them: here, or in a message."""
+        """Pass a task's outputs to the task that takes them: here, or in a message to its rank.
+        Drops them if there is no such task."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None:
@@ -412,6 +426,7 @@ class Worker:
     def _record_task(
         self, run: RunTask, start_ns: int, end_ns: int, held_bytes: int, waiting_bytes: int
     ) -> None:
+        """Record a task that has ended, with the state of its decision and its memory."""
         stage, kind, microbatch = run.task
         self._record(
             TaskRecord(
@@ -435,7 +450,9 @@ class Worker:
         )
 
     def _send_forecast(self, task: Task, chunk: int) -> None:
-        """Announce to the rank that takes this task's output when to expect it, if known."""
+        """Announce to the rank that takes this task's output when to expect it: by the pace, or
+        else by earlier durations. Does nothing if neither is known, or if this rank itself takes
+        the output."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None or (to_rank := shape.rank_of(receiver.stage)) == self._dispatcher.rank:
@@ -453,14 +470,16 @@ class Worker:
     # Waiting.
 
     def _wait_until(self, deadline_ns: int) -> None:
-        """Wait until something arrives, or until the deadline."""
+        """Wait until something arrives, and handle it, or until the deadline."""
         while (left_ns := deadline_ns - self._clock()) > 0:
             if events := self._inbox.take(left_ns / NS_PER_S):
                 self._handle_events(events)
                 return
 
     def _wait(self, cause: Cause) -> None:
-        """Wait until something arrives, and handle it. Raises StallError after `stall_s`.
+        """Wait until something arrives, and handle it. Raises StallError after `stall_s`, and
+        PeerLostError if a peer has left that it waits for. In a long wait it publishes this rank's
+        row for all calls, and shortly before the end calls for the rows of others.
 
         It adds up its timeouts instead of reading the clock: time in which this process itself was
         stopped is no stall.
@@ -487,8 +506,8 @@ class Worker:
         self._handle_events(events)
 
     def _take_first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:
-        """Wait for the first events; explain the wait in the flight record after `_BRIEF_S`, or if
-        a link failed."""
+        """Wait up to `timeout_s` for the first events, and return them; empty after the timeout.
+        Explains the wait in the flight record after `_BRIEF_S`, or if a link failed."""
         events = self._inbox.take(min(timeout_s, _BRIEF_S))
         if not events or any(isinstance(event, LinkFailed) for event in events):
             self._record_wait(cause, explain=True)
@@ -504,7 +523,8 @@ class Worker:
         self._record(wait)
 
     def _make_stall_error(self, own: StallRow, call: int) -> StallError:
-        """Make the error with the rows of all ranks that answered a call."""
+        """Make the error that names the ranks waited for, with this rank's row and those of all
+        ranks that answered the call."""
         pending = "; ".join(
             f"rank {peer} owes {what}" for peer, what in self._pending_messages().items()
         )
@@ -516,6 +536,7 @@ class Worker:
         )
 
     def _stall_row(self, cause: Cause, waited_s: float) -> StallRow:
+        """Describe this rank's current wait as its row of the stall table."""
         return make_stall_row(self._dispatcher, self._agreement, self._pp_ranks, cause, waited_s)
 
     def _raise_if_awaited_peer_left(self) -> None:
@@ -530,6 +551,7 @@ class Worker:
                 )
 
     def _pending_messages(self) -> dict[int, str]:
+        """Describe, by the sending global rank, what this rank still waits for in this step."""
         return pending_messages(self._dispatcher, self._agreement, self._pp_ranks)
 
 
@@ -567,7 +589,8 @@ class _Launched:
 
 
 class DeviceWorker(Worker):
-    """Runs one rank's stages through steps on a device that is not synchronous."""
+    """Runs one rank's stages through steps on a device that is not synchronous, with at most one
+    task launched behind the running one."""
 
     def __init__(
         self, *arguments: Any, device: Device, in_time: JustInTime | None = None, **others: Any
@@ -595,10 +618,13 @@ class DeviceWorker(Worker):
         self._watcher = Thread(target=self._watch, name="rrfp-device", daemon=True)
 
     def open(self) -> None:
+        """Join this rank's group, and start the thread that waits for launched tasks to end."""
         super().open()
         self._watcher.start()
 
     def close(self) -> None:
+        """End the thread that waits for launched tasks, within 1 s even if the device hangs. A
+        second call does nothing."""
         if self._watcher.is_alive():
             self._to_watch.put(None)
             # A daemon: a collective of a peer that is lost may never end.
@@ -606,7 +632,8 @@ class DeviceWorker(Worker):
         super().close()
 
     def _watch(self) -> None:
-        """Wake the compute thread whenever a task has ended; runs on a thread of its own."""
+        """Put `TaskEnded` into the inbox, to wake the compute thread, whenever a launched task has
+        ended; runs on a thread of its own until `close`."""
         with self._device.selected():
             while (event := self._to_watch.get()) is not None:
                 self._device.synchronize(event)
@@ -619,7 +646,8 @@ class DeviceWorker(Worker):
         compute: Compute,
         pace: StepPace | None = None,
     ) -> StepSummary:
-        """As `Worker.run_step`; returns when the device has run the last task."""
+        """Run every task of one step, and return its times and peak memory once the device has run
+        the last task. Raises the errors of `Worker.run_step`."""
         self._device.synchronize_clocks()
         step_start_ns = self._clock()
         self._begin_step(step, dispatcher, pace)
@@ -669,8 +697,8 @@ class DeviceWorker(Worker):
                         return self._summary(step_start_ns, self._busy_ns)
 
     def _wait_for_events(self, timeout_s: float) -> None:
-        """Wait until something arrives or a task ends, or until the timeout. Raises StallError if a
-        task runs and nothing has happened for `stall_s`, added up as in `_wait`."""
+        """Wait until something arrives or a task ends, and handle it, or until the timeout. Raises
+        StallError if a task runs and nothing has happened for `stall_s`, added up as in `_wait`."""
         events = self._inbox.take(timeout_s)
         self._asked_ns = self._clock()
         self._waited_s = 0.0 if events else self._waited_s + timeout_s
@@ -683,13 +711,16 @@ class DeviceWorker(Worker):
         self._handle_events(events)
 
     def _time_until_due_s(self) -> float:
-        """Return the time until the next decision, at most `LOOK_S`."""
+        """Return the seconds until the next decision is due, at most `LOOK_S`, and `LOOK_S` if no
+        time is set. Negative if it is late."""
         if self._due_ns is None:
             return LOOK_S
         return min(LOOK_S, (self._due_ns - self._clock()) / NS_PER_S)
 
     def _launch(self, compute: Compute, run: RunTask) -> None:
-        """Launch a task, and deliver its output, which the device has yet to compute."""
+        """Launch a task, record the launch, and deliver the output, which the device has yet to
+        compute. With a pace it also queues a wait behind the task, to make it as long as
+        modeled."""
         device, task, pace = self._device, run.task, self._pace
         inputs = self._pop_inputs(task)
         waiting_bytes = compute.waiting_gradient_bytes
@@ -732,7 +763,8 @@ class DeviceWorker(Worker):
         self._due_ns = self._in_time.due_ns(kind, chunk, start_ns, launched.expected_ns)
 
     def _retire_ended(self) -> None:
-        """Remove and record the tasks that the device has finished."""
+        """Remove the tasks that the device has finished, and record them by the device's times.
+        Updates the expected durations, and notes the start of the task behind."""
         device = self._device
         while self._launched and device.query(self._launched[0].ended):
             launched = self._launched.popleft()
@@ -757,6 +789,7 @@ class DeviceWorker(Worker):
 
 
 def make_worker(*arguments: Any, device: Device, **others: Any) -> Worker:
-    """Make the worker for tasks on this device; the arguments are those of `Worker`."""
+    """Make the worker for tasks on this device: `Worker` for a synchronous one, or else
+    `DeviceWorker`. The arguments are those of `Worker`."""
     worker_class = Worker if device.is_synchronous else DeviceWorker
     return worker_class(*arguments, device=device, **others)

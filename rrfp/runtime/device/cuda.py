@@ -25,7 +25,8 @@ _WATCH_NS = 300_000
 
 
 class CudaDevice:
-    """Implements `rrfp.runtime.device.interface.Device`."""
+    """A GPU as a device, with torch's CUDA streams and events. Implements
+    `rrfp.runtime.device.interface.Device`."""
 
     is_synchronous = False
 
@@ -51,28 +52,36 @@ class CudaDevice:
         self._cycles_per_ns: float | None = None
 
     def compute_stream(self) -> Stream:
+        """Return the calling thread's current CUDA stream on this GPU."""
         return Stream(torch.cuda.current_stream(self.torch_device))
 
     def new_stream(self) -> Stream:
+        """Make a CUDA stream beside all others."""
         return Stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call] # torch's own
 
     def record(self, stream: Stream) -> Event:
+        """Record an event without timing after the work queued on the stream."""
         # A thread that waits for it sleeps instead of spinning: ranks may share cores.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's own
         event.record(_cuda(stream))
         return Event(event)
 
     def record_timed(self, stream: Stream) -> Event:
+        """Record an event with timing, for `time_ns`, after the work queued on the stream."""
         event = _timed_event()
         event.record(_cuda(stream))
         return Event(event)
 
     def time_ns(self, event: Event) -> int:
+        """Return when a complete event of `record_timed` was completed, in ns of the host's
+        monotonic clock, by the offset of the last `synchronize_clocks`."""
         # elapsed_time is in ms, with the precision of a float32.
         passed_ms = float(self._origin.elapsed_time(cast(torch.cuda.Event, event)))
         return self._origin_ns + round(passed_ms * 1e6)
 
     def synchronize_clocks(self) -> None:
+        """Wait for the compute stream, and read both clocks until the error is 10 us or 1 ms has
+        passed. The best reading is the origin of `time_ns`; its error is stored."""
         stream = _cuda(self.compute_stream())
         stream.synchronize()
         until_ns = time.monotonic_ns() + _READINGS_NS
@@ -84,13 +93,16 @@ class CudaDevice:
         self.clock_error_ns = best.error_ns
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
+        """Queue a kernel on the stream that spins for this many ns. The first call measures the
+        speed of the GPU's cycle counter, and waits for that."""
         if self._cycles_per_ns is None:
             self._cycles_per_ns = self._measure_cycles_per_ns()
         with self.selected(), torch.cuda.stream(_cuda(stream)):
             _sleep(round(time_ns * self._cycles_per_ns))
 
     def _measure_cycles_per_ns(self) -> float:
-        """Measure the cycles of the device's `_sleep` in a nanosecond."""
+        """Measure the cycles of the GPU's `_sleep` in a nanosecond, on a new stream; waits for
+        it."""
         num_cycles = 10_000_000
         stream = _cuda(self.new_stream())
         with self.selected(), torch.cuda.stream(stream):
@@ -103,12 +115,16 @@ class CudaDevice:
         return num_cycles / (float(start.elapsed_time(end)) * 1e6)
 
     def wait(self, stream: Stream, event: Event) -> None:
+        """Run later work of the stream only after the event. The host does not wait."""
         _cuda(stream).wait_event(cast(torch.cuda.Event, event))
 
     def query(self, event: Event) -> bool:
+        """Return whether the event is complete, without waiting."""
         return bool(cast(torch.cuda.Event, event).query())  # type: ignore[no-untyped-call] # as above
 
     def synchronize(self, event: Event, *, soon: bool = False) -> None:
+        """Block the calling thread until the event is complete. With `soon` it polls for up to 0.3
+        ms, and lets other threads run between, before it sleeps."""
         until_ns = time.monotonic_ns() + (_WATCH_NS if soon else 0)
         while time.monotonic_ns() < until_ns:
             if self.query(event):
@@ -117,14 +133,18 @@ class CudaDevice:
         cast(torch.cuda.Event, event).synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Queue a copy on the stream; the host does not wait."""
         with self.selected(), torch.cuda.stream(_cuda(stream)):
             target.copy_(source, non_blocking=True)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Allocate an uninitialized tensor on this GPU for work of the stream."""
         with self.selected(), torch.cuda.stream(_cuda(stream)):
             return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """View GPU memory at this address as a flat tensor of uint8, without ownership. Raises
+        RuntimeError if torch made a copy."""
         # With the device's index: otherwise torch would ask CUDA for the owner of the memory, and
         # copy through a peer's stream.
         tensor = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
@@ -133,15 +153,21 @@ class CudaDevice:
         return tensor
 
     def selected(self) -> AbstractContextManager[object]:
+        """Return a context in which this GPU is the calling thread's current device."""
         return torch.cuda.device(self.torch_device)
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
+        """Allocate uninitialized pinned host memory as a flat tensor of uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Note that the stream also uses this tensor, so that torch's caching allocator reuses its
+        memory only after that work."""
         tensor.record_stream(_cuda(stream))
 
     def use_on_compute_stream(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Note for the CUDA tensors among these that the calling thread's compute stream uses them,
+        so that their memory is reused only after that work. None and CPU tensors are skipped."""
         compute = self.compute_stream()
         for tensor in tensors:
             # The caching allocator would reuse it for the stream that made it.
@@ -170,13 +196,13 @@ class _ClockReading(NamedTuple):
 
     @property
     def error_ns(self) -> int:
-        """Largest distance of the event from the middle of the two times."""
+        """Largest distance in ns of the event from the middle of the two times, rounded up."""
         return (self.after_ns - self.before_ns + 1) // 2
 
 
 def _read_clock(stream: torch.cuda.Stream) -> _ClockReading:
-    """Read the clock of a device whose stream is idle. Polls, because a sleeping thread would wake
-    up much later."""
+    """Record an event on an idle stream, wait for it, and return it with the host's times before
+    and after. Polls, because a sleeping thread would wake up much later."""
     event = _timed_event()
     before_ns = time.monotonic_ns()
     event.record(stream)
@@ -186,12 +212,15 @@ def _read_clock(stream: torch.cuda.Stream) -> _ClockReading:
 
 
 def _timed_event() -> torch.cuda.Event:
+    """Make an event with timing; a thread that waits for it sleeps instead of spinning."""
     return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call] # torch's own
 
 
 def _sleep(num_cycles: int) -> None:
+    """Queue a kernel on the current stream that spins for this many cycles."""
     torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call] # torch's own
 
 
 def _cuda(stream: Stream) -> torch.cuda.Stream:
+    """Return the stream as torch's type, unchanged and unchecked."""
     return cast(torch.cuda.Stream, stream)

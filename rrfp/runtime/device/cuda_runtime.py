@@ -58,7 +58,8 @@ class CudaPresence:
 
 
 def installed_torch() -> InstalledTorch | None:
-    """Return the installed build of torch, without importing it; None without torch."""
+    """Return the version and CUDA release of the installed torch, from its `version.py`, without
+    importing torch; None without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -67,7 +68,8 @@ def installed_torch() -> InstalledTorch | None:
 
 
 def check_cuda() -> CudaPresence:
-    """Compute something on every GPU that torch sees, in another process."""
+    """Compute something on every GPU that torch sees, in another process, for at most 120 s; return
+    the GPUs. If CUDA cannot be used, return the reason instead of raising."""
     problem = _problem_before_initialization()
     if problem is not None:
         return CudaPresence((), problem)
@@ -81,7 +83,8 @@ def check_cuda() -> CudaPresence:
 
 
 def _problem_before_initialization() -> str | None:
-    """Return a problem that shows without initializing CUDA; None without one."""
+    """Return a problem that shows without initializing CUDA: no driver, no torch, torch without
+    CUDA, or CUDA_VISIBLE_DEVICES that hides every GPU; None without one."""
     if not _has_driver():
         return (
             f"this machine has no NVIDIA driver ({_DRIVER} is not there); start containers with "
@@ -99,7 +102,7 @@ def _problem_before_initialization() -> str | None:
 
 
 def _has_driver() -> bool:
-    """Return whether NVIDIA's driver library can be loaded."""
+    """Load NVIDIA's driver library into this process; return whether that succeeds."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
@@ -108,8 +111,9 @@ def _has_driver() -> bool:
 
 
 def find_working_gpus() -> list[dict[str, object]]:
-    """Return the GPUs that torch sees, after each has added two numbers. Raises torch's
-    RuntimeError or AssertionError if one cannot. Initializes CUDA in this process."""
+    """Return the name, memory and UUID of each GPU that torch sees, after each has added two
+    numbers. Raises torch's RuntimeError or AssertionError if one cannot. Initializes CUDA in this
+    process."""
     import torch
 
     torch.cuda.current_device()
@@ -155,7 +159,8 @@ def has_bindings() -> bool:
 
 
 class CudaRuntime:
-    """Calls on one device, for any thread. Most make it the calling thread's current device."""
+    """Calls of CUDA's runtime on one device, for any thread; each raises CudaRuntimeError if CUDA
+    fails. Most make it the calling thread's current device."""
 
     def __init__(self, device: int) -> None:
         """Raises CudaRuntimeError if the bindings, the driver or the device are missing."""
@@ -170,7 +175,8 @@ class CudaRuntime:
         self.select()
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Call a function of the runtime, and return its first value. Raises CudaRuntimeError."""
+        """Call a function of CUDA's runtime by its name, and return its first value, if any. Raises
+        CudaRuntimeError if it returns an error."""
         error, *values = getattr(self.bindings, name)(*arguments)
         if error != self.bindings.cudaError_t.cudaSuccess:
             _, title = self.bindings.cudaGetErrorName(error)
@@ -179,27 +185,28 @@ class CudaRuntime:
         return values[0] if values else None
 
     def select(self) -> None:
-        """Make it the calling thread's current device."""
+        """Make this device the calling thread's current one."""
         self.call("cudaSetDevice", self.device)
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate memory in blocks of its own, and return its address."""
+        """Allocate device memory in whole blocks of 2 MiB of its own, and return its address."""
         self.select()
         return int(self.call("cudaMalloc", -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES))
 
     def free(self, address: int) -> None:
-        """Free memory, which no process may have open."""
+        """Free memory of `allocate`, which no process may have open."""
         self.select()
         self.call("cudaFree", address)
 
     def export(self, address: int) -> bytes:
-        """Return the handle by which another process opens memory of `allocate`."""
+        """Return the 64-byte IPC handle by which another process opens memory of `allocate`."""
         self.select()
         handle = self.call("cudaIpcGetMemHandle", address)
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open(self, octets: bytes) -> int:
-        """Map memory that another process exported, and return its address here."""
+        """Map memory that another process exported, and return its address here. Raises
+        CudaRuntimeError, also for a handle that does not have 64 bytes."""
         if len(octets) != HANDLE_BYTES:
             raise CudaRuntimeError(f"a handle has {HANDLE_BYTES} bytes, and not {len(octets)}")
         handle = self.bindings.cudaIpcMemHandle_t()
@@ -215,7 +222,8 @@ class CudaRuntime:
 
     @property
     def name(self) -> str:
-        """Name of the device, the same in every process."""
+        """Name of the device as nvidia-smi shows it (`GPU-` and its UUID), the same in every
+        process."""
         return self._name_of(self.device)
 
     def lacks_access_to(self, name: str) -> bool:
@@ -227,6 +235,6 @@ class CudaRuntime:
         return False
 
     def _name_of(self, device: int) -> str:
-        """Return a device's name as nvidia-smi shows it."""
+        """Return a device's name as nvidia-smi shows it: `GPU-` and its UUID."""
         properties = self.call("cudaGetDeviceProperties", device)
         return f"GPU-{UUID(bytes=bytes(properties.uuid.bytes))}"

@@ -48,7 +48,8 @@ class Device(Protocol):
         ...
 
     def record_timed(self, stream: Stream) -> Event:
-        """Make such an event for which `time_ns` can return its time of completion."""
+        """Make an event after the work queued on the stream so far, whose time of completion
+        `time_ns` can return."""
         ...
 
     def time_ns(self, event: Event) -> int:
@@ -57,11 +58,12 @@ class Device(Protocol):
         ...
 
     def synchronize_clocks(self) -> None:
-        """Measure the offset between the device's clock and the host's again: the two drift, and
-        the device measures long times coarsely. The host waits for the compute stream."""
+        """Measure the offset between the device's clock and the host's again, and set
+        `clock_error_ns`: the two drift, and the device measures long times coarsely. The host waits
+        for the compute stream."""
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
-        """Queue a wait of this length on the stream, before its next work."""
+        """Queue a wait of this length, in ns, on the stream, before its next work."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Run later work of the stream only after the event. The host does not wait."""
@@ -79,8 +81,8 @@ class Device(Protocol):
         both alive until the copy has run."""
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Allocate a tensor for work of this stream. Once it is freed, its memory is used again for
-        later work of the same stream."""
+        """Allocate an uninitialized tensor for work of this stream. Once it is freed, its memory is
+        used again for later work of the same stream."""
         ...
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
@@ -89,12 +91,13 @@ class Device(Protocol):
         ...
 
     def selected(self) -> AbstractContextManager[object]:
-        """Make this the calling thread's current device, for calls that bypass torch."""
+        """Return a context in which this is the calling thread's current device, for calls that
+        bypass torch."""
         ...
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
-        """Allocate host memory for direct copies to and from the device, pinned if needed: flat,
-        uint8."""
+        """Allocate uninitialized host memory for direct copies to and from the device, pinned if
+        needed: flat, uint8."""
         ...
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -128,7 +131,8 @@ class HostMemoryPool:
         self._num_spare_bytes = 0
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Allocate a flat tensor of uint8, of at least one byte."""
+        """Allocate an uninitialized flat tensor of uint8, of at least one byte, in spare memory of
+        its size if there is any. The memory becomes spare when no tensor uses it."""
         size = _round_up_size(num_bytes)
         try:
             memory = self._spare[size].pop()
@@ -145,13 +149,16 @@ class HostMemoryPool:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def _reclaim(self, memory: mmap.mmap, size: int) -> None:
+        """Keep the memory of a freed tensor for later ones, or drop it beyond `max_spare_bytes`. A
+        finalizer calls it, on any thread."""
         if self._num_spare_bytes + size <= self._max_spare_bytes:
             self._num_spare_bytes += size
             self._spare[size].append(memory)
 
 
 def _round_up_size(num_bytes: int) -> int:
-    """Return the smallest reserved size of at least this many bytes."""
+    """Return the smallest reserved size of at least this many bytes: whole pages, and four sizes
+    for each doubling."""
     doubling = max(num_bytes - 1, mmap.PAGESIZE * _SIZES_PER_DOUBLING).bit_length() - 1
     step = (1 << doubling) // _SIZES_PER_DOUBLING
     return -(-num_bytes // step) * step
@@ -184,7 +191,8 @@ class _Copy:
         """Held while the helper copies parts."""
 
     def copy_parts(self) -> None:
-        """Take and copy parts until there are no more."""
+        """Copy the parts, of 1 MiB, that no thread has taken yet, one after the other. Two threads
+        may call it at once."""
         for begin in self._parts:
             num_bytes = min(_PART_BYTES, self._num_bytes - begin)
             ctypes.memmove(self._target + begin, self._source + begin, num_bytes)
@@ -199,7 +207,8 @@ class HostCopies:
         self._has_helper: bool | None = None
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between addresses; done when it returns."""
+        """Copy bytes between addresses; done when it returns. From 4 MiB on a helper thread copies,
+        too, if this process has a second core."""
         if num_bytes < _LEAST_SHARED_BYTES or not self._start_helper():
             ctypes.memmove(target, source, num_bytes)
             return
@@ -211,7 +220,8 @@ class HostCopies:
             pass
 
     def _start_helper(self) -> bool:
-        """Start the helper in the first call; return False if this process has only one core."""
+        """Start the helper thread in the first call; return False, without one, if this process has
+        only one core."""
         with self._start_lock:
             if self._has_helper is None:
                 self._has_helper = num_cores() > 1
@@ -220,6 +230,7 @@ class HostCopies:
             return self._has_helper
 
     def _help(self) -> None:
+        """Help with each queued copy; runs on the helper thread until the process ends."""
         while True:
             copy = self._to_help.get()
             with copy.help_lock:
@@ -237,7 +248,7 @@ _EVENT = Event(None)
 
 
 class CpuDevice:
-    """Implements `Device`."""
+    """The CPU as a device: all work is done when its call returns. Implements `Device`."""
 
     torch_device = torch.device("cpu")
     is_synchronous = True
@@ -248,40 +259,51 @@ class CpuDevice:
         self._copies = HostCopies()
 
     def compute_stream(self) -> Stream:
+        """Return the CPU's only stream, a placeholder."""
         return _STREAM
 
     def new_stream(self) -> Stream:
+        """Return the CPU's only stream, a placeholder; makes nothing."""
         return _STREAM
 
     def record(self, stream: Stream) -> Event:
+        """Return the same event in every call, which is complete."""
         return _EVENT
 
     def record_timed(self, stream: Stream) -> Event:
+        """Return an event that is the current time of the monotonic clock."""
         return Event(time.monotonic_ns())
 
     def time_ns(self, event: Event) -> int:
+        """Return the time at which `record_timed` made this event."""
         return cast(int, event)
 
     def synchronize_clocks(self) -> None:
-        pass
+        """Do nothing: the device's clock is the host's."""
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
+        """Sleep for this many ns on the calling thread."""
         time.sleep(time_ns / 1e9)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        pass
+        """Do nothing: the event is complete."""
 
     def query(self, event: Event) -> bool:
+        """Return True: every event is complete."""
         return True
 
     def synchronize(self, event: Event, *, soon: bool = False) -> None:
-        pass
+        """Do nothing: the event is complete."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Copy the source's bytes, done when it returns; large copies use a second thread if there
+        is a second core."""
         # torch's copy_ is slower for much memory, and its several threads wait for busy cores.
         self._copies.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Allocate an uninitialized tensor, from 128 KiB on in memory that is reused after its
+        tensor is freed."""
         shape = tuple(shape)
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LEAST_REUSED_BYTES:
@@ -289,20 +311,23 @@ class CpuDevice:
         return self._memory.empty(num_bytes).view(dtype).view(shape)
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """View host memory at this address as a flat tensor of uint8, without ownership."""
         view = (ctypes.c_char * num_bytes).from_address(address)
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def selected(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing: there is one CPU."""
         return nullcontext()
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
+        """Allocate an uninitialized flat tensor of uint8, in memory that is not pinned."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        pass
+        """Do nothing: no work outlasts its call."""
 
     def use_on_compute_stream(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        pass
+        """Do nothing: no work outlasts its call."""
 
 
 CPU = CpuDevice()

@@ -94,7 +94,8 @@ class LinkId:
 
     @property
     def checks_tensors(self) -> bool:
-        """True if nothing but a checksum protects the tensors on its sockets."""
+        """True if nothing but a checksum protects the tensors on its sockets: between hosts without
+        encryption."""
         return self.cross_host is not None and not self.cross_host.is_encrypted
 
     def __str__(self) -> str:
@@ -123,7 +124,8 @@ class LinkId:
         )
 
     def describe_down(self, silence_s: float, why: str) -> str:
-        """Format a silence whose origin is unknown."""
+        """Format the loss of a link that was silent, where the origin is unknown: the peer or the
+        network."""
         where = ""
         if self.cross_host is not None:
             where = f"whether {self.cross_host.peer_host} can be reached, and "
@@ -235,12 +237,13 @@ class OutgoingFrame:
     """Bytes that are still to be written over this connection."""
 
     def encode(self, acknowledged: int) -> None:
-        """Lay out its bytes, with the number of frames that this end has received."""
+        """Set `buffers` to the frame's bytes, from the first one on, with the number of frames that
+        this end has received."""
         data = encode_header(self.header, self.tensors, acknowledged, self.checksum)
         self.buffers = [memoryview(data), *self.payload]
 
     def skip(self, num_bytes: int) -> None:
-        """Remove the bytes that were written."""
+        """Remove the first bytes, which were written, from `buffers`."""
         buffers, num_whole = self.buffers, 0
         for buffer in buffers:
             if num_bytes < buffer.nbytes:
@@ -267,19 +270,19 @@ class SilenceTimer:
         self._patience_ns = 0
 
     def begin_wait(self, now_ns: int, patience_ns: int) -> int:
-        """Begin a wait of at most this length, and return the length."""
+        """Begin a wait of at most this length, and return the length unchanged."""
         self._begun_ns, self._patience_ns = now_ns, patience_ns
         return patience_ns
 
     def end_wait(self, now_ns: int) -> None:
-        """Count a wait in which nothing came."""
+        """Count a wait in which nothing came as silence, up to its planned length."""
         waited_ns = min(now_ns - self._begun_ns, self._patience_ns)
         self._begun_ns = now_ns
         self.total_ns += waited_ns
         self.connection_ns += waited_ns
 
     def reset(self) -> None:
-        """Restart: something has come."""
+        """Set the time of silence, in all and over this connection, to 0: something has come."""
         self.total_ns = self.connection_ns = 0
 
 
@@ -293,20 +296,21 @@ class RetransmitBuffer:
         """How many of them, the last ones, are to be written again."""
 
     def append(self, frame: OutgoingFrame) -> None:
-        """Keep a frame that is written for the first time."""
+        """Keep a frame that is written for the first time. None may be left to write again."""
         assert not self.num_unsent, "frames that were written before go first"
         self._unacknowledged.append(frame)
 
     def pop_unsent(self) -> OutgoingFrame | None:
-        """Return the next frame to write again, if any."""
+        """Return the next frame to write again, if any. It stays in the buffer until it is
+        acknowledged."""
         if not self.num_unsent:
             return None
         self.num_unsent -= 1
         return self._unacknowledged[-1 - self.num_unsent]
 
     def acknowledge(self, num_frames: int) -> list[OutgoingFrame]:
-        """Apply a cumulative acknowledgement, and return the frames that it newly covers. Raises
-        FrameError for a number that cannot be."""
+        """Apply a cumulative acknowledgement: remove and return the frames that it newly covers.
+        Raises FrameError for a number below the last one or above what was written."""
         num_in_flight = len(self._unacknowledged) - self.num_unsent
         num_new = num_frames - self._num_acknowledged
         if not 0 <= num_new <= num_in_flight:
@@ -318,15 +322,15 @@ class RetransmitBuffer:
         return [self._unacknowledged.popleft() for _ in range(num_new)]
 
     def rewind(self) -> None:
-        """Write all of them again, over a new connection."""
+        """Mark all frames in the buffer to be written again, over a new connection."""
         self.num_unsent = len(self._unacknowledged)
 
     def stop(self) -> None:
-        """Write nothing again before `rewind`."""
+        """Mark no frame to be written again, until `rewind`."""
         self.num_unsent = 0
 
     def unsent(self) -> list[OutgoingFrame]:
-        """Return the frames that are to be written again."""
+        """Return the frames that are to be written again, without removing them."""
         return list(self._unacknowledged)[len(self._unacknowledged) - self.num_unsent :]
 
 
@@ -371,31 +375,37 @@ class Channel:
         self._begin_reading()
 
     def _begin_reading(self) -> None:
+        """Begin with a new frame, and drop one that has arrived in part."""
         self._reader = FrameReader(
             self.options.max_message_bytes, checks_tensors=self.link.checks_tensors
         )
 
     def _change(self, change: Change) -> None:
+        """Change the channel's state by an event, which must be possible in it."""
         assert change in TRANSITIONS[self.state], f"{change} cannot occur in {self.state}"
         self.state = TRANSITIONS[self.state][change]
 
     def _change_connection(self, change: Change) -> None:
+        """Change the connection's state by an event, which must be possible in it."""
         transitions = CONNECTION_TRANSITIONS[self.connection]
         assert change in transitions, f"{change} cannot occur in {self.connection}"
         self.connection = transitions[change]
 
     @property
     def is_broken(self) -> bool:
-        """True if it needs another connection."""
+        """True if its connection is broken and it is not over, so that it needs another
+        connection."""
         return self.connection is Connection.BROKEN and self.state is not State.OVER
 
     @property
     def is_closing(self) -> bool:
+        """True once this end was asked to close."""
         return self._close_deadline_ns is not None
 
     @property
     def may_write_new(self) -> bool:
-        """True if frames that were not written before may be written."""
+        """True if frames that were not written before may be written: the connection is whole, the
+        peer reads, and the channel is open or draining."""
         return (
             self._is_writable
             and self.connection is Connection.WHOLE
@@ -421,39 +431,43 @@ class Channel:
 
     @property
     def has_written_all(self) -> bool:
-        """True if nothing more will be written over this connection."""
+        """True if its farewell was written, so that nothing more will be written over this
+        connection."""
         is_last = self.state is State.LINGERING and self.connection is Connection.WHOLE
         return is_last and not self.is_busy
 
     # Closing.
 
     def begin_close(self, deadline_ns: int, *, farewell: bool) -> None:
-        """Drain, say farewell and be over by the deadline; without a farewell be over at once, and
-        the peer considers this rank lost."""
+        """Begin to close: write what is queued, say farewell and be over by the deadline, the first
+        one given. Without a farewell be over at once, and the peer considers this rank lost."""
         if self._close_deadline_ns is None or not farewell:
             self._close_deadline_ns = deadline_ns
         self._change(Change.CLOSE if farewell else Change.END)
 
     def fail(self, error: RrfpError) -> list[Output]:
-        """End the link with an error."""
+        """End the link with an error, and return what reports it: nothing if it was over, a loss
+        was reported, or this end closes."""
         is_over = self.state is State.OVER
         self._change(Change.END)
         return [] if is_over else self.report(error)
 
     def fail_by_peer(self, what: str, kind: type[PeerLostError] = PeerLostError) -> list[Output]:
-        """End the link because of the peer; `what` says what the peer did."""
+        """End the link because of the peer; `what` says what the peer did. Returns the report of an
+        error of class `kind`, as `fail`."""
         return self.fail(kind(self.link.describe_lost(what), self.link.peer_origin))
 
     def report(self, error: RrfpError) -> list[Output]:
-        """Report a loss, unless one was reported or this end closes."""
+        """Return a `LinkFailed` for a loss; empty if one was reported before or this end closes."""
         if self.is_closing or self._has_reported_loss:
             return []
         self._has_reported_loss = True
         return [LinkFailed(error)]
 
     def answer_farewell(self, num_queued: int) -> list[Output]:
-        """Answer the peer's farewell, and be over. Frames that still wait for the peer make it a
-        loss."""
+        """Prepare the answer to the peer's farewell, for `final_bytes`, and be over. Queued or
+        half-written frames with a task, which still wait for the peer, make it a loss, which is
+        returned."""
         outgoing = self._outgoing
         if self.may_write_new and outgoing is None:
             farewell = OutgoingFrame(Header(Purpose.FAREWELL))
@@ -485,8 +499,9 @@ class Channel:
     # Breaking.
 
     def break_connection(self, what: str) -> list[Output]:
-        """Abandon the connection; `what` says what the peer did. The link fails after too many
-        connections that carried nothing."""
+        """Abandon the connection; `what` says what the peer did. The link fails after 10
+        connections in a row that carried nothing. Does nothing if it is broken or over already, or
+        the peer has said farewell."""
         if self.state is State.OVER or self.has_peer_left or self.is_broken:
             return []
         self._change_connection(Change.BREAK)
@@ -502,7 +517,8 @@ class Channel:
         return self.fail(PeerLostError(why, self.link.link_origin))
 
     def attach(self) -> None:
-        """Replace the broken connection; no write is in progress."""
+        """Resume over another connection in place of the broken one, once the peer's count has
+        come; does nothing if it is over. No write is in progress."""
         assert not self.is_writing
         if self.state is State.OVER:
             return
@@ -512,7 +528,8 @@ class Channel:
         self._silence.connection_ns = 0
 
     def could_not_attach(self, why: str, now_ns: int) -> list[Output]:
-        """End a wait in which no other connection was made; `why` is the reason."""
+        """End a wait in which no other connection was made; `why` is the reason. The link fails
+        after too much silence."""
         self._why_down = why
         return self.waited(now_ns)
 
@@ -524,7 +541,8 @@ class Channel:
 
     def takes_frame(self, now_ns: int) -> bool:
         """Return whether `begin` or `begin_own` may follow. Otherwise `next_write` continues with
-        what was begun, or with what a new connection begins with."""
+        what was begun, or with what a new connection begins with: its count and the frames to
+        retransmit. Ends the link at the close deadline."""
         assert not self.is_writing, "the write before has not ended"
         if self._close_deadline_ns is not None:
             self._end_if_late(now_ns)
@@ -541,19 +559,22 @@ class Channel:
         return self.connection is Connection.WHOLE and self.state is not State.LINGERING
 
     def _set(self, frame: OutgoingFrame) -> None:
+        """Make this the frame being written, from its first byte, with an acknowledgement of all
+        received frames."""
         frame.encode(self._num_received)
         self._num_confirmed, self._unconfirmed_bytes = self._num_received, 0
         self._outgoing = frame
 
     def begin(self, frame: OutgoingFrame) -> None:
-        """Write a frame that was not written before."""
+        """Begin to write a frame that was not written before. A counted one stays in the retransmit
+        buffer until it is acknowledged."""
         if frame.header.purpose not in UNCOUNTED:
             self._retransmit.append(frame)
         self._set(frame)
 
     def begin_own(self, now_ns: int, *, may_leave: bool) -> None:
-        """Write a frame of the channel's own, if one is due: the farewell, if it drains and
-        `may_leave`, or else a heartbeat, after a time without writes or to acknowledge what has
+        """Begin to write a frame of the channel's own, if one is due: the farewell, if it drains
+        and `may_leave`, or else a heartbeat, after a time without writes or to acknowledge what has
         arrived."""
         if self.state is State.DRAINING and may_leave:
             self.begin(OutgoingFrame(Header(Purpose.FAREWELL)))
@@ -565,8 +586,8 @@ class Channel:
             self.begin(OutgoingFrame(Header(Purpose.HEARTBEAT)))
 
     def next_write(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes to write now, of one frame. If it returns any, `wrote` or `write_failed`
-        must follow."""
+        """Return the bytes to write now, of the frame that was begun; empty without one, or if the
+        peer reads nothing more. If it returns any, `wrote` or `write_failed` must follow."""
         outgoing = self._outgoing
         if outgoing is None or not self._is_writable or self.state is State.OVER:
             return []
@@ -576,7 +597,7 @@ class Channel:
 
     def wrote(self, num_bytes: int, now_ns: int) -> OutgoingFrame | None:
         """End a write of this many bytes; 0 if the peer reads none now. Return the frame if it is
-        whole for the first time."""
+        written whole, and was not before; else None."""
         self.is_writing = False
         outgoing = self._outgoing
         if num_bytes == 0 or outgoing is None:
@@ -591,12 +612,13 @@ class Channel:
         return outgoing if self.mark_out(outgoing) else None
 
     def write_failed(self) -> None:
-        """End a write after which the peer reads nothing more. What it wrote before is still to be
-        read: a farewell, or nothing."""
+        """End a write after which the peer reads nothing more over this connection. What it wrote
+        before is still to be read: a farewell, or nothing."""
         self.is_writing = self._is_writable = False
 
     def mark_out(self, frame: OutgoingFrame) -> bool:
-        """Note that a frame was written whole, or has arrived; return whether that is new."""
+        """Note that a frame was written whole, or has arrived; return whether that is new. After
+        this end's farewell the channel lingers."""
         if frame.is_out:
             return False
         frame.is_out = True
@@ -608,7 +630,8 @@ class Channel:
 
     @property
     def reads(self) -> bool:
-        """True unless what the peer sends is of no interest any more."""
+        """True while bytes of the peer are read: it is not over, the peer has not left, the
+        connection is not broken."""
         return (
             self.state is not State.OVER
             and not self.has_peer_left
@@ -621,12 +644,15 @@ class Channel:
         return self._reader.missing
 
     def read(self, num_bytes: int, now_ns: int) -> Frame | None:
-        """Account for bytes in `next_read`; return a frame that is whole. Raises FrameError."""
+        """Account for bytes in `next_read`; return a frame that is whole. Resets the time of
+        silence. Raises FrameError, or GarbledError for a wrong checksum."""
         self._silence.reset()
         return self._reader.fill(num_bytes, now_ns)
 
     def acknowledge(self, frame: Frame) -> list[OutgoingFrame]:
-        """Return the frames that the peer newly acknowledges. Raises FrameError."""
+        """Remove and return the frames that the peer newly acknowledges. The first frame of a later
+        connection also marks all others to be written again. Raises FrameError for an impossible
+        number, or a resume where none belongs."""
         is_resuming = self.connection is Connection.RESUMING
         if (frame.header.purpose is Purpose.RESUME) is not is_resuming:
             name = frame.header.purpose.name.lower()
@@ -641,7 +667,8 @@ class Channel:
         return acknowledged
 
     def accept(self, frame: Frame) -> bool:
-        """Count a frame; return whether it is one for the sender or the receiver of the link."""
+        """Count a frame; return whether it is one for the sender or the receiver of the link. A
+        resume makes the connection whole, and a farewell is noted."""
         purpose = frame.header.purpose
         if purpose is Purpose.RESUME:
             self._change_connection(Change.RESUME)
@@ -678,7 +705,9 @@ class Channel:
         return self._silence.begin_wait(now_ns, max(0, patience_ns))
 
     def waited(self, now_ns: int) -> list[Output]:
-        """End a wait after which there is nothing to read."""
+        """End a wait after which there is nothing to read, and count it as silence. After
+        `silence_ns` the link fails; on the source of a link between hosts the connection breaks
+        earlier. At the close deadline the link ends."""
         self._end_if_late(now_ns)
         if self.state is State.OVER:
             return []
@@ -694,7 +723,8 @@ class Channel:
         return []
 
     def _fail_silent(self, is_whole: bool) -> list[Output]:
-        """End the link because nothing has arrived for too long."""
+        """End the link because nothing has arrived for too long. The fault's origin is the peer
+        within a host over a whole connection, and otherwise the link."""
         silence_s = self.options.silence_ns / NS_PER_S
         if is_whole and self.link.cross_host is None:
             return self.fail_by_peer(f"was silent for {silence_s:g} s", PeerSilentError)
@@ -703,5 +733,6 @@ class Channel:
         return self.fail(PeerSilentError(down, self.link.link_origin))
 
     def _end_if_late(self, now_ns: int) -> None:
+        """End the link if the close deadline has passed."""
         if self._close_deadline_ns is not None and now_ns >= self._close_deadline_ns:
             self._change(Change.END)

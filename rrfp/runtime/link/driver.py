@@ -111,7 +111,8 @@ class LinkDriver(Generic[D]):
         """True while the socket takes nothing more."""
 
     def start(self, connection: socket.socket) -> None:
-        """Start the thread, which closes the connection once the link is over."""
+        """Continue over this connection, and start the thread, which closes the connection once the
+        link is over."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         self._wake_poller = select.poll()
@@ -120,7 +121,8 @@ class LinkDriver(Generic[D]):
         self._thread.start()
 
     def _use(self, connection: socket.socket) -> None:
-        """Continue over this connection."""
+        """Wrap this connection, make it nonblocking, and continue over it; the caller has dropped
+        the last one."""
         self._connection = self._wrap(connection)
         self._connection.setblocking(False)
         self._poller = select.poll()
@@ -129,14 +131,15 @@ class LinkDriver(Generic[D]):
         self._is_full = False
 
     def begin_close(self, deadline_ns: int, *, farewell: bool) -> None:
-        """Begin to close the link (`Channel.begin_close`)."""
+        """Begin to close the link (`Channel.begin_close`), and wake its thread."""
         with self._lock:
             self._endpoint.channel.begin_close(deadline_ns, farewell=farewell)
             self._wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread, which ends by the deadline given to `begin_close`, unless it waits
-        for a device that hangs. Return whether it has ended and the peer has said farewell."""
+        """Wait for the thread, at most this long; it ends by the deadline given to `begin_close`,
+        unless it waits for a device that hangs. Return whether it has ended and the peer has said
+        farewell."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._endpoint.channel.has_peer_left
 
@@ -155,14 +158,15 @@ class LinkDriver(Generic[D]):
             self._write_at_once(buffers)
 
     def change(self, change: Callable[[], bool]) -> None:
-        """Call `change`, and wake the link's thread if it returns that there is something to
-        write."""
+        """Call `change` with the lock held, and wake the link's thread if it returns True: there is
+        something to write."""
         with self._lock:
             if change():
                 self._wake()
 
     def put(self, completion: Completion) -> None:
-        """Handle the result of a call of the data plane (`Completions`)."""
+        """Queue the result of a call of the data plane, and handle it on this thread; `SlotFreed`,
+        which a finalizer may put, only wakes the link's thread, and not if the lock is held."""
         self._completions.put(completion)
         if not isinstance(completion, SlotFreed):
             self.submit(self._complete)
@@ -175,14 +179,15 @@ class LinkDriver(Generic[D]):
                 self._lock.release()
 
     def _complete(self) -> list[Output]:
-        """Handle all queued completions; the caller holds the lock."""
+        """Handle all queued completions, and return the endpoint's outputs; the caller holds the
+        lock."""
         outputs: list[Output] = []
         while not self._completions.empty():
             outputs += self._endpoint.complete(self._completions.get(), self._clock())
         return outputs
 
     def note_other_connection(self) -> None:
-        """Let the thread look for another connection: the peer has connected again."""
+        """Wake the thread, and let it look for another connection: the peer has connected again."""
         with self._lock:
             self._may_have_other = True
             self._wake()
@@ -203,7 +208,8 @@ class LinkDriver(Generic[D]):
         return []
 
     def _write_at_once(self, buffers: list[memoryview]) -> None:
-        """Write bytes on the calling thread, and release `_write_lock`."""
+        """Write as many bytes as the socket takes on the calling thread, and release `_write_lock`.
+        The link's thread writes the rest and handles errors."""
         endpoint = self._endpoint
         try:
             try:
@@ -221,7 +227,8 @@ class LinkDriver(Generic[D]):
             self._write_lock.release()
 
     def _wake(self) -> None:
-        """End the thread's wait; the caller holds the lock."""
+        """End the thread's wait, unless it is woken already or has ended; the caller holds the
+        lock."""
         if not self._is_woken and not self._has_ended:
             self._is_woken = True
             os.write(self._wake_writer, b"\0")
@@ -244,8 +251,8 @@ class LinkDriver(Generic[D]):
     # The thread.
 
     def _run(self) -> None:
-        """Serve the link on its thread until it is over; report an unexpected error to the
-        inbox."""
+        """Serve the link on its thread until it is over, and then close everything; an unexpected
+        error ends the link and is reported to the inbox."""
         try:
             self._exchange()
         except Exception as error:  # A thread that ends silently would hang the run.
@@ -261,7 +268,8 @@ class LinkDriver(Generic[D]):
             self._end()
 
     def _end(self) -> None:
-        """Close everything once the link is over, after the last bytes."""
+        """Close everything once the link is over: detach the plane, refuse other connections, close
+        the wake-up pipe, write the last bytes, and close the connection."""
         self._detach_if_done()
         self._reconnector.close()
         with self._lock:
@@ -275,7 +283,7 @@ class LinkDriver(Generic[D]):
             self._drop()
 
     def _drop(self) -> None:
-        """Close the connection; the caller holds the lock for it."""
+        """Shut down and close the connection; the caller holds the lock for it."""
         # Closing alone does not inform the peer while a process that was forked meanwhile, such as
         # a data loader's worker, has the connection open, too.
         with suppress(OSError):
@@ -283,7 +291,8 @@ class LinkDriver(Generic[D]):
         self._connection.close()
 
     def _detach_if_done(self) -> None:
-        """Detach from the peer's memory, before a farewell, if nothing uses it any more."""
+        """Detach the data plane from the peer's memory, before a farewell, if nothing uses it any
+        more."""
         with self._lock:
             may_detach, is_lost = self._endpoint.may_detach, self._endpoint.is_lost
         if may_detach:
@@ -322,12 +331,14 @@ class LinkDriver(Generic[D]):
             self._emit(outputs)
 
     def _break_connection(self, what: str) -> None:
+        """Mark the connection as broken because of `what` the peer did, and pass on the outputs."""
         with self._lock:
             outputs = self._endpoint.channel.break_connection(what)
         self._emit(outputs)
 
     def _reconnect(self) -> None:
-        """Try once to obtain another connection."""
+        """Close the broken connection, and try once to obtain another one. Without one the time
+        counts as silence, and the link fails if the peer has ended."""
         channel = self._endpoint.channel
         with self._write_lock:
             self._drop()
@@ -351,6 +362,7 @@ class LinkDriver(Generic[D]):
         self._emit(outputs)
 
     def _pause(self, pause_s: float) -> None:
+        """Wait for this many seconds, or until the link's thread is woken."""
         self._clear_wake(dict(self._wake_poller.poll(pause_s * 1000)))
 
     def _clear_wake(self, events: dict[int, int]) -> None:
@@ -361,8 +373,8 @@ class LinkDriver(Generic[D]):
                 self._is_woken = False
 
     def _wait(self, now_ns: int, patience_ns: int, due_ns: int | None) -> bool:
-        """Wait for the first event or timeout; return whether the connection has something to
-        read."""
+        """Wait for the socket, a wake-up, the end of the patience or the due time, whichever is
+        first; return whether the connection has something to read."""
         # Rounded up: rounding down would spin through the last millisecond.
         patience_ms = patience_ns // _NS_PER_MS + 1 if patience_ns else 0
         if due_ns is not None:
@@ -380,12 +392,14 @@ class LinkDriver(Generic[D]):
         return bool(state & ~select.POLLOUT)
 
     def _set_full(self, is_full: bool) -> None:
+        """Note whether the socket takes nothing more, and wait for it to be writable only then."""
         self._is_full = is_full
         events = select.POLLIN | (select.POLLOUT if is_full else 0)
         self._poller.modify(self._connection, events)
 
     def _write(self) -> None:
-        """Write as much as the socket takes; the caller holds the lock for it."""
+        """Handle queued completions, and write frames until there are no more or the socket is
+        full; the caller holds `_write_lock`. Errors break the connection."""
         endpoint = self._endpoint
         if not self._completions.empty():
             with self._lock:
@@ -423,7 +437,7 @@ class LinkDriver(Generic[D]):
                     self._connection.shutdown(socket.SHUT_WR)
 
     def _read(self) -> None:
-        """Read at most one frame."""
+        """Read at most one frame, without waiting, and handle it. Errors break the connection."""
         endpoint = self._endpoint
         outputs: list[Output] | None = None
         while outputs is None:

@@ -48,27 +48,30 @@ class Direction(Protocol):
         ...
 
     def next_frame(self, now_ns: int) -> OutgoingFrame | None:
-        """Return the next frame, if one may be written now."""
+        """Remove and return the next frame to write, if one may be written now; else None."""
         ...
 
     def written(self, frame: OutgoingFrame, now_ns: int) -> list[Output]:
-        """Note that a frame was written whole, or has arrived; called once for each."""
+        """Note that a frame was written whole, or has arrived, and return what to report; called
+        once for each."""
         ...
 
     def acknowledged(self, frame: OutgoingFrame) -> list[Output]:
-        """Note that the peer has received a frame."""
+        """Note that the peer has received a frame, and return the requests and events that
+        follow."""
         ...
 
     def received(self, frame: Frame, now_ns: int) -> list[Output]:
-        """Handle a frame of the peer's. Raises FrameError for one that it must not send."""
+        """Handle a counted frame of the peer's, and return what follows from it. Raises FrameError
+        for one that the peer must not send."""
         ...
 
     def complete(self, completion: Completion, now_ns: int) -> list[Output]:
-        """Handle the result of a call of the data plane."""
+        """Handle the result of a call of the data plane, and return what follows from it."""
         ...
 
     def peer_left(self) -> list[Output]:
-        """Report a farewell of the peer's that ends the link."""
+        """Return what to report after a farewell of the peer's that ends the link."""
         ...
 
 
@@ -93,6 +96,7 @@ class Endpoint(Generic[D]):
 
     @property
     def is_over(self) -> bool:
+        """True once the link is over, by farewells, a loss or the close deadline."""
         return self.channel.state is State.OVER
 
     @property
@@ -102,13 +106,14 @@ class Endpoint(Generic[D]):
 
     @property
     def may_detach(self) -> bool:
-        """True if the data plane has nothing more to do: the farewell is next, or written."""
+        """True if the data plane has nothing more to do and is not detached yet: the farewell is
+        next, or written."""
         if self._is_detached or self.channel.state is State.OPEN:
             return False
         return self.channel.state is State.OVER or not self.direction.uses_plane
 
     def detached(self) -> None:
-        """Note that this rank has detached from the peer's memory."""
+        """Note that this rank has detached from the peer's memory, so that it may say farewell."""
         self._is_detached = True
 
     @property
@@ -135,7 +140,8 @@ class Endpoint(Generic[D]):
         return self.direction.due_ns
 
     def complete(self, completion: Completion, now_ns: int) -> list[Output]:
-        """Handle the result of a call of the data plane."""
+        """Handle the result of a call of the data plane, and answer the peer's farewell if that
+        waited for it."""
         outputs = self.direction.complete(completion, now_ns)
         if self.channel.has_peer_left:
             outputs += self._answer_farewell()
@@ -144,8 +150,9 @@ class Endpoint(Generic[D]):
     # Writing.
 
     def next_write(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes to write now, of one frame. If it returns any, `wrote` or `write_failed`
-        must follow."""
+        """Return the bytes to write now, of one frame; empty if there is nothing. It begins the
+        next frame if none is half written. If it returns any bytes, `wrote` or `write_failed` must
+        follow."""
         channel = self.channel
         if channel.takes_frame(now_ns):
             frame = self.direction.next_frame(now_ns)
@@ -157,7 +164,8 @@ class Endpoint(Generic[D]):
         return channel.next_write(now_ns)
 
     def wrote(self, num_bytes: int, now_ns: int) -> list[Output]:
-        """End a write of this many bytes; 0 if the peer reads none now."""
+        """End a write of this many bytes; 0 if the peer reads none now. Then answer the peer's
+        farewell, if it has left."""
         frame = self.channel.wrote(num_bytes, now_ns)
         outputs: list[Output] = []
         if frame is not None:
@@ -167,7 +175,8 @@ class Endpoint(Generic[D]):
         return outputs
 
     def write_failed(self) -> list[Output]:
-        """End a write after which the peer reads nothing more."""
+        """End a write after which the peer reads nothing more, and answer its farewell, if it has
+        left."""
         self.channel.write_failed()
         return self._answer_farewell()
 
@@ -175,7 +184,8 @@ class Endpoint(Generic[D]):
 
     def received(self, num_bytes: int, now_ns: int) -> list[Output] | None:
         """Account for bytes in the channel's `next_read`; 0 if the peer closed its connection.
-        Return None while more of a frame must come first."""
+        Return None while more of a frame must come first. Closed or garbled bytes break the
+        connection, and a frame against the protocol ends the link."""
         channel = self.channel
         if not channel.reads:
             return []
@@ -190,7 +200,8 @@ class Endpoint(Generic[D]):
             return channel.fail(RrfpError(channel.link.describe_unreadable(str(error))))
 
     def _handle(self, frame: Frame, now_ns: int) -> list[Output]:
-        """Apply a frame's acknowledgement, and pass the frame to the direction."""
+        """Apply a frame's acknowledgement, and pass the frame to the direction unless it is the
+        channel's own."""
         channel, direction = self.channel, self.direction
         outputs: list[Output] = []
         for each in channel.acknowledge(frame):
@@ -204,8 +215,9 @@ class Endpoint(Generic[D]):
         return outputs
 
     def _answer_farewell(self) -> list[Output]:
-        """Leave once the peer has left. A write in progress ends first: its frame may be the last.
-        Frames that still wait for the peer make it a loss."""
+        """Answer the peer's farewell, once it has left, and end the link; not while a write is in
+        progress, as its frame may be the last, or the plane works. Frames that still wait for the
+        peer make it a loss."""
         channel = self.channel
         if not channel.has_peer_left or channel.is_writing or channel.state is State.OVER:
             return []

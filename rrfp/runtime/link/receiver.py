@@ -68,7 +68,8 @@ class PlaneUse:
 
 
 class Receiver:
-    """Receives messages and announcements, and gives credits."""
+    """The receiving direction of a link: receives messages and announcements, and gives credits.
+    Implements `Direction`."""
 
     is_quick = waits_for_peer = False
     due_ns = None
@@ -95,8 +96,8 @@ class Receiver:
         self._last_step = 0
 
     def consumed(self, step: int) -> bool:
-        """Give the credit of a message back that the compute thread took. Return whether there are
-        credits to write now."""
+        """Note that the compute thread took a message, whose credit may be given back. Return
+        whether a batch of credits is to be written now."""
         assert self._num_unconsumed > 0, f"more consumed than rank {self._link.peer} has sent"
         self._num_unconsumed -= 1
         self._num_unannounced += 1
@@ -104,8 +105,8 @@ class Receiver:
         return self._num_unannounced >= self._batch
 
     def grant(self, num_credits: int) -> bool:
-        """Raise the bound on messages in flight; a smaller one changes nothing. Return whether
-        there are credits to write now."""
+        """Raise the bound on messages in flight; a smaller one changes nothing. Return whether a
+        batch of credits is to be written now."""
         if num_credits > self._bound:
             self._num_unannounced += _granted(num_credits) - _granted(self._bound)
             self._bound = num_credits
@@ -114,18 +115,24 @@ class Receiver:
 
     @property
     def num_queued(self) -> int:
+        """Number of messages that are being fetched; credits and released slots do not count."""
         # A source has no use for credits once this end closes, and its farewell frees its slots.
         return len(self._fetching)
 
     @property
     def uses_plane(self) -> bool:
+        """True while a message is being fetched."""
         return bool(self._fetching)
 
     @property
     def awaits_plane(self) -> bool:
+        """True while a message is being fetched."""
         return bool(self._fetching)
 
     def complete(self, completion: Completion, now_ns: int) -> list[Output]:
+        """Return the arrival of a fetched message, and queue the release of its slot unless it is
+        lent or the socket carried it. A freed lent slot is queued for release; a failure of the
+        plane ends the link."""
         if isinstance(completion, SlotFreed):
             # The next frame that is written carries it.
             self._releases.append(completion.offset)
@@ -154,7 +161,8 @@ class Receiver:
         )
 
     def next_frame(self, now_ns: int) -> OutgoingFrame | None:
-        """Return the next release of a slot, or else the credits once a batch of them is free."""
+        """Remove and return the frame of the next released slot, or else one with all free credits
+        once they are a batch; else None."""
         if self._releases:
             return OutgoingFrame(Header(Purpose.RELEASED, number=self._releases.popleft()))
         if self._num_unannounced < self._batch:
@@ -164,15 +172,21 @@ class Receiver:
         return OutgoingFrame(Header(Purpose.CREDIT, self._last_step, number=number))
 
     def written(self, frame: OutgoingFrame, now_ns: int) -> list[Output]:
+        """Return nothing: the frames of a receiver need no record."""
         return []
 
     def acknowledged(self, frame: OutgoingFrame) -> list[Output]:
+        """Return nothing: the frames of a receiver hold no memory."""
         return []
 
     def peer_left(self) -> list[Output]:
+        """Return the event that the peer has left."""
         return [PeerLeft(self._link.peer)]
 
     def received(self, frame: Frame, now_ns: int) -> list[Output]:
+        """Return the event of an announcement, or of a message with its record; a message in a
+        slot, or one to copy to the device, is fetched first. Raises FrameError for another frame,
+        or a message out of order or without a credit."""
         header, task, peer = frame.header, frame.header.task, self._link.peer
         if task is None:
             raise FrameError(f"a source sent a {header.purpose.name.lower()}")
@@ -198,7 +212,8 @@ class Receiver:
         return self._arrived(message, header.sequence, frame.arrived_ns, now_ns, frame.num_bytes)
 
     def _fetch(self, frame: Frame, task: Task, descriptor: Descriptor, now_ns: int) -> list[Output]:
-        """Request a fetch of a message's tensors from the plane."""
+        """Return the request to fetch a message's tensors by the plane, and note the fetch; nothing
+        if this end closes."""
         if self._channel.is_closing:
             return []
         header = frame.header
@@ -218,7 +233,8 @@ class Receiver:
         plane: str = _INLINE,
         begun_ns: int | None = None,
     ) -> list[Output]:
-        """Report a message that is here; `begun_ns` is the begin of its fetch, if any."""
+        """Return the event of a message that is here, and its record if records are kept;
+        `begun_ns` is the begin of its fetch, if any."""
         peer, task = self._link.peer, message.task
         outputs: list[Output] = [MessageArrived(peer, message, now_ns)]
         if self._channel.options.keeps_records:
@@ -240,7 +256,8 @@ class Receiver:
         return outputs
 
     def _admit(self, sequence: int) -> None:
-        """Check that a message is the next one, and within its credits."""
+        """Check that a message is the next one, and within its credits, and count it. Raises
+        FrameError."""
         if sequence != self._num_received:
             raise FrameError(f"message {sequence} came where {self._num_received} was due")
         if self._num_received >= self._num_announced:
@@ -250,11 +267,12 @@ class Receiver:
 
 
 def _batch(num_credits: int) -> int:
-    """Return how many credits are given back at a time: each time wakes a thread on both ranks."""
+    """Return the number of credits to give back at a time, one more than an eighth of all: each
+    time wakes a thread on both ranks."""
     return 1 + num_credits // _BATCHES
 
 
 def _granted(num_credits: int) -> int:
-    """Return the credits of a link that must hold this many messages while a part of a batch
-    waits."""
+    """Return the credits of a link that must hold this many messages while up to a batch less one
+    is not given back yet."""
     return num_credits + _batch(num_credits) - 1

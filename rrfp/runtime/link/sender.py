@@ -54,7 +54,8 @@ class Envelope:
 
 
 class Sender:
-    """Sends messages, and announcements that need no credit."""
+    """The sending direction of a link: sends messages, which need a credit, and announcements,
+    which need none. Implements `Direction`."""
 
     awaits_plane = False
 
@@ -84,7 +85,7 @@ class Sender:
         """End of the delay of the message in front, once it has begun."""
 
     def send(self, envelope: Envelope) -> list[Output]:
-        """Queue a message."""
+        """Queue a message. If the link is over, return the error that reports it instead."""
         if self._channel.state is State.OVER:
             return self._report_unsent(envelope.task)
         self._messages.append(envelope)
@@ -97,20 +98,24 @@ class Sender:
         return False
 
     def announce(self, purpose: Purpose, step: int, task: Task, number: int) -> list[Output]:
-        """Queue a report, a decision or a forecast, with its `Header.number`."""
+        """Queue a report, a decision or a forecast, with its `Header.number`. If the link is over,
+        return the error that reports it instead."""
         if self._channel.state is State.OVER:
             return self._report_unsent(task)
         self._announcements.append(Header(purpose, step, task, number=number))
         return []
 
     def _report_unsent(self, task: Task) -> list[Output]:
-        """Report that a task's message cannot be sent, because the link is over."""
+        """Return the error that a task's message cannot be sent, because the link is over; empty if
+        a loss was reported before or this end closes."""
         what = self._link.describe_lost(
             f"has left or was lost before it was sent what {task} needs"
         )
         return self._channel.report(PeerLostError(what, self._link.peer_origin))
 
     def complete(self, completion: Completion, now_ns: int) -> list[Output]:
+        """Queue a message whose tensors the plane has staged. A failure of the plane ends the
+        link."""
         if isinstance(completion, PlaneFailed):
             return self._channel.fail(completion.error)
         assert isinstance(completion, Staged)
@@ -124,15 +129,18 @@ class Sender:
 
     @property
     def num_queued(self) -> int:
+        """Number of messages and announcements that wait to be written."""
         return len(self._messages) + len(self._announcements)
 
     @property
     def uses_plane(self) -> bool:
+        """True while the plane stages a message."""
         return self._num_staging > 0
 
     @property
     def is_quick(self) -> bool:
-        """False if the checksum of a large message is to be computed."""
+        """False if the message in front is large, and its checksum is to be computed, which the
+        link's thread should do; else True."""
         if self._checks_tensors and self._messages and not self._announcements:
             envelope = self._messages[0]
             return envelope.descriptor is not None or envelope.num_bytes < _QUICK_BYTES
@@ -140,10 +148,13 @@ class Sender:
 
     @property
     def waits_for_peer(self) -> bool:
+        """True without an announcement, and without both a message and a credit for it."""
         return not self._announcements and not (self._messages and self._num_credits)
 
     @property
     def due_ns(self) -> int | None:
+        """Time at which the message in front may be written, by its modeled time or its drawn
+        delay; None without a message or a credit."""
         if not self._messages or self._num_credits == 0:
             return None
         if self._delayed_until_ns is not None:
@@ -155,6 +166,9 @@ class Sender:
         return max(self._messages[0].queued_ns, self._free_ns)
 
     def next_frame(self, now_ns: int) -> OutgoingFrame | None:
+        """Remove and return the next frame: an announcement first, or else the next message, if
+        there is a credit, which it takes, and its modeled time and its delay have passed; else
+        None. A staged message's frame has no payload."""
         if self._announcements:
             return OutgoingFrame(self._announcements.popleft())
         if not self._messages or self._num_credits == 0:
@@ -190,6 +204,8 @@ class Sender:
         return OutgoingFrame(header, tensors, payload, checksum, envelope, start_ns)
 
     def written(self, frame: OutgoingFrame, now_ns: int) -> list[Output]:
+        """Return the record of a message that was written whole, if records are kept; nothing for
+        an announcement."""
         envelope = frame.message
         if not isinstance(envelope, Envelope):
             return []
@@ -219,6 +235,8 @@ class Sender:
         ]
 
     def acknowledged(self, frame: OutgoingFrame) -> list[Output]:
+        """Return the release of the slot whose content the socket has carried and the peer now has;
+        nothing for other frames."""
         envelope = frame.message
         if not isinstance(envelope, Envelope) or envelope.descriptor is None:
             return []
@@ -228,10 +246,13 @@ class Sender:
         return [Release(descriptor.offset)]
 
     def peer_left(self) -> list[Output]:
-        # A later `send` reports it, and what the peer sent comes on another link.
+        """Return nothing: a later `send` reports it, and what the peer sent comes on another
+        link."""
         return []
 
     def received(self, frame: Frame, now_ns: int) -> list[Output]:
+        """Add the credits of a credit frame, or return the release of a slot that the peer has
+        used. Raises FrameError for any other frame, or a slot that it does not have."""
         header = frame.header
         if header.purpose is Purpose.CREDIT:
             self._num_credits += header.number

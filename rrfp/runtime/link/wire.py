@@ -123,7 +123,8 @@ def encode_header(
     acknowledged: int = 0,
     tensors_checksum: int = 0,
 ) -> bytes:
-    """Encode the prefix, and the descriptors of the tensors or of their forms."""
+    """Encode the prefix, with its checksum, and the descriptors of the tensors or of their forms;
+    without the tensors' own bytes."""
     task = header.task
     descriptors = encode_forms(tensors)
     prefix = _PREFIX.pack(
@@ -145,7 +146,7 @@ def encode_header(
 
 
 def checksum_of(buffers: Iterable[memoryview]) -> int:
-    """Compute the checksum of the bytes of tensors."""
+    """Compute the CRC-32 of all the buffers together, in their order."""
     checksum = 0
     for buffer in buffers:
         checksum = zlib.crc32(buffer, checksum)
@@ -153,7 +154,8 @@ def checksum_of(buffers: Iterable[memoryview]) -> int:
 
 
 def decode_prefix(data: bytes | bytearray) -> Prefix:
-    """Decode and check a prefix. Raises FrameError for an invalid one."""
+    """Decode and check a prefix. Raises FrameError for an invalid one, and GarbledError for a wrong
+    checksum."""
     fields, (checksum,) = data[: _PREFIX.size], _CHECKSUM.unpack_from(data, _PREFIX.size)
     _compare("header", zlib.crc32(fields), checksum)
     (
@@ -202,6 +204,7 @@ def decode_prefix(data: bytes | bytearray) -> Prefix:
 
 
 def _compare(what: str, checksum: int, expected: int) -> None:
+    """Raise GarbledError if the checksum differs from the expected one."""
     if checksum != expected:
         raise GarbledError(f"the {what} of a frame has checksum {checksum:08x}, not {expected:08x}")
 
@@ -222,14 +225,16 @@ class FrameReader:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin the next frame: its first buffer is the prefix."""
         self._buffers = self._build()
         self.missing = next(self._buffers)
         """Buffer for the next bytes; never empty."""
 
     def fill(self, num_bytes: int, now_ns: int) -> Frame | None:
-        """Account for bytes written into `missing`, and return the frame if it is complete.
+        """Account for bytes written into `missing`, and return the frame if it is complete; else
+        None.
 
-        Raises FrameError when the bytes are not a frame.
+        Raises FrameError if the bytes are not a frame, and GarbledError for a wrong checksum.
         """
         if self._checks_tensors:
             self._checksum = zlib.crc32(self.missing[:num_bytes], self._checksum)
@@ -246,7 +251,8 @@ class FrameReader:
 
     def _build(self) -> Generator[memoryview, int, Frame]:
         """Yield the buffers to fill, one after the other, and return the frame made of them. Each
-        `send` passes the time at which the buffer was full."""
+        `send` passes the time at which the buffer was full. Raises FrameError before it allocates
+        tensors for an invalid frame."""
         prefix = bytearray(PREFIX_BYTES)
         arrived_ns = yield memoryview(prefix)
         header, acknowledged, descriptors_checksum, tensors_checksum = decode_prefix(prefix)

@@ -58,8 +58,9 @@ _UNIX_BUFFER_BYTES = 4 * 2**20
 
 
 def listen_tcp(host: str) -> socket.socket:
-    """Listen at this address or name, at a port that the system chooses. Where the addresses of the
-    run's hosts are known and the kernel permits it, only they can connect. Raises OSError."""
+    """Listen at this address or name, at a port that the system chooses, and return the socket.
+    Where the addresses of the run's hosts are known and the kernel permits it, only they can
+    connect. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     if (sources := run_host_addresses()) is not None:
@@ -68,7 +69,8 @@ def listen_tcp(host: str) -> socket.socket:
 
 
 def _set_link_options(connection: socket.socket) -> None:
-    """Set the options of a link's socket; both sides call it."""
+    """Make a link's socket blocking without a timeout, and set a send buffer of 4 MiB (Unix) or
+    TCP_NODELAY (TCP); both sides call it."""
     connection.settimeout(None)
     if connection.family == socket.AF_UNIX:
         # The kernel cuts this to its own maximum. TCP is left to size its buffers by itself.
@@ -78,6 +80,7 @@ def _set_link_options(connection: socket.socket) -> None:
 
 
 def _shut_down(connection: socket.socket) -> None:
+    """Shut a socket down in both directions, without closing it; errors are ignored."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -110,6 +113,7 @@ class ListenerAddress:
     """Transport that this rank was configured with."""
 
     def to_json(self) -> str:
+        """Encode the address as JSON, with its secret, and bytes in hexadecimal."""
         values = asdict(self)
         if self.tcp is not None:
             values["tcp"]["secret"] = self.tcp.secret.hex()
@@ -119,7 +123,7 @@ class ListenerAddress:
 
     @classmethod
     def decode(cls, value: object) -> Self:
-        """Read the value of `to_json`. Raises ValueError for anything else."""
+        """Read the decoded JSON of `to_json`. Raises ValueError for anything else."""
         directory, tcp = member(value, "directory"), member(value, "tcp")
         if directory is not None:
             directory = text(directory)
@@ -130,6 +134,8 @@ class ListenerAddress:
 
 
 def _decode_tcp(value: object) -> TcpAddress:
+    """Read the TCP part of an address. Raises ValueError for an invalid port, secret or
+    fingerprint."""
     port = integer(member(value, "port"))
     secret = bytes.fromhex(text(member(value, "secret")))
     shown = member(value, "fingerprint")
@@ -188,7 +194,9 @@ class PeerAddress:
             raise self._make_error(error) from None
 
     def dial(self, timeout_s: float, attempt: int = 0) -> socket.socket:
-        """Return a connection on which both sides have authenticated. Raises DialError."""
+        """Connect, start TLS if it is used, and authenticate, all within the timeout; return the
+        connection. `attempt` is sent to the peer, which prefers the connection with the highest
+        number. Raises DialError, with `is_gone` if no process listens."""
         deadline_s = time.monotonic() + timeout_s
 
         def left_s() -> float:
@@ -216,7 +224,8 @@ class PeerAddress:
         return connection
 
     def check_listening(self, timeout_s: float) -> None:
-        """Connect and close at once. Raises DialError if no process listens there."""
+        """Connect and close at once. Raises DialError if that fails, with `is_gone` if no process
+        listens."""
         try:
             self._connect(timeout_s).close()
         except OSError as error:
@@ -230,7 +239,8 @@ class PeerAddress:
             self._file = -1
 
     def _connect(self, timeout_s: float) -> socket.socket:
-        """Open a connection, without a handshake. Raises OSError."""
+        """Open a connection to the Unix socket or the TCP port, without TLS or a handshake. Raises
+        OSError."""
         if self._file >= 0:
             return connect_opened(self._file, timeout_s)
         if self._tcp is None:
@@ -238,7 +248,8 @@ class PeerAddress:
         return socket.create_connection((self._tcp.host, self._tcp.port), timeout=timeout_s)
 
     def _make_error(self, error: OSError | UntrustedFileError) -> DialError:
-        """Make the error for a connection that could not be opened."""
+        """Make the error for a connection that could not be opened; `is_gone` if it was refused, so
+        that no process listens."""
         sentence = f"rank {self._rank} cannot connect to rank {self._peer} at {self._place}"
         if isinstance(error, UntrustedFileError):
             advice = "start all ranks as one user, and see who else can write to the run's store"
@@ -250,7 +261,8 @@ class PeerAddress:
     def _start_tls(
         self, connection: socket.socket, tunnels: Tunnels, timeout_s: float
     ) -> socket.socket:
-        """Return the plain end of a TLS tunnel over a connection. Raises DialError."""
+        """Return the plain end of a TLS tunnel over a connection, which the tunnel then owns.
+        Raises DialError."""
         assert self._tcp is not None
         assert self._tcp.fingerprint is not None
         try:
@@ -315,7 +327,9 @@ class Listener:
         self._thread = Thread(target=self._accept, name="rrfp-listen", daemon=True)
 
     def open(self) -> None:
-        """Listen. Raises UsageError if this host does not have the address."""
+        """Listen at a Unix socket in a new directory, at a TCP port, or both, without accepting
+        yet. Raises UsageError if this host does not have the address. Any error closes
+        everything."""
         try:
             if self._unix:
                 # Only its owner may enter a directory that mkdtemp makes.
@@ -331,7 +345,8 @@ class Listener:
             raise
 
     def _open_tcp(self) -> None:
-        """Listen at a TCP port, with a new secret and certificate."""
+        """Listen at a TCP port, with a new secret, and a new certificate under TLS. Raises
+        UsageError if this host cannot listen at the address."""
         host = self._address if self._address is not None else reachable_address()
         try:
             listening = listen_tcp(host)
@@ -351,7 +366,7 @@ class Listener:
         return ListenerAddress(self._directory, self._tcp_address)
 
     def accept(self) -> None:
-        """Start to accept connections, until `close`."""
+        """Start the thread that accepts connections until `close`; without a socket do nothing."""
         if self._sockets:  # a rank without peers has none, and nothing would end the wait
             self._thread.start()
 
@@ -361,9 +376,10 @@ class Listener:
         timeout_s: float,
         raise_if_gone: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Wait until every source is connected. Raises PeerLostError naming those that are not, or
-        the rank that has reported a failure. `raise_if_gone` raises it for a source that has
-        ended."""
+        """Wait until every source is connected, or until the rendezvous' deadline (`timeout_s` is
+        for the message only). Raises PeerLostError naming those that are not, or the rank that has
+        reported a failure. Calls `raise_if_gone`, which raises it for a source that has ended,
+        regularly."""
         while not self._is_complete(min(rendezvous.remaining_s, _FAILURE_LOOK_S)):
             rendezvous.raise_if_failed()
             with self._condition:
@@ -380,20 +396,21 @@ class Listener:
                 )
 
     def _is_complete(self, timeout_s: float) -> bool:
-        """Wait until every source is connected; return False after the timeout."""
+        """Wait until every source is connected, and return True; return False after the timeout."""
         with self._condition:
             return self._condition.wait_for(
                 lambda: not self._missing and not self._opening, timeout_s
             )
 
     def remove_files(self) -> None:
-        """Remove the files of the Unix socket, once all peers have opened them."""
+        """Remove the directory of the Unix socket and the secret, once all peers have opened them;
+        the sockets keep listening."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Stop listening, drop unauthenticated connections, and join every thread; a second call
-        does nothing."""
+        """Stop listening, drop unauthenticated connections, join every thread, and remove the
+        files; a second call does nothing."""
         with self._condition:
             self._is_closed = True
             for connection in self._unauthenticated:
@@ -408,12 +425,14 @@ class Listener:
         self._release()
 
     def _release(self) -> None:
+        """Close the listening sockets and remove the files."""
         for listening, _ in self._sockets:
             listening.close()
         self.remove_files()
 
     def _accept(self) -> None:
-        """Accept connections on the listener's thread until `close`."""
+        """Accept connections on the listener's thread until `close`, and start a handshake for
+        each. If file descriptors run out, pause and go on."""
         poller = select.poll()
         by_descriptor = {each[0].fileno(): each for each in self._sockets}
         for listening, _ in self._sockets:
@@ -438,8 +457,8 @@ class Listener:
                 self._begin_handshake(connection, secret)
 
     def _begin_handshake(self, connection: socket.socket, secret: bytes) -> None:
-        """Start a thread that authenticates the peer; drop the oldest connection beyond the
-        limit."""
+        """Start a thread that authenticates the peer; at 64 unauthenticated connections drop the
+        oldest. Closes the connection if the listener is closed or no thread can be started."""
         handshake = Thread(
             target=self._authenticate,
             args=(connection, secret),
@@ -467,8 +486,9 @@ class Listener:
             evicted.join(_PAUSE_S)  # so that no more threads are made than can end
 
     def _authenticate(self, connection: socket.socket, secret: bytes) -> None:
-        """Authenticate one peer, and pass its connection to `on_connected`; close the connection
-        silently on failure."""
+        """Authenticate one peer, and pass its connection to `on_connected`. Close it silently if
+        that fails, if the source is connected already but this is its attempt 0, or if the source
+        is not and this is a later attempt."""
         accepted, source, attempt = connection, -1, 0
         with suppress(TlsError, HandshakeError):
             if self._tunnels is not None and connection.family != socket.AF_UNIX:
@@ -521,6 +541,8 @@ class SourceReconnector:
         self._num_attempts = 0
 
     def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
+        """Dial the peer once, after a pause, of at most 1 s, that grows with `num_useless`. Raises
+        PeerGoneError if no process listens there, and NotYetError for any other failure."""
         if num_useless > 1:
             pause(min(timeout_s, _DIAL_AGAIN_S * 2**num_useless, _LONGEST_PAUSE_S))
         began_s = time.monotonic()
@@ -535,7 +557,7 @@ class SourceReconnector:
             raise NotYetError(str(error)) from None
 
     def close(self) -> None:
-        pass
+        """Do nothing: it keeps no connection."""
 
 
 class DestinationReconnector:
@@ -552,6 +574,7 @@ class DestinationReconnector:
 
     @property
     def has_other(self) -> bool:
+        """True if the source has connected again, and that connection has not been used."""
         return self._other is not None
 
     def offer(self, connection: socket.socket, attempt: int) -> bool:
@@ -570,6 +593,8 @@ class DestinationReconnector:
         return True
 
     def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
+        """Return the source's further connection, after a wait of up to 0.25 s for one. Raises
+        PeerGoneError if the source no longer listens, and otherwise NotYetError."""
         if not self.has_other:
             pause(min(timeout_s, _LISTENING_CHECK_S))
         with self._lock:
@@ -585,6 +610,7 @@ class DestinationReconnector:
         raise NotYetError("its source has not connected again")
 
     def close(self) -> None:
+        """Refuse further connections, and close one that has not been used."""
         with self._lock:
             self._is_closed = True
             other, self._other = self._other, None

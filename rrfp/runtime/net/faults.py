@@ -32,19 +32,20 @@ class LinkFault(StrEnum):
 
 
 def with_faults(connection: socket.socket, rank: int, peer: int) -> socket.socket:
-    """Return the socket for the link of `rank` with `peer`: one that carries out ordered faults, or
-    the same if there is no directory for orders."""
+    """Return the socket for the link of `rank` with `peer`: one in its place that carries out
+    ordered faults and announces its link, or the same one if RRFP_FAULTS is not set."""
     directory = os.environ.get(variables.FAULTS)
     return connection if directory is None else _Faulty(connection, Path(directory), rank, peer)
 
 
 def list_links(directory: Path) -> list[str]:
-    """Return the links, as `RANK-PEER`, for which faults can be ordered."""
+    """Return the links, as `RANK-PEER`, that are announced in the directory, sorted."""
     return sorted(path.name for path in directory.iterdir() if "." not in path.name)
 
 
 def order_fault(directory: Path, link: str, fault: LinkFault, number: float) -> Path:
-    """Order a fault; return its file, which disappears when the fault is carried out."""
+    """Order a fault on a link by a file, in place of an earlier order of it; return the file, which
+    disappears when the fault is carried out."""
     path = directory / f"{link}.{fault}"
     write_whole(path, f"{number}".encode())
     return path
@@ -61,10 +62,13 @@ class _Faulty(socket.socket):
         open_own(directory / f"{rank}-{peer}").close()
 
     def sendmsg(self, buffers: Iterable[Any], *rest: Any) -> int:
+        """Send the buffers, after an ordered drop of the connection and with an ordered bit
+        flip."""
         self._drop_if_ordered()
         return super().sendmsg(self._corrupt_if_ordered([*buffers]), *rest)
 
     def recv_into(self, *arguments: Any) -> int:
+        """Receive bytes, after an ordered drop of the connection or an ordered delay."""
         self._drop_if_ordered()
         delay_s = self._pop_order(LinkFault.DELAY)
         if delay_s is not None:
@@ -73,6 +77,7 @@ class _Faulty(socket.socket):
         return super().recv_into(*arguments)
 
     def _drop_if_ordered(self) -> None:
+        """Shut the connection down in both directions if that is ordered."""
         if self._pop_order(LinkFault.DROP) is not None:
             with suppress(OSError):
                 self.shutdown(socket.SHUT_RDWR)
@@ -89,7 +94,8 @@ class _Faulty(socket.socket):
         return [first, *buffers[1:]]
 
     def _pop_order(self, fault: LinkFault) -> float | None:
-        """Remove an order, and return its number; None without one."""
+        """Remove an order's file, and return its number; None without one. Raises ValueError for
+        another text."""
         path = self._orders[fault]
         try:
             number = float(path.read_text(encoding="utf-8"))

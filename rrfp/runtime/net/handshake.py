@@ -44,8 +44,8 @@ def dial_handshake(
     timeout_s: float,
     attempt: int = 0,
 ) -> None:
-    """Authenticate as rank `source` to rank `destination`, and verify that side's proof. Raises
-    HandshakeError."""
+    """Authenticate as rank `source` to rank `destination`, and verify that side's proof, within the
+    timeout. Raises HandshakeError, also for another version or a closed connection."""
     deadline_s = time.monotonic() + timeout_s
     magic, version, challenge = _CHALLENGE.unpack(_read(connection, _CHALLENGE.size, deadline_s))
     _check_version(magic, version)
@@ -66,8 +66,9 @@ def accept_handshake(
     destination: int,
     timeout_s: float,
 ) -> tuple[int, int]:
-    """Verify that the other side is one of the ranks `sources`, and authenticate as rank
-    `destination`. Return the other side's rank and attempt number. Raises HandshakeError."""
+    """Verify that the other side is one of the ranks `sources` and knows the secret, and
+    authenticate as rank `destination`. Return the other side's rank and attempt number. Raises
+    HandshakeError; the caller closes the connection."""
     deadline_s = time.monotonic() + timeout_s
     own = secrets.token_bytes(_CHALLENGE_BYTES)
     _write(connection, _CHALLENGE.pack(MAGIC, VERSION, own), deadline_s)
@@ -87,6 +88,7 @@ def accept_handshake(
 
 
 def _check_version(magic: bytes, version: int) -> None:
+    """Raise HandshakeError if the other side has another magic or protocol version."""
     if magic != MAGIC or version != VERSION:
         raise HandshakeError(f"it speaks {magic!r} version {version}, not {MAGIC!r} {VERSION}")
 
@@ -98,13 +100,14 @@ def _proof(
     accepting_challenge: bytes,
     dialing_challenge: bytes,
 ) -> bytes:
-    """Compute the HMAC that one side sends."""
+    """Compute the HMAC-SHA256 that the side of this role (`dial` or `accept`) sends."""
     text = role + _CLAIMED.pack(*claimed) + accepting_challenge + dialing_challenge
     return hmac.digest(secret, text, "sha256")
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-    """Read exactly this many bytes; the deadline is for all of them together."""
+    """Read exactly this many bytes; the deadline is for all of them together. Raises HandshakeError
+    at the deadline, or if the connection breaks or is closed."""
     data = b""
     while len(data) < num_bytes:
         _set_time_left(connection, deadline_s)
@@ -121,7 +124,7 @@ def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes
 
 
 def _write(connection: socket.socket, data: bytes, deadline_s: float) -> None:
-    """Write all bytes before the deadline."""
+    """Write all bytes before the deadline. Raises HandshakeError."""
     _set_time_left(connection, deadline_s)
     try:
         connection.sendall(data)
@@ -158,7 +161,8 @@ class UntrustedFileError(Exception):
 
 
 def bind_private(directory: str) -> tuple[socket.socket, bytes]:
-    """Bind a socket in this directory, which `mkdtemp` has just made; return it and its secret."""
+    """Bind, without listening, a Unix socket in this directory, which `mkdtemp` has just made, and
+    write a new secret to a file beside it; return both."""
     secret = secrets.token_bytes(SECRET_BYTES)
     with _opened(directory, os.O_RDONLY | os.O_DIRECTORY) as opened:
         with _opened(_SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=opened) as file:
@@ -175,8 +179,8 @@ def bind_private(directory: str) -> tuple[socket.socket, bytes]:
 def open_private(directory: str) -> tuple[int, bytes]:
     """Open the file of the socket in a directory; return it, for `connect_opened`, and the secret.
 
-    Raises UntrustedFileError if another user may have put them there, and OSError if there is no
-    socket.
+    Raises UntrustedFileError if another user may have put them there or the secret has another
+    length, and OSError if there is no socket.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW
     with _opened(directory, flags | os.O_DIRECTORY) as opened:
@@ -204,7 +208,8 @@ def connect_opened(file: int, timeout_s: float | None = None) -> socket.socket:
 
 
 def _check_is_private(descriptor: int) -> None:
-    """Raise UntrustedFileError unless only this user can read and write it."""
+    """Raise UntrustedFileError unless it belongs to this user and grants nothing to group and
+    others."""
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UntrustedFileError(
@@ -215,6 +220,8 @@ def _check_is_private(descriptor: int) -> None:
 
 @contextmanager
 def _opened(path: str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
+    """Yield the descriptor of an opened file, and close it at the end. A new file is readable and
+    writable by this user only. A relative path is below `dir_fd`."""
     descriptor = os.open(path, flags, 0o600, dir_fd=dir_fd)
     try:
         yield descriptor

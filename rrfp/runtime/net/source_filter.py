@@ -36,8 +36,8 @@ N = TypeVar("N", ipaddress.IPv4Network, ipaddress.IPv6Network)
 
 @cache
 def filter_refusal() -> str:
-    """Return why the kernel refuses this process filters on TCP sockets; empty if it permits
-    them."""
+    """Return why the kernel refuses this process filters on TCP sockets; empty if it permits them.
+    Tries it on a new socket, once for each process."""
     with socket.socket() as tried:
         try:
             _attach(tried, [_PASS])
@@ -47,26 +47,29 @@ def filter_refusal() -> str:
 
 
 def accept_only(listening: socket.socket, sources: Collection[str] | None) -> None:
-    """Accept connections only from these addresses; None: from any. May raise OSError."""
+    """Accept connections only from these addresses or networks; None: from any. Replaces an earlier
+    filter; does nothing where the kernel refuses filters. May raise OSError."""
     if not filter_refusal():
         _attach(listening, [_PASS] if sources is None else [*_program(sources)])
 
 
 def accept_nobody(listening: socket.socket) -> None:
-    """Accept no connection until `accept_only`. May raise OSError."""
+    """Accept no connection until `accept_only`; does nothing where the kernel refuses filters. May
+    raise OSError."""
     if not filter_refusal():
         _attach(listening, [_DROP])
 
 
 def run_host_addresses() -> tuple[str, ...] | None:
-    """Return the addresses of the run's hosts (RRFP_SOURCES); None if the launcher did not set
-    them."""
+    """Return the addresses of the run's hosts, from RRFP_SOURCES; None if the launcher did not set
+    it."""
     sources = os.environ.get(variables.SOURCES)
     return None if sources is None else tuple(sources.split(","))
 
 
 def _program(sources: Collection[str]) -> Iterator[Instruction]:
-    """Yield the instructions of a filter that passes these addresses or networks."""
+    """Yield the instructions of a filter that passes packets from these addresses or networks, and
+    drops all others. A zone, such as `%eth0`, is ignored. Raises ValueError for anything else."""
     addresses = [ipaddress.ip_network(each.partition("%")[0]) for each in sources]
     old = _summarize([each for each in addresses if isinstance(each, ipaddress.IPv4Network)])
     new = _summarize([each for each in addresses if isinstance(each, ipaddress.IPv6Network)])
@@ -92,7 +95,8 @@ def _summarize(networks: Collection[N]) -> list[N]:
 def _tests(
     networks: Collection[ipaddress.IPv4Network] | Collection[ipaddress.IPv6Network],
 ) -> Iterator[Instruction]:
-    """Yield instructions that pass packets of these networks."""
+    """Yield instructions that pass a packet whose source is in one of these networks, all of one IP
+    version; for other packets the next instruction follows."""
     for network in networks:
         addresses, masks = _words(network.network_address), _words(network.netmask)
         for place, (address, mask) in enumerate(zip(addresses, masks, strict=True)):
@@ -105,11 +109,13 @@ def _tests(
 
 
 def _words(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, ...]:
-    """Return an address as 32-bit words."""
+    """Return an address as 32-bit words: one for IPv4, four for IPv6."""
     return struct.unpack(f">{len(address.packed) // 4}I", address.packed)
 
 
 def _attach(listening: socket.socket, program: Collection[Instruction]) -> None:
+    """Attach a filter program to the socket, in place of an earlier one. Raises OSError if the
+    kernel refuses."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
     option = struct.pack("HP", len(program), ctypes.addressof(code))
     listening.setsockopt(socket.SOL_SOCKET, _ATTACH, option)

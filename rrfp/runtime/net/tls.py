@@ -41,7 +41,7 @@ class TlsError(Exception):
 
 
 def is_installed() -> bool:
-    """Return whether certificates can be made."""
+    """Return whether the package `cryptography` is installed, which makes certificates."""
     return find_spec("cryptography") is not None
 
 
@@ -58,7 +58,8 @@ class Tunnels:
         self._dialing.verify_mode = ssl.CERT_NONE  # `_open` compares the fingerprint
 
     def make_certificate(self) -> bytes:
-        """Make the certificate of this rank's listener, and return its fingerprint."""
+        """Make the certificate of this rank's listener, for each later `accept`, and return its
+        SHA-256 fingerprint."""
         pem, fingerprint = _make_certificate()
         accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         accepting.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -69,16 +70,18 @@ class Tunnels:
         return fingerprint
 
     def accept(self, connection: socket.socket, timeout_s: float) -> socket.socket:
-        """Return the plain end of a tunnel over an accepted connection, which it then owns. Raises
-        TlsError."""
+        """Do the TLS handshake as the server on an accepted connection, and return the plain end of
+        a tunnel, which then owns the connection. Raises TlsError, and then closes the connection.
+        Needs `make_certificate` before."""
         assert self._accepting is not None
         return self._open(connection, self._accepting, None, timeout_s)
 
     def dial(
         self, connection: socket.socket, fingerprint: bytes, timeout_s: float
     ) -> socket.socket:
-        """Return the plain end of a tunnel over a dialed connection, which it then owns, to a
-        listener whose certificate has this fingerprint. Raises TlsError."""
+        """Do the TLS handshake as the client on a dialed connection, and return the plain end of a
+        tunnel, which then owns the connection. Raises TlsError if the listener's certificate has
+        another fingerprint or TLS fails, and then closes the connection."""
         return self._open(connection, self._dialing, fingerprint, timeout_s)
 
     def _open(
@@ -88,6 +91,9 @@ class Tunnels:
         fingerprint: bytes | None,
         timeout_s: float,
     ) -> socket.socket:
+        """Do the TLS handshake, start a tunnel, and return its plain end. With a `fingerprint` it
+        is the client and compares it; None: the server. Raises TlsError, and closes the connection
+        on any error."""
         try:
             tunnel = _Tunnel(connection, context, is_dialing=fingerprint is not None)
             tunnel.do_handshake(time.monotonic() + timeout_s)
@@ -106,8 +112,8 @@ class Tunnels:
         return plain
 
     def close(self, timeout_s: float) -> None:
-        """Send what the links have written, and end every tunnel; call it when the links are
-        over."""
+        """Send what the links have written, and end every tunnel; after the timeout, for all
+        together, cut the rest. Call it when the links are over."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             tunnels = self._tunnels
@@ -117,8 +123,8 @@ class Tunnels:
 
 @contextmanager
 def _temporary_file(pem: bytes) -> Iterator[str]:
-    """Yield the path of a file with this key, because `ssl` reads keys from files only: in memory
-    where the system can do that, and readable by no other user."""
+    """Yield the path of a file with this key, which no other user can read and which exists only
+    inside the `with`; in memory where the system can do that. `ssl` reads keys from files only."""
     try:
         key = os.memfd_create("rrfp-key")
     except (AttributeError, OSError):
@@ -135,7 +141,8 @@ def _temporary_file(pem: bytes) -> Iterator[str]:
 
 
 def _make_certificate() -> tuple[bytes, bytes]:
-    """Make a private key and a self-signed certificate; return both in PEM, and the fingerprint."""
+    """Make a private key and a self-signed certificate; return both in one PEM, and the
+    certificate's SHA-256 fingerprint."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -167,6 +174,7 @@ class _PlainEnd(socket.socket):
     error: OSError | None = None
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive bytes; at the end of the stream raise the error of the TLS connection, if any."""
         num_bytes = super().recv_into(buffer, nbytes, flags)
         if num_bytes == 0 and self.error is not None:
             raise self.error
@@ -196,7 +204,8 @@ class _Tunnel:
         self._thread = Thread(target=self._run, name="rrfp-tls", daemon=True)
 
     def do_handshake(self, deadline_s: float) -> None:
-        """Complete the TLS handshake. Raises TlsError or OSError."""
+        """Complete the TLS handshake before the deadline. Raises TlsError if the peer closes the
+        connection, and OSError."""
         connection = self._connection
         while True:
             try:
@@ -216,12 +225,12 @@ class _Tunnel:
 
     @property
     def fingerprint(self) -> bytes:
-        """Fingerprint of the other side's certificate."""
+        """SHA-256 fingerprint of the other side's certificate."""
         shown = self._session.getpeercert(binary_form=True)
         return hashlib.sha256(shown or b"").digest()
 
     def start(self) -> socket.socket:
-        """Start the thread, and return the plain end."""
+        """Set the sockets' options, start the thread, and return the plain end."""
         plain, self._inner = socket.socketpair()
         self._plain = _PlainEnd(fileno=plain.detach())
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -235,11 +244,12 @@ class _Tunnel:
 
     @property
     def is_alive(self) -> bool:
+        """True while the tunnel's thread runs."""
         return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread once it has sent everything, or after the timeout; call it after the plain
-        end was closed."""
+        """Wait for the thread, which ends once it has sent everything; after the timeout shut the
+        connection to end it. Call it after the plain end was closed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _shut(self._connection, socket.SHUT_RDWR)
@@ -248,6 +258,8 @@ class _Tunnel:
     # The thread.
 
     def _run(self) -> None:
+        """Copy bytes until both directions have ended, and then close both sockets; runs on the
+        tunnel's thread. A TLS error is stored for the plain end."""
         try:
             while self._is_sending or self._is_receiving:
                 self._copy()
@@ -259,7 +271,8 @@ class _Tunnel:
                 each.close()
 
     def _copy(self) -> None:
-        """Read and write what is ready in both directions; wait if nothing is."""
+        """Read and write once what is ready in both directions; wait if nothing is. Notes each
+        direction that has ended."""
         if not self._encrypted and self._to_send.pending:
             self._encrypted = memoryview(self._to_send.read())
         if self._is_sending and not self._reads_plain and not self._encrypted:
@@ -296,7 +309,8 @@ class _Tunnel:
             self._is_receiving, self._decrypted = False, memoryview(b"")
 
     def _read_plain(self) -> None:
-        """Read and encrypt what the link has written."""
+        """Read and encrypt what the link has written. At its end or an error, note that it writes
+        nothing more."""
         try:
             piece = self._inner.recv(_PIECE_BYTES)
         except BlockingIOError:
@@ -309,6 +323,8 @@ class _Tunnel:
             self._session.write(piece)
 
     def _send(self) -> None:
+        """Send encrypted bytes to the peer, as many as the socket takes. On an error drop the rest,
+        send nothing more, and store the error for the plain end."""
         try:
             self._encrypted = self._encrypted[self._connection.send(self._encrypted) :]
         except BlockingIOError:
@@ -319,6 +335,8 @@ class _Tunnel:
             self._is_sending, self._encrypted = False, memoryview(b"")
 
     def _receive(self) -> None:
+        """Receive encrypted bytes from the peer. At the end or an error receive nothing more, and
+        end the stream of the plain end, after an error with that error."""
         try:
             piece = self._connection.recv(_PIECE_BYTES)
         except BlockingIOError:
@@ -333,7 +351,8 @@ class _Tunnel:
             _shut(self._inner, socket.SHUT_WR)
 
     def _decrypt(self) -> bool:
-        """Decrypt complete TLS records; return whether there were any."""
+        """Decrypt complete TLS records, up to the size of the buffer; return whether there were
+        any. Raises SSLError, also if the peer ends the TLS session."""
         num_bytes = 0
         try:
             while num_bytes < _PIECE_BYTES:
@@ -352,6 +371,8 @@ class _Tunnel:
         return num_bytes > 0
 
     def _write_plain(self) -> None:
+        """Write decrypted bytes to the plain end, as many as it takes. If the link has closed it,
+        drop the rest and receive nothing more."""
         try:
             self._decrypted = self._decrypted[self._inner.send(self._decrypted) :]
         except BlockingIOError:
@@ -361,5 +382,6 @@ class _Tunnel:
 
 
 def _shut(connection: socket.socket, how: int) -> None:
+    """Shut the socket down in the given direction or both; errors are ignored."""
     with suppress(OSError):
         connection.shutdown(how)

@@ -70,6 +70,8 @@ class _Outgoing:
     """Stages the messages that the socket does not carry."""
 
     def send(self, envelope: Envelope) -> None:
+        """Send a message: stage it if the data plane accepts it, and otherwise queue it for the
+        socket and write as much as that takes without waiting."""
         driver, stager = self.driver, self.stager
         if stager is None or not stager.accepts(envelope.tensors, envelope.num_bytes):
             driver.submit(lambda: self.sender.send(envelope))
@@ -90,7 +92,8 @@ class _Incoming:
     channel: Channel
 
     def reconnected(self, connection: socket.socket, attempt: int) -> None:
-        """Use a further connection of the source; a thread of the listener calls it."""
+        """Offer a further connection of the source to the link's thread; if the link is over, send
+        the farewell again and close the connection. A thread of the listener calls it."""
         if self.reconnector.offer(connection, attempt):
             self.driver.note_other_connection()
             return
@@ -176,7 +179,7 @@ class SocketTransport:
         self._outgoing: dict[int, _Outgoing] = {}
 
     def open(self) -> None:
-        """Connect every link; return when all are connected.
+        """Connect every link; return when all are connected. Any error closes everything.
 
         Raises PeerLostError naming a rank that did not connect within `connect_s` or that called
         `Rendezvous.fail`, and UsageError for an address that this host does not have.
@@ -188,7 +191,8 @@ class SocketTransport:
             raise
 
     def _connect(self, rendezvous: Rendezvous) -> None:
-        """Publish this rank's address, and connect every link, within the rendezvous' deadline."""
+        """Publish this rank's address, wait for those of its peers, and connect every link, within
+        the rendezvous' deadline. Raises PeerLostError or UsageError."""
         rank = self._rank
         place = files_identity() if self._allow_unix else f"tcp/{rank}"
         rendezvous.publish(f"place/{rank}", place)
@@ -232,7 +236,8 @@ class SocketTransport:
         listener.remove_files()
 
     def _raise_if_gone(self, peer: int) -> None:
-        """Raise PeerLostError if a peer no longer listens."""
+        """Raise PeerLostError if no process listens at a peer's address; ignore other failures to
+        connect."""
         try:
             self._addresses[peer].check_listening(_LISTENING_CHECK_S)
         except DialError as error:
@@ -242,7 +247,8 @@ class SocketTransport:
     def _find_peer(
         self, peer: int, own: ListenerAddress, rendezvous: Rendezvous, *, is_same_host: bool
     ) -> None:
-        """Wait for a peer's address, and store it. Raises UsageError if the settings differ."""
+        """Wait for a peer's address, and store it. Raises UsageError if the peer has another
+        transport or TLS setting."""
         address = rendezvous.wait_json(f"address/{peer}", peer, ListenerAddress.decode)
         self._check_same_settings(peer, address)
         self._addresses[peer] = PeerAddress(
@@ -277,7 +283,9 @@ class SocketTransport:
     def _offer(
         self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_same_host: bool
     ) -> Stager | None:
-        """Negotiate a plane for a link from this rank; None: the socket carries all tensors."""
+        """Negotiate a plane for a link from this rank, and return its stager; None: the socket
+        carries all tensors. If the negotiation fails, close the connection and raise
+        PeerLostError."""
         try:
             left_s = max(rendezvous.remaining_s, 0.001)
             return self._planes.offer(connection, peer, is_same_host=is_same_host, timeout_s=left_s)
@@ -286,16 +294,20 @@ class SocketTransport:
             raise self._make_negotiation_error(peer, error) from None
 
     def _make_negotiation_error(self, peer: int, error: NegotiationError) -> PeerLostError:
+        """Make, but not raise, the error for a failed negotiation with a peer."""
         return PeerLostError(
             f"rank {self._rank} settled on no data plane with rank {peer}: {error}; see rank"
             f" {peer}'s own output for the cause"
         )
 
     def _channel(self, peer: int, *, is_source: bool) -> Channel:
+        """Make the channel of this rank's end of a link with a peer."""
         link = LinkId(self._rank, peer, is_source, self._cross_hosts[peer])
         return Channel(link, self._options, monotonic())
 
     def _open_outgoing(self, peer: int, connection: socket.socket, stager: Stager | None) -> None:
+        """Start the link to a peer over this connection, with the stager of its plane, if any. The
+        link's driver then owns the connection."""
         connection.settimeout(None)
         draw = None if self._delays is None else self._delays.generator(f"messages to {peer}")
         plane = TransportName.INLINE if stager is None else stager.plane
@@ -322,7 +334,8 @@ class SocketTransport:
             self._incoming[peer].reconnected(connection, attempt)
 
     def _open_incoming(self, peer: int, connection: socket.socket) -> None:
-        """Negotiate a plane and start a link to this rank."""
+        """Negotiate a plane and start a link to this rank. If the negotiation fails, put
+        `LinkFailed` into the inbox and start the link without a plane."""
         incoming: Incoming | None = None
         try:
             incoming = self._planes.answer(connection, peer, self._connect_s)
@@ -351,10 +364,11 @@ class SocketTransport:
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message: this thread writes as much as the socket takes without waiting, and the
-        link's thread the rest. A tensor that is not contiguous is copied here.
+        link's thread the rest; a data plane may carry the tensors. A tensor that is not contiguous
+        is copied here.
 
-        Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
-        large) and for a peer that this rank does not send to.
+        Raises UsageError for tensors that cannot travel (on another type of device, of an unknown
+        dtype, too large) and for a peer that this rank does not send to.
         """
         tensors, num_bytes = sendable(message, self._options.max_message_bytes, self._device_type)
         link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
@@ -365,7 +379,8 @@ class SocketTransport:
         )
 
     def consumed(self, peer: int, step: int) -> None:
-        """Return one credit to `peer`: the compute thread took one of its messages."""
+        """Return one credit to `peer`: the compute thread took one of its messages. Raises
+        UsageError for a peer that this rank does not receive from."""
         link = _link(self._incoming, peer, f"rank {self._rank} does not receive from")
         link.driver.change(partial(link.receiver.consumed, step))
 
@@ -376,7 +391,7 @@ class SocketTransport:
             link.driver.change(partial(link.receiver.grant, num_credits))
 
     def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
-        """Announce to `peer` when to expect a task's input."""
+        """Announce to `peer` in how many ns to expect a task's input, at most an hour."""
         self._announce(peer, Purpose.FORECAST, step, task, min(remaining_ns, MAX_FORECAST_NS))
 
     def report(self, peer: int, step: int, task: Task) -> None:
@@ -388,6 +403,8 @@ class SocketTransport:
         self._announce(peer, Purpose.DECISION, step, task, position)
 
     def _announce(self, peer: int, purpose: Purpose, step: int, task: Task, number: int) -> None:
+        """Queue an announcement with its number, and write as much as the socket takes. Raises
+        UsageError for a peer that this rank does not send to."""
         link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
         link.driver.submit(partial(link.sender.announce, purpose, step, task, number))
 
@@ -443,7 +460,8 @@ def _check(
     heartbeat_s: float,
     silence_s: float,
 ) -> None:
-    """Raise UsageError for settings that cannot work."""
+    """Raise UsageError for a link to the rank itself, less than one credit, or heartbeats that are
+    not more frequent than the silence."""
     if rank in sends_to or rank in receives_from:
         raise UsageError(f"rank {rank} has a link to itself; pass its own outputs on directly")
     if num_credits < 1:
@@ -489,7 +507,8 @@ DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
 
 
 def check_device(device: torch.device) -> None:
-    """Raise UsageError for a device of a type on which messages cannot carry tensors."""
+    """Raise UsageError for a device of a type other than CPU and CUDA; its existence is not
+    checked."""
     if device.type not in DEVICES:
         served = " and ".join(name.upper() for name in DEVICES)
         raise UsageError(
@@ -506,6 +525,6 @@ def make_device(device: torch.device) -> Device:
 
 
 def make_planes(device: torch.device, requested: TransportName, outbox_mb: int) -> RankPlanes:
-    """Make the data planes of a rank for the requested transport. Raises UsageError for a missing
-    device, or for a transport that does not carry tensors on it."""
+    """Make the data planes of a rank for the requested transport, with outboxes of this many MiB.
+    Raises UsageError for a missing device, or for a transport that does not carry tensors on it."""
     return RankPlanes(make_device(device), requested, outbox_mb * 2**20)

@@ -59,6 +59,7 @@ class Form(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of a tensor of this form."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -74,12 +75,12 @@ def forms_of(tensors: Tensors) -> Forms:
 
 
 def form_bytes(forms: Forms) -> int:
-    """Count the bytes of tensors of these forms."""
+    """Count the bytes of tensors of these forms, without padding; None counts 0."""
     return sum(form.num_bytes for form in forms if form is not None)
 
 
 def payload_bytes(tensors: Tensors) -> int:
-    """Count the bytes of the tensors."""
+    """Count the bytes of the tensors, without padding; None counts 0."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -96,10 +97,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def sendable(
     message: Message, max_message_bytes: int, device: str = "cpu"
 ) -> tuple[tuple[torch.Tensor | None, ...], int]:
-    """Return the message's tensors detached and contiguous, and their bytes.
+    """Return the message's tensors detached and contiguous, and their bytes; None stays None.
 
-    Contiguous tensors share their memory with the result. Raises UsageError for a tensor that
-    cannot be sent, or that is not on a device of this type.
+    Contiguous tensors share their memory with the result, others are copied. Raises UsageError for
+    too many tensors or bytes, and for a tensor that cannot be sent or is not on a device of this
+    type.
     """
     if len(message.tensors) > MAX_TENSORS:
         raise UsageError(
@@ -124,7 +126,8 @@ def sendable(
 
 
 def _check_sendable(tensor: torch.Tensor, message: Message, device: str) -> None:
-    """Raise UsageError for a tensor that cannot be sent."""
+    """Raise UsageError for a tensor on another type of device, that is not dense, of a dtype that
+    messages do not contain, or of more than 8 dimensions."""
     if tensor.device.type != device or tensor.layout != torch.strided:
         raise UsageError(
             f"a tensor for {message.task} is {tensor.layout} on {tensor.device};"
@@ -146,12 +149,12 @@ def _check_sendable(tensor: torch.Tensor, message: Message, device: str) -> None
 
 
 def encode_forms(tensors: Iterable[torch.Tensor | Form | None]) -> bytes:
-    """Encode the descriptors of tensors, or of their forms."""
+    """Encode the descriptors, of 72 bytes each, of tensors or of their forms; None has one, too."""
     return b"".join(map(_descriptor, tensors))
 
 
 def _descriptor(tensor: torch.Tensor | Form | None) -> bytes:
-    """Encode one descriptor."""
+    """Encode one descriptor: dtype code and dimensions; all zeros for None."""
     if tensor is None:
         return _DESCRIPTOR.pack(0, 0, *(0,) * MAX_DIMENSIONS)
     shape = tuple(tensor.shape)
@@ -160,7 +163,8 @@ def _descriptor(tensor: torch.Tensor | Form | None) -> bytes:
 
 
 def decode_forms(data: bytes | bytearray, max_message_bytes: int) -> Forms:
-    """Decode and check the descriptors of one message. Raises FrameError for invalid ones."""
+    """Decode and check the descriptors of one message. Raises FrameError for invalid ones, or
+    tensors of more than `max_message_bytes` in all."""
     forms: list[Form | None] = []
     total_bytes = 0
     for code, num_dimensions, *dimensions in _DESCRIPTOR.iter_unpack(data):
@@ -194,18 +198,19 @@ def decode_forms(data: bytes | bytearray, max_message_bytes: int) -> Forms:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to a multiple of the alignment."""
+    """Round a number of bytes up to a multiple of 256 (`ALIGNMENT_BYTES`)."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def packed_bytes(forms: Forms) -> int:
-    """Return the size of a slot for tensors of these forms; at least one alignment unit."""
+    """Return the size of a slot for tensors of these forms, each rounded up to 256 bytes, at least
+    256; None takes nothing."""
     sizes = (aligned(form.num_bytes) for form in forms if form is not None)
     return max(sum(sizes), ALIGNMENT_BYTES)
 
 
 def unpacked(slot: torch.Tensor, forms: Forms) -> list[torch.Tensor | None]:
-    """View the tensors that lie in a slot, which is flat and of uint8."""
+    """View the tensors of these forms in a slot, which is flat and of uint8; copies nothing."""
     tensors: list[torch.Tensor | None] = []
     begin = 0
     for form in forms:
@@ -221,7 +226,8 @@ def unpacked(slot: torch.Tensor, forms: Forms) -> list[torch.Tensor | None]:
 def copied(
     sources: Iterable[torch.Tensor | None], device: Device, stream: Stream
 ) -> list[torch.Tensor | None]:
-    """Copy tensors to new memory of this rank; return once the host has seen the copies end."""
+    """Copy tensors to new memory on the device, and return the copies once the host has seen the
+    copying end; None stays None."""
     targets: list[torch.Tensor | None] = []
     for source in sources:
         if source is None:

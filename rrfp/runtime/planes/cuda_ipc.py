@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class CudaIpcPlane:
-    """Implements `rrfp.runtime.planes.plane.Plane`."""
+    """The plane whose slots are GPU memory that the processes of one host share by CUDA IPC.
+    Implements `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.CUDA_IPC
     is_carried = False
@@ -63,6 +64,7 @@ class CudaIpcPlane:
         self.reserved_bytes = slab_bytes
 
     def offer(self) -> Offer:
+        """Offer the slab by its IPC handle and size, with this rank's GPU and PID namespace."""
         return Offer(
             self.name,
             {
@@ -74,6 +76,9 @@ class CudaIpcPlane:
         )
 
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
+        """Map the peer's slab, and return its fetcher with the measured speed. Raises PlaneRefusal
+        for an invalid offer, another PID namespace, no peer access between the GPUs, or memory that
+        cannot be opened or copied."""
         octets, num_bytes = offer.values.get("handle"), offer.values.get("bytes")
         gpu, namespace = offer.values.get("gpu"), offer.values.get("pid_namespace")
         if not (isinstance(octets, str) and isinstance(num_bytes, int) and isinstance(gpu, str)):
@@ -113,10 +118,11 @@ class CudaIpcPlane:
             ) from None
 
     def stager(self, answer: Offer | None, peer: int) -> Outbox:
+        """Make an outbox in this rank's slab."""
         return Outbox(self.name, self.device, self.slab)
 
     def _close(self, address: int, peer: int) -> None:
-        """Close a peer's slab."""
+        """Unmap a peer's slab; a failure is logged."""
         with self.device.selected():
             try:
                 self._cuda.close(address)
@@ -124,13 +130,15 @@ class CudaIpcPlane:
                 _log.warning("the CUDA memory of rank %d was not closed: %s", peer, error)
 
     def close(self, *, are_detached: bool) -> None:
+        """Drop the slab, and free it if all peers have detached; otherwise it is freed with this
+        process, because freeing memory that a peer has open is undefined."""
         del self.slab
-        # Freeing memory that a peer has open is undefined; it is freed with this process.
         if are_detached:
             with self.device.selected():
                 self._free()
 
     def _free(self) -> None:
+        """Free the slab's memory; a failure is logged."""
         try:
             self._cuda.free(self._address)
         except CudaRuntimeError as error:
@@ -138,13 +146,16 @@ class CudaIpcPlane:
 
 
 class CudaIpcFetcher(MappedFetcher):
-    """Closes the peer's slab when it detaches, once all copies have ended."""
+    """Copies from a peer's slab of CUDA memory, and closes the slab when it detaches."""
 
     def __init__(self, device: Device, slab: torch.Tensor, peer: int, close: partial[None]) -> None:
         super().__init__(device, slab, peer)
         self._close = close
 
     def detach(self, *, waits: bool = True) -> None:
+        """Wait for the copies, and close the peer's slab. With `waits=False` the slab stays open
+        until this process ends, because CUDA would wait for the device. A second call does
+        nothing."""
         if self._slab is None:
             return
         if waits:

@@ -23,7 +23,8 @@ from rrfp.runtime.planes.registry import TransportName
 
 
 class BouncePlane:
-    """Implements `rrfp.runtime.planes.plane.Plane`."""
+    """The plane that copies tensors to pinned host memory, from which the link's socket carries
+    them. Implements `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.BOUNCE
     is_carried = True
@@ -33,18 +34,22 @@ class BouncePlane:
         self.reserved_bytes = slab_bytes
 
     def offer(self) -> Offer:
+        """Make an offer of this plane without values: the peer needs no memory of this rank."""
         return Offer(self.name, {})
 
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
+        """Return a fetcher that copies what the socket has carried to the device; measures nothing,
+        never refuses."""
         return Attachment(LandingFetcher(self.device))
 
     def stager(self, answer: Offer | None, peer: int) -> Outbox:
-        """Allocate the slab: most ranks have a better plane, and never get here."""
+        """Allocate the pinned slab here, because most ranks have a better plane and never need it,
+        and return an outbox in it."""
         slab = self.device.empty_on_host(self.reserved_bytes)
         return Outbox(self.name, self.device, slab, is_carried=True)
 
     def close(self, *, are_detached: bool) -> None:
-        pass
+        """Do nothing: the outbox owns the memory."""
 
 
 _FILE_NAME = "rrfp-outbox"
@@ -53,7 +58,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemoryPlane:
-    """Implements `rrfp.runtime.planes.plane.Plane`."""
+    """The plane whose slots are shared memory of one host. Implements
+    `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.SHM
     is_carried = False
@@ -67,23 +73,31 @@ class SharedMemoryPlane:
         self.slab = flat_memory(mapped(self._descriptor, slab_bytes))
 
     def offer(self) -> Offer:
+        """Offer the slab's size, with the descriptor of its anonymous file."""
         return Offer(self.name, {"bytes": self.slab.numel()}, (self._descriptor,))
 
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
+        """Map the peer's slab, and return its fetcher with the measured speed. Raises PlaneRefusal
+        if it cannot be mapped."""
         memory = peer_memory(offer, peer)
         fetcher = MappedFetcher(self.device, flat_memory(memory), peer, memory)
         return Attachment(fetcher, fetcher.measure())
 
     def stager(self, answer: Offer | None, peer: int) -> Outbox:
+        """Make an outbox in the slab. On a synchronous device it lends half of its slots to
+        receivers."""
         return Outbox(self.name, self.device, self.slab, lends=self.device.is_synchronous)
 
     def close(self, *, are_detached: bool) -> None:
+        """Drop the slab and close its file, also while peers still use it: the kernel keeps the
+        memory for them."""
         del self.slab
         os.close(self._descriptor)
 
 
 def sealed_memory(num_bytes: int) -> int:
-    """Make an anonymous file of this fixed size, and return its descriptor. Raises PlaneRefusal."""
+    """Make an anonymous file of this size, sealed so that no process can change the size, and
+    return its descriptor. Raises PlaneRefusal if the system lacks such files or the memory."""
     if not hasattr(os, "memfd_create"):
         raise PlaneRefusal("this system has no memfd_create")
     try:
@@ -104,7 +118,8 @@ def sealed_memory(num_bytes: int) -> int:
 
 
 def peer_memory(offer: Offer, peer: int) -> mmap.mmap:
-    """Check and map the memory in a peer's offer. Raises PlaneRefusal."""
+    """Check and map the memory in a peer's offer. Raises PlaneRefusal if it is not one file, sealed
+    and of the offered size. The caller closes the descriptor."""
     num_bytes = offer.values.get("bytes")
     if not isinstance(num_bytes, int) or len(offer.descriptors) != 1:
         raise PlaneRefusal(f"rank {peer} sent no shared memory")
@@ -128,5 +143,5 @@ def mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 def flat_memory(memory: mmap.mmap) -> torch.Tensor:
-    """View mapped memory as a flat tensor of uint8."""
+    """View mapped memory as a flat tensor of uint8, without a copy."""
     return torch.frombuffer(memory, dtype=torch.uint8)

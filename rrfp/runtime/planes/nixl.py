@@ -118,7 +118,8 @@ class NixlAgent:
             raise PlaneRefusal(f"NIXL does not start ({type(error).__name__}: {error})") from None
 
     def add(self, metadata: bytes, timeout_s: float) -> str:
-        """Connect to a peer's agent, and return its name."""
+        """Connect the agent to a peer's agent by its metadata, and return its name. Raises NIXL's
+        errors, and TimeoutError."""
 
         def add() -> str:
             name = self._agent.add_remote_agent(metadata)
@@ -127,16 +128,19 @@ class NixlAgent:
         return self._call(add, timeout_s)
 
     def read(self, read: Read) -> None:
-        """Queue a read. Any thread may call it; none waits."""
+        """Queue a read for the agent's thread, which calls `Read.done`. Any thread may call it;
+        none waits."""
         self._work.put(read)
 
     def close(self) -> None:
-        """End the agent and its thread, and cancel the reads in flight."""
+        """End the agent and its thread, within 4 s, and cancel the reads in flight, whose `done` is
+        not called."""
         self._work.put(None)
         self._thread.join(2 * _CLOSE_S)
 
     def _call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """Run a function on the agent's thread, and return its result. Raises TimeoutError."""
+        """Run a function on the agent's thread, and return its result. Raises the function's
+        exception, and TimeoutError."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -154,7 +158,8 @@ class NixlAgent:
     # The thread.
 
     def _begin(self) -> bytes:
-        """Make the agent and register both slabs; return the agent's metadata."""
+        """Make the agent and register both slabs, on the agent's thread; return the agent's
+        metadata."""
         self._agent = _make_agent(self._name)
         for slab in self._slabs:
             self._registered.append(self._agent.register_memory(slab))
@@ -162,11 +167,13 @@ class NixlAgent:
         return metadata
 
     def _run(self) -> None:
+        """Serve the queue on the agent's thread with the device selected, until `close`."""
         with self._device.selected():
             self._serve()
 
     def _serve(self) -> None:
-        """Run queued calls and reads, and poll the reads in flight, until `close`."""
+        """Run queued calls and reads in their order, and poll the reads in flight, until `close`;
+        then cancel those reads."""
         happened_s = time.monotonic()
         while True:
             try:
@@ -188,7 +195,8 @@ class NixlAgent:
         self._end()
 
     def _post_waiting(self) -> None:
-        """Begin the reads for which there is a landing slot."""
+        """Begin the waiting reads, in their order, for which there is a landing slot. A read that
+        cannot begin is done with its error."""
         agent = self._agent
         while self._waiting:
             offset = self._landing.allocate(self._waiting[0].num_bytes)
@@ -215,11 +223,13 @@ class NixlAgent:
                 read.done(_failed(error))
 
     def _place(self, offset: int, num_bytes: int) -> tuple[int, int, int]:
+        """Return the address, size and device of a landing slot as NIXL describes memory."""
         landing = self._slabs[1]
         return landing.data_ptr() + offset, num_bytes, max(landing.get_device(), 0)
 
     def _poll(self) -> bool:
-        """Finish the reads that have ended; return whether there were any."""
+        """Finish the reads that have ended: pass each result to `done`, free its landing slot, and
+        begin waiting reads; return whether there were any."""
         ended = []
         for reading in self._reading:
             outcome = self._outcome(reading)
@@ -234,7 +244,8 @@ class NixlAgent:
         return bool(ended)
 
     def _outcome(self, reading: _Reading) -> torch.Tensor | ReadError | None:
-        """Return the result of a read; None while it is in flight."""
+        """Return the memory that a read has filled, or its error, and release its handle; None
+        while it is in flight. Never raises."""
         try:
             state = self._agent.check_xfer_state(reading.handle)
             if state == "PROC":
@@ -248,7 +259,8 @@ class NixlAgent:
             return _failed(error)
 
     def _end(self) -> None:
-        """Cancel the reads in flight, and deregister the slabs."""
+        """Cancel the reads in flight, without calling their `done`, and deregister the slabs.
+        Errors are ignored."""
         for reading in self._reading:
             _release(reading)
         self._reading.clear()
@@ -260,7 +272,8 @@ class NixlAgent:
 
 def _make_agent(name: str) -> Any:
     """Make NIXL's own agent, with a progress thread that blocks. Its class reads its bindings from
-    its module, and sets their delay to 0; so it gets other bindings."""
+    its module, and sets their delay to 0; so the module has other bindings meanwhile. Raises
+    PlaneRefusal without NIXL."""
     try:
         api = nixl_api()
     except ImportError as error:
@@ -284,17 +297,20 @@ class _BlockingBindings:
         return getattr(self._bindings, name)
 
     def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - their name
+        """Make an agent by the real bindings, with a delay of its progress thread that makes it
+        block."""
         config.pthrDelay = _PROGRESS_DELAY_US
         return self._bindings.nixlAgent(name, config)
 
 
 def _release(reading: _Reading) -> None:
-    """Release the handle of a read that failed."""
+    """Release the handle of a read; errors are ignored."""
     with suppress(Exception):
         reading.handle.release()
 
 
 def _failed(error: Exception) -> ReadError:
+    """Make, but not raise, the error of a read from NIXL's error."""
     return ReadError(f"{type(error).__name__}: {error}")
 
 
@@ -305,7 +321,8 @@ _log = logging.getLogger(__name__)
 
 
 class NixlPlane:
-    """Implements `rrfp.runtime.planes.plane.Plane`."""
+    """The plane by which receivers read a rank's memory through NIXL, over any fabric. Implements
+    `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.NIXL
     is_carried = False
@@ -324,7 +341,8 @@ class NixlPlane:
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate memory to be registered. On a GPU CUDA allocates it, not torch: reads of torch's
-        expandable segments are slow (https://github.com/ai-dynamo/nixl/issues/1754)."""
+        expandable segments are slow (https://github.com/ai-dynamo/nixl/issues/1754). Raises
+        PlaneRefusal if CUDA has none."""
         device = self.device
         if device.torch_device.type != "cuda":
             return device.empty([num_bytes], torch.uint8, device.compute_stream())
@@ -338,6 +356,7 @@ class NixlPlane:
         return device.memory_at(address, num_bytes)
 
     def _free(self, cuda: CudaRuntime, address: int) -> None:
+        """Free GPU memory of the plane; a failure is logged."""
         with self.device.selected():
             try:
                 cuda.free(address)
@@ -345,6 +364,7 @@ class NixlPlane:
                 _log.warning("memory that NIXL read from was not freed: %s", error)
 
     def offer(self) -> Offer:
+        """Offer the slab by its address, size and device, with the agent's metadata."""
         return Offer(
             self.name,
             {
@@ -356,6 +376,9 @@ class NixlPlane:
         )
 
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
+        """Connect this rank's agent to the peer's, and return a fetcher with the measured speed.
+        Raises PlaneRefusal for an invalid offer, a slab larger than this rank's, or a peer that
+        NIXL does not reach or read in time."""
         agent = offer.values.get("agent")
         place = [offer.values.get(name) for name in ("address", "device", "bytes")]
         numbers = [number for number in place if isinstance(number, int)]
@@ -383,9 +406,11 @@ class NixlPlane:
         return Attachment(fetcher, fetcher.measure(deadline_s))
 
     def stager(self, answer: Offer | None, peer: int) -> Outbox:
+        """Make an outbox in the slab that peers read from."""
         return Outbox(self.name, self.device, self.slab)
 
     def close(self, *, are_detached: bool) -> None:
+        """End the agent, and free GPU memory if all peers have detached."""
         self._agent.close()
         del self.slab
         if are_detached:
@@ -416,6 +441,9 @@ class NixlFetcher:
         self._slab_bytes = slab_bytes
 
     def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
+        """Queue a read of a message's slot; the agent's thread copies the tensors out of the
+        landing slab, and completes. Completes with `PlaneFailed` beyond the slab's end, or if the
+        read or the copy fails."""
         num_bytes = packed_bytes(descriptor.forms)
         if descriptor.offset + num_bytes > self._slab_bytes:
             error = beyond_slab(self._peer, ticket, self._slab_bytes)
@@ -437,14 +465,14 @@ class NixlFetcher:
         self._agent.read(Read(self._remote, address, self._remote_device, num_bytes, done))
 
     def _loss(self, error: ReadError) -> PeerLostError:
-        """Make the error for a peer whose memory cannot be read."""
+        """Make, but not raise, the error for a peer whose memory cannot be read."""
         return PeerLostError(
             f"rank {self._peer} was lost while its outbox was read ({error}); see its own output"
             " for the cause"
         )
 
     def _not_copied(self, ticket: Ticket, error: Exception) -> RrfpError:
-        """Make the error for tensors that were read but could not be copied."""
+        """Make, but not raise, the error for tensors that were read but could not be copied."""
         failure = RrfpError(
             f"what rank {self._peer} sent for {ticket.task} was read and cannot be taken over"
             f" ({type(error).__name__}: {first_line(str(error))})"
@@ -453,7 +481,9 @@ class NixlFetcher:
         return failure
 
     def measure(self, deadline_s: float) -> float:
-        """Read `TRIAL_BYTES`, or for `_TRIAL_S` seconds, and return GB/s. Raises PlaneRefusal."""
+        """Read 64 MiB from the peer's slab, or for 2 s, in windows of up to 4 MiB, after one read
+        to warm up, and return the speed in GB/s. Raises PlaneRefusal if a read fails or the
+        deadline passes."""
         window = min(WINDOW_BYTES, self._slab_bytes)
         self._read(window, deadline_s)
         begun_s, num_bytes, taken_s = time.perf_counter(), 0, 0.0
@@ -464,7 +494,8 @@ class NixlFetcher:
         return num_bytes / taken_s / 1e9
 
     def _read(self, num_bytes: int, deadline_s: float) -> None:
-        """Read the start of the peer's slab, and wait for it. Raises PlaneRefusal."""
+        """Read the start of the peer's slab once, and wait for it. Raises PlaneRefusal if it fails
+        or the deadline passes."""
         landed: list[torch.Tensor | ReadError] = []
         is_done = Event()
 
@@ -479,5 +510,4 @@ class NixlFetcher:
             raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
 
     def detach(self, *, waits: bool = True) -> None:
-        # Nothing is being fetched; NIXL forgets its peers with the agent.
-        pass
+        """Do nothing: nothing is being fetched, and NIXL forgets its peers with the agent."""

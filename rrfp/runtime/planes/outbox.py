@@ -60,7 +60,8 @@ class Slots:
         """Gaps as (offset, size), sorted by offset; no two adjoin."""
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Return the offset of a new slot of at least 1 byte; None if no gap is large enough."""
+        """Allocate a slot in the lowest gap that fits, and return its offset; None if no gap is
+        large enough. The size, at least 1 byte, is rounded up to 256."""
         size = aligned(num_bytes)
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -74,7 +75,8 @@ class Slots:
         return None
 
     def release(self, offset: int) -> bool:
-        """Free a slot; return whether there was one."""
+        """Free the slot at this offset, and merge it with adjoining gaps; return False if no slot
+        is there."""
         size = self._sizes.pop(offset, None)
         if size is None:
             return False
@@ -156,6 +158,7 @@ class Outbox:
         self._thread = Thread(target=self._run, name=f"rrfp-outbox-{plane}", daemon=True)
 
     def open(self) -> None:
+        """Start the outbox's thread."""
         self._thread.start()
 
     @property
@@ -165,6 +168,8 @@ class Outbox:
             return self._lent.used_bytes + self._slots.used_bytes
 
     def accepts(self, tensors: Tensors, num_bytes: int) -> bool:
+        """Return whether to stage such a message: on a device that is not synchronous any with
+        tensors; on the CPU from 4 MiB on, if it fits into the part of the slab that is not lent."""
         if not self._device.is_synchronous:
             return bool(tensors)
         if num_bytes < LEAST_STAGED_BYTES:
@@ -172,6 +177,9 @@ class Outbox:
         return packed_bytes(forms_of(tensors)) <= self._slots.num_bytes
 
     def stage(self, tensors: Tensors, ticket: Ticket, completions: Completions) -> None:
+        """Queue a message for a slot, to be copied by the outbox's thread once the calling thread's
+        stream has made the tensors; does not wait. After a failure of the outbox it completes with
+        `PlaneFailed` at once."""
         device = self._device
         made = device.record(device.compute_stream())
         waiting = _Waiting(tensors, forms_of(tensors), ticket, completions, made)
@@ -186,19 +194,22 @@ class Outbox:
             completions.put(PlaneFailed(failure))
 
     def release(self, offset: int) -> None:
+        """Free a slot, lent or not, and wake the thread; an offset without a slot does nothing."""
         with self._condition:
             if not self._lent.release(offset):
                 self._slots.release(offset - self._lent.num_bytes)
             self._condition.notify_all()
 
     def drain(self, timeout_s: float) -> None:
+        """Wait until everything is staged, the outbox has failed, or the time is up."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._num_unstaged == 0 or self._failure is not None, timeout_s
             )
 
     def detach(self, *, waits: bool = True) -> None:
-        """Unmap a receiver's slab; does nothing for one of this rank's own."""
+        """End the thread and unmap a receiver's slab; without `waits` only if the thread has ended.
+        Does nothing for a slab of this rank's own."""
         if self._unmap is None:
             return
         self._end()
@@ -209,6 +220,7 @@ class Outbox:
             unmap()
 
     def close(self, timeout_s: float) -> None:
+        """Drop what waits, end the thread within the timeout, and drop the slab if it has ended."""
         self._end()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -216,7 +228,7 @@ class Outbox:
             self._slab = None
 
     def _end(self) -> None:
-        """Drop what waits, and let the thread end once its copies have."""
+        """Close the outbox: drop what waits, and let the thread end once its copies have."""
         with self._condition:
             self._is_closed = True
             self._waiting.clear()
@@ -225,6 +237,8 @@ class Outbox:
     # The thread.
 
     def _run(self) -> None:
+        """Stage messages until `close`, and then wait for the copies in flight; runs on the
+        outbox's thread. An error fails every link that has used the outbox."""
         try:
             try:
                 while self._progress():
@@ -238,7 +252,8 @@ class Outbox:
             self._copying.clear()
 
     def _progress(self) -> bool:
-        """Do the next thing that can be done, or wait; return whether to go on."""
+        """Complete the oldest copy if it has ended, or else begin the copy of the next message that
+        gets a slot, or else wait; return False once it is closed."""
         copying = self._copying
         if copying and self._device.query(copying[0].copied):
             self._complete(copying.popleft())
@@ -251,8 +266,9 @@ class Outbox:
         return not self._is_closed
 
     def _allocate(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
-        """Return the first message, the offset of its slot (`NO_SLOT` if none is large enough),
-        and whether the slot is lent; None if there is no message or no slot now."""
+        """Remove the first message, allocate its slot, and return it with the slab's offset of the
+        slot (`NO_SLOT` if none is large enough) and whether the slot is lent. Without a message or
+        a free slot wait, or with `waits=False` return None; None also after `close`."""
         with self._condition:
             while not self._is_closed:
                 if self._waiting:
@@ -271,7 +287,8 @@ class Outbox:
         return None
 
     def _copy(self, waiting: _Waiting, offset: int, is_lent: bool) -> _Copying:
-        """Queue the copy to a slot, or to host memory."""
+        """Queue the copy to a slot, or to new host memory without one, behind the work that makes
+        the tensors; the host does not wait."""
         forms, device = waiting.forms, self._device
         begun_ns = self._clock()
         num_bytes = packed_bytes(forms)
@@ -290,7 +307,7 @@ class Outbox:
         return _Copying(waiting, descriptor, begun_ns, device.record(self._stream))
 
     def _complete(self, copying: _Copying) -> None:
-        """Announce a message: the host has seen that it is in its slot."""
+        """Pass a message whose copy the host has seen end to its link, and count it as staged."""
         waiting = copying.waiting
         staged = Staged(waiting.ticket, copying.descriptor, copying.begun_ns, self._clock())
         waiting.completions.put(staged)
@@ -299,7 +316,8 @@ class Outbox:
             self._condition.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Fail every link: an error of one message affects those behind it."""
+        """Drop what waits, refuse later messages, and pass the error to every link that has staged
+        something."""
         failure = RrfpError(
             f"the outbox of plane {self.plane} failed with {type(error).__name__}:"
             f" {first_line(str(error))}"

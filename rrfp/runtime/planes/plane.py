@@ -62,7 +62,9 @@ class Ticket(Protocol):
     """The link's own name for a message, which a plane returns with its result."""
 
     @property
-    def task(self) -> Task: ...
+    def task(self) -> Task:
+        """The task that takes the message as its input."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class Plane(Protocol):
 
     def close(self, *, are_detached: bool) -> None:
         """Free this rank's memory. `are_detached`: all peers have detached from it; otherwise one
-        may still use it, or be lost."""
+        may still use it, or be lost, and device memory may stay."""
 
 
 class MappedFetcher:
@@ -238,6 +240,9 @@ class MappedFetcher:
         self._memory = memory
 
     def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
+        """Copy a message's tensors from the peer's slab, waiting for the copy; a lent slot in
+        memory of the host is viewed without a copy instead. Completes with `PlaneFailed` beyond the
+        slab's end, and with nothing after `detach`."""
         slab = self._slab
         if slab is None:
             return
@@ -255,11 +260,12 @@ class MappedFetcher:
         completions.put(Fetched(ticket, tensors))
 
     def _await_copies(self) -> None:
-        """Wait until the host has seen the end of every copy."""
+        """Block until the host has seen the end of every copy."""
         self._device.synchronize(self._device.record(self._stream))
 
     def measure(self) -> float:
-        """Fetch `TRIAL_BYTES`, and return GB/s."""
+        """Copy 64 MiB from the peer's slab in windows of up to 4 MiB, and return the speed in
+        GB/s."""
         slab, device, stream = self._slab, self._device, self._stream
         assert slab is not None
         source = slab[: min(WINDOW_BYTES, slab.numel())]
@@ -274,6 +280,8 @@ class MappedFetcher:
         return num_windows * source.numel() / (time.perf_counter() - begun_s) / 1e9
 
     def detach(self, *, waits: bool = True) -> None:
+        """Drop the slab, after a wait for every copy if `waits`; later fetches complete nothing. A
+        second call does nothing."""
         if self._slab is not None:
             if waits:
                 self._await_copies()
@@ -290,6 +298,8 @@ class LandingFetcher:
         self._fetcher = fetcher
 
     def fetch(self, descriptor: Descriptor, ticket: Ticket, completions: Completions) -> None:
+        """Copy tensors that the socket has carried to the device, waiting for the copy. Pass any
+        other message to the plane's own fetcher; without one it completes nothing."""
         if descriptor.carried is not None:
             tensors = copied(descriptor.carried, self._device, self._stream)
             completions.put(Fetched(ticket, tensors))
@@ -297,12 +307,13 @@ class LandingFetcher:
             self._fetcher.fetch(descriptor, ticket, completions)
 
     def detach(self, *, waits: bool = True) -> None:
+        """Detach the plane's own fetcher, if there is one."""
         if self._fetcher is not None:
             self._fetcher.detach(waits=waits)
 
 
 def beyond_slab(peer: int, ticket: Ticket, slab_bytes: int) -> RrfpError:
-    """Make the error for a message that lies outside its slab."""
+    """Make, but not raise, the error for a message that lies outside its slab."""
     return RrfpError(
         f"rank {peer} posted {ticket.task} beyond its outbox of {slab_bytes} bytes; see that all"
         " ranks run the same version of rrfp"
@@ -310,7 +321,7 @@ def beyond_slab(peer: int, ticket: Ticket, slab_bytes: int) -> RrfpError:
 
 
 def borrowed(memory: mmap.mmap, descriptor: Descriptor, completions: Completions) -> Tensors:
-    """View the tensors in their slot; `SlotFreed` follows once nothing uses them.
+    """View the tensors in their slot, without a copy; `SlotFreed` follows once nothing uses them.
 
     The tensors keep neither the link nor its inbox alive.
     """
@@ -323,6 +334,7 @@ def borrowed(memory: mmap.mmap, descriptor: Descriptor, completions: Completions
 
 
 def _free(link: "weakref.ref[Completions]", offset: int) -> None:
+    """Put `SlotFreed` into the link's queue, if the link still exists."""
     completions = link()
     if completions is not None:
         completions.put(SlotFreed(offset))

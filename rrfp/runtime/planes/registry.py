@@ -73,12 +73,14 @@ HOW_TO_INSTALL = install_hint("nixl")
 
 
 def is_installed() -> bool:
-    """Return whether NIXL is installed, without importing it."""
+    """Return whether a package of NIXL is installed, for any release of CUDA, without importing
+    it."""
     return any(find_spec(package) is not None for package in _PACKAGES)
 
 
 def nixl_api() -> Any:
-    """Import the module with `nixl_agent`. The ImportError names the package to install."""
+    """Import and return NIXL's module with `nixl_agent`, from the first of its packages that can be
+    imported. Raises ImportError that names the package to install."""
     reasons = []
     for package in _PACKAGES:
         try:
@@ -89,7 +91,7 @@ def nixl_api() -> Any:
 
 
 def keep_to_this_host() -> None:
-    """Let UCX, which NIXL uses, listen at loopback only, and not at every interface, unless the
-    user has set UCX_NET_DEVICES. A process whose peers are all on its host calls it before it makes
-    its first agent."""
+    """Set UCX_NET_DEVICES to loopback, unless the user has set it, so that UCX, which NIXL uses,
+    does not listen at every interface. A process whose peers are all on its host calls it before it
+    makes its first agent."""
     os.environ.setdefault(_NETWORK_DEVICES, "lo")

@@ -59,7 +59,7 @@ class PlaneChoice:
     """True if the link is encrypted, with everything that it carries; set by its source."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry of `run.json`."""
+        """Return the entry of `run.json`, with the speed rounded to 0.01 GB/s."""
         rate = None if self.gb_per_s is None else round(self.gb_per_s, 2)
         return {
             "plane": str(self.plane),
@@ -70,7 +70,8 @@ class PlaneChoice:
 
     @classmethod
     def decode(cls, value: object) -> Self:
-        """Read an entry of `run.json`, or a destination's answer. Raises ValueError."""
+        """Read an entry of `run.json`, or a destination's answer. Raises ValueError for anything
+        else."""
         rate = member(value, "gb_per_s")
         if not (rate is None or isinstance(rate, float)):
             raise ValueError("its rate is not a number")
@@ -97,9 +98,10 @@ class AcceptedPlanes:
 def offer_planes(
     connection: socket.socket, planes: Sequence[Plane], why_none: str, timeout_s: float
 ) -> tuple[PlaneChoice, Offer | None]:
-    """Offer planes, and return the destination's choice, and the place of its slots if it owns
-    them. `why_none` is why a better plane that was requested is missing. The caller closes the
-    files of the answer. Raises NegotiationError."""
+    """Offer planes, the best first, and return the destination's choice, and the place of its slots
+    if it owns them. `why_none` is why a better plane that was requested is missing. The caller
+    closes the files of the answer. Raises NegotiationError, also for a choice that was not
+    offered."""
     deadline_s = time.monotonic() + timeout_s
     offers = [plane.offer() for plane in planes]
     offered = {"why": why_none, "timeout_s": timeout_s, "offers": [*map(_encode_offer, offers)]}
@@ -125,8 +127,9 @@ def offer_planes(
 def answer_offer(
     connection: socket.socket, planes: Mapping[TransportName, Plane], peer: int, timeout_s: float
 ) -> tuple[PlaneChoice, Attachment | None]:
-    """Attach to the first offered plane that works, and answer with its name. Return None as the
-    attachment if the socket carries the tensors. Raises NegotiationError."""
+    """Attach to the first offered plane that works, and answer with its name, speed and why no
+    better one works. Return None as the attachment if the socket carries the tensors. Raises
+    NegotiationError, and then detaches."""
     deadline_s = time.monotonic() + timeout_s
     value, files = _receive(connection, deadline_s)
     choice, attachment = None, None
@@ -167,6 +170,7 @@ def answer_offer(
 
 
 def _encode_offer(offer: Offer) -> dict[str, object]:
+    """Encode an offer for JSON, with the number of its files in place of the files."""
     return {
         "plane": offer.plane,
         "values": dict(offer.values),
@@ -175,7 +179,8 @@ def _encode_offer(offer: Offer) -> dict[str, object]:
 
 
 def _decode_offers(value: object, name: str, files: Sequence[int]) -> list[Offer]:
-    """Decode the offers in a member of a value, each with its part of the files."""
+    """Decode the offers in a member of a value, each with its part of the files, in their order.
+    Raises ValueError for anything else."""
     offers, left = [], list(files)
     for each in items(member(value, name)):
         values = member(each, "values")
@@ -205,7 +210,8 @@ def _send(
 
 
 def _receive(connection: socket.socket, deadline_s: float) -> tuple[object, list[int]]:
-    """Receive a JSON value, and the files with it, which the caller closes."""
+    """Receive a JSON value, and the files with it, which the caller closes. Raises
+    NegotiationError, and then closes the files."""
     files: list[int] = []
     try:
         length, files = _read(connection, _LENGTH.size, deadline_s, files)
@@ -228,7 +234,9 @@ def _receive(connection: socket.socket, deadline_s: float) -> tuple[object, list
 def _read(
     connection: socket.socket, num_bytes: int, deadline_s: float, files: list[int]
 ) -> tuple[bytes, list[int]]:
-    """Read exactly this many bytes, and collect the file descriptors that come with them."""
+    """Read exactly this many bytes, and append the file descriptors that come with them to `files`;
+    return both. Raises NegotiationError if the connection is closed, and OSError, also at the
+    deadline."""
     data = b""
     while len(data) < num_bytes:
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
@@ -248,7 +256,7 @@ def _read(
 
 
 def close_files(files: Sequence[int]) -> None:
-    """Close file descriptors; an invalid one does no harm."""
+    """Close file descriptors; errors are ignored."""
     for file in files:
         with suppress(OSError):
             os.close(file)
@@ -269,7 +277,7 @@ class Incoming(NamedTuple):
 
 
 def load_plane(name: TransportName) -> Callable[[Device, int], Plane]:
-    """Import the class of a plane."""
+    """Import and return the class of a plane; makes none."""
     module, _, plane = registry.PLANES[name].partition(":")
     return cast(Callable[[Device, int], Plane], getattr(importlib.import_module(module), plane))
 
@@ -301,13 +309,14 @@ class RankPlanes:
 
     @property
     def negotiates(self) -> bool:
-        """True if links negotiate a plane; the same on all ranks."""
+        """True if links negotiate a plane, because the requested transport has any for this device;
+        the same on all ranks."""
         return bool(self._on_host or self._across_hosts)
 
     def open(self, *, has_same_host: bool, has_other_host: bool, encrypts: bool = False) -> None:
-        """Make the planes for links to peers on this host and on other hosts. With `encrypts` only
-        encrypted bytes may go to other hosts. Raises UsageError if the requested plane does not
-        encrypt."""
+        """Make the planes for links to peers on this host and on other hosts; keep the reason of
+        one that refuses. With `encrypts` only encrypted bytes may go to other hosts. Raises
+        UsageError if the requested plane does not encrypt."""
         if encrypts and has_other_host:
             if self.requested in UNENCRYPTED:
                 raise UsageError(
@@ -333,8 +342,9 @@ class RankPlanes:
     def offer(
         self, connection: socket.socket, peer: int, *, is_same_host: bool, timeout_s: float
     ) -> Stager | None:
-        """Negotiate a plane for the link to this peer, and return its stager; None if the socket
-        carries the tensors. Raises NegotiationError."""
+        """Negotiate a plane for the link to this peer, store the choice, and return its open
+        stager; None if the socket carries the tensors. A choice that is not the preferred one is
+        logged. Raises NegotiationError, and RrfpError if there is no memory."""
         choice, answer = PlaneChoice(TransportName.INLINE), None
         if self.negotiates:
             names = self._on_host if is_same_host else self._across_hosts
@@ -358,7 +368,9 @@ class RankPlanes:
                 close_files(answer.descriptors)
 
     def _stager(self, name: TransportName, answer: Offer | None, peer: int) -> Stager:
-        """Return the stager of a link; the caller holds the lock."""
+        """Return the stager of a link: the one that the plane's links share, or a new, opened one.
+        Raises NegotiationError if the plane refuses, and RrfpError without memory. The caller holds
+        the lock."""
         if answer is None and name in self._shared:
             return self._shared[name]
         try:
@@ -377,8 +389,8 @@ class RankPlanes:
         return stager
 
     def answer(self, connection: socket.socket, peer: int, timeout_s: float) -> Incoming | None:
-        """Negotiate a plane for the link from this peer; None if the socket carries the tensors.
-        Raises NegotiationError."""
+        """Negotiate a plane for the link from this peer, and return it attached to the peer; None
+        if the socket carries the tensors. Raises NegotiationError."""
         if not self.negotiates:
             return None
         choice, attachment = answer_offer(connection, self._planes, peer, timeout_s)
@@ -392,7 +404,8 @@ class RankPlanes:
 
     @property
     def accepted(self) -> AcceptedPlanes:
-        """The choices, the requested transport, and the memory of the stagers."""
+        """The choices by peer, the requested transport, and the upper bound of the memory that the
+        planes in use take."""
         with self._lock:
             used = {choice.plane for choice in self._choices.values()} & self._planes.keys()
             reserved = [self._planes[name].reserved_bytes for name in used]
@@ -400,12 +413,13 @@ class RankPlanes:
             return AcceptedPlanes(self.requested, outbox_mb, dict(self._choices), sum(reserved))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything is staged, or until the time is up."""
+        """Wait until every stager has staged everything, each for at most `timeout_s`."""
         for stager in self._stagers:
             stager.drain(timeout_s)
 
     def close(self, timeout_s: float, *, are_detached: bool) -> None:
-        """Free everything. All links are over; `are_detached`: every peer has said farewell."""
+        """Close every stager, each within `timeout_s`, and then every plane. All links are over;
+        `are_detached`: every peer has said farewell, so that memory may be freed."""
         for stager in self._stagers:
             stager.close(timeout_s)
         for plane in self._planes.values():
