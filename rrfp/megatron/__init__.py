@@ -101,11 +101,14 @@ def trace_native(
 
 
 def _request(by: str, out: Path | str | None, steps: str | None) -> RecordingRequest:
+    """Return the request to record a job in `out` (None: a new dated directory). Raise UsageError
+    for an invalid or empty range of `steps`."""
     return RecordingRequest(by, None if out is None else Path(out), StepWindow.of(steps))
 
 
 def _install(patch: SchedulePatch, asker: str, *, at_import: bool, is_recorded: bool) -> None:
-    """Install a patch. If it records, warn at exit when it has seen no step."""
+    """Install a patch, or with `at_import` once Megatron is imported. A recording patch that is
+    installed now also warns at exit if it has seen no step."""
     if at_import:
         install_after_import(patch, asker)
         return
