@@ -301,8 +301,8 @@ class ForwardBackward:
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
         """Return the plan of a step, without looking at its data. With hint `auto`, all ranks
-        choose a training step's policy together. Raise UsageError if the data, the configuration or
-        a model cannot run out of order."""
+        choose a training step's policy together. Rank 0 warns once about the memory bound. Raise
+        UsageError if the data, the configuration or a model cannot run out of order."""
         models, config, forward_only = call.models, call.config, call.forward_only
         given = data_per_chunk(data_iterator, len(models))
         device = device_of(models, call.groups)
@@ -356,9 +356,9 @@ class ForwardBackward:
 
     def _plan_data(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
         """Return the plan with the order in which the items enter, and their expected activation
-        sizes; both need the step's items, which are drawn now. Return it unchanged if items enter
-        as given and no sizes are predicted. A failure is raised on all ranks of the replica, and
-        their links stay open."""
+        sizes. Both need the step's items, which are drawn now, in time that is recorded. Return the
+        plan unchanged if items enter as given and no sizes are predicted. A failure is raised on
+        all ranks of the replica, and their links stay open."""
         if plan.admits_given and not plan.measures_memory:
             return plan
         call, data, device = plan.call, plan.data, plan.streams.device

@@ -46,8 +46,8 @@ class Place:
 
 
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
-    """Return the step's process groups (`pp`, `tp`, `cp`) from Megatron's two arguments, or from
-    its parallel state if both are None. A collection without `pp` is copied, and the copy gets the
+    """Return the step's process groups (`pp`, `tp`, `cp`) from Megatron's two arguments or, without
+    both, from its parallel state. A collection without `pp` is copied, and the copy gets the
     communicator's group or else that of the parallel state.
 
     Raise UsageError for a multi-module collection, if no pipeline group is found, and if only one

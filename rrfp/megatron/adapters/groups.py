@@ -60,6 +60,8 @@ def data_parallel_group(collection: Any) -> Any:
 
 
 def _data_group(collection: Any, name: str, *, with_context_parallel: bool) -> Any:
+    """The group called `name` in the collection, else the data-parallel group in Megatron's
+    parallel state, with or without context parallelism. Raise UsageError if there is neither."""
     found = getattr(collection, name, None)
     if found is not None:
         return found
@@ -82,7 +84,8 @@ def expert_groups(collection: Any) -> list[Any]:
 
 
 def expert_parallel_group(collection: Any) -> Any:
-    """The expert-parallel group, or None without expert parallelism."""
+    """The expert-parallel group, from the collection, else Megatron's parallel state; None if
+    neither has one."""
     return getattr(collection, "ep", None) or _OF_EXPERTS["ep"](check_initialized=False)
 
 

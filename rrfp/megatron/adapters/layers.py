@@ -34,7 +34,8 @@ def is_parallel_linear(module: torch.nn.Module) -> bool:
 @contextmanager
 def deferring_linear(defers: Callable[..., bool], keep: "Keep") -> Iterator[None]:
     """Make linear layers that run in this block leave out their weight gradients if `defers`
-    returns True for a use. Their backwards then pass a LinearProduct to `keep`."""
+    returns True for a use. Their backwards, also after the block, then pass a LinearProduct to
+    `keep`. Patches Megatron's module `layers`."""
     native = getattr(layers, _FUNCTION)
     setattr(layers, _FUNCTION, _DeferringLinear(native, defers, keep))
     try:
@@ -69,7 +70,8 @@ class ThreadState:
 
     @contextmanager
     def restored(self, operands: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Apply this state for the block, which uses these tensors."""
+        """Apply this state's autocast and default dtype for the block. The current stream stays,
+        but first waits for the state's stream, on which the operands were made."""
         now = self.now(self.device)
         if now == self:
             yield
@@ -123,17 +125,22 @@ class LinearProduct:
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter]:
+        """The layer's weight, as a tuple."""
         return (self.linear.weight,)
 
     @property
     def adds_in_place(self) -> bool:
+        """True if a fused kernel adds the gradient to `main_grad`."""
         return self.linear.fuses_accumulation
 
     @property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input and the gradient of the output."""
         return self.input_, self.output_gradient
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Compute the gradient under the settings of its backward, and yield it with the weight.
+        Yields nothing if a fused kernel adds it to `main_grad`."""
         weight: Any = self.linear.weight
         with self.state.restored(self.operands):
             product = self._compute()
@@ -190,6 +197,9 @@ class _DeferringLinear:
         tp_group: Any,
         *newer: Any,
     ) -> torch.Tensor:
+        """Compute the layer's output, as Megatron's function does. If `defers` returns True for
+        this use of the weight, its backward leaves the weight's gradient out; otherwise Megatron's
+        own function runs."""
         newer_parameters = _newer_parameters(self.native)
         sets = (
             f"{name} {value}"
@@ -259,6 +269,7 @@ class _InputGradient(torch.autograd.Function):
         linear: Linear,
         keep: Keep,
     ) -> torch.Tensor:
+        """Return the linear layer's output. The input is saved for the backward."""
         ctx.save_for_backward(input_)
         ctx.linear = linear
         ctx.keep = keep
@@ -271,6 +282,9 @@ class _InputGradient(torch.autograd.Function):
     def backward(
         ctx: Any, output_gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None]:
+        """Return the gradients of the input and the bias, the input's reduced over the
+        tensor-parallel group as in Megatron. Pass the operands of the weight's gradient to `keep`,
+        unless this backward adds none to weights."""
         (input_,) = ctx.saved_tensors
         linear: Linear = ctx.linear
         if linear.casts_gradient:

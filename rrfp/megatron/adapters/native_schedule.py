@@ -31,6 +31,7 @@ def patched_parts(
 
 
 def _replace(restored: ExitStack, owner: Any, name: str, wrap: Wrap) -> None:
+    """Replace an attribute by its wrapped value until `restored` closes."""
     original = getattr(owner, name)
     restored.callback(setattr, owner, name, original)
     setattr(owner, name, wrap(original))

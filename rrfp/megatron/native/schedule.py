@@ -193,7 +193,7 @@ def _sent(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
 
 
 def _received(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
-    """Those of these tasks that consume the output of a neighboring stage."""
+    """The tasks among these that consume the output of a neighboring stage."""
     return (task for task in tasks if shape.sender(task) is not None)
 
 
