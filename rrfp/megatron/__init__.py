@@ -44,7 +44,8 @@ def get_forward_backward_func(
 ) -> "ForwardBackward":
     """Return the function that a training loop calls once per step. Replaces
     `megatron.core.pipeline_parallel.get_forward_backward_func`; `ForwardBackward` documents the
-    result. Raises UsageError if rrfp does not support the installed Megatron-Core."""
+    result. Raises UsageError if rrfp does not support the installed Megatron-Core, or an argument
+    in `newer`."""
     check_for_drop_in(settings or DispatchSettings())
     refuse_unknown_arguments(GETTER, newer)
     # Imported after the check, because another Megatron-Core may lack names that it imports.

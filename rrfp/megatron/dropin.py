@@ -153,7 +153,8 @@ class StepPlan:
 
 
 class ForwardBackward:
-    """Runs the tasks of a step on this rank, dispatched by readiness."""
+    """The drop-in's schedule function: runs the tasks of a step on this rank, dispatched by
+    readiness."""
 
     def __init__(
         self,
@@ -478,8 +479,8 @@ class ForwardBackward:
 
     def _connect(self, links: LayoutLinks, opening: str | None, plan: StepPlan) -> None:
         """Open the pipeline of these links under the name `opening`, with enough credits for this
-        step. If it is open, only raise its credits. The first pipeline opened is the recorded
-        one."""
+        step; if it is open, only raise its credits. The first pipeline opened is the recorded one.
+        The hint chooser and the order planner, if any, see the records of every pipeline."""
         shape = plan.policy.shape
         num_credits = plan.policy.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=plan.call.forward_only
@@ -536,8 +537,8 @@ def _finalize_gradients(
     plan: StepPlan, arguments: StepArguments, compute: RankStep, pipeline: Pipeline
 ) -> None:
     """Call the training loop's `finalize_model_grads_func` for a step. With a loss per token, pass
-    the number of tokens; the rank of the last stage broadcasts it first if it is not the last
-    pipeline rank, where Megatron reads it."""
+    the number of tokens, else None. The rank of the last stage broadcasts the number first if it is
+    not the last pipeline rank, where Megatron reads it."""
     call, shape = plan.call, plan.policy.shape
     per_token = getattr(call.config, "calculate_per_token_loss", False)
     num_tokens = compute.num_tokens if per_token else None

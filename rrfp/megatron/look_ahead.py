@@ -103,7 +103,8 @@ class AheadIterators:
 
 
 class StepDataItems:
-    """The `StepItems` of a step's data."""
+    """The items of a step and of the next one, drawn from the data of the first chunk (a
+    `StepItems`)."""
 
     def __init__(self, data: StepData, num_microbatches: int, reason: str) -> None:
         """`reason` begins the error about a first rank without data."""

@@ -137,7 +137,8 @@ class Pipeline:
         return self._worker.run_step(step, dispatcher, compute, pace)
 
     def close(self, *, farewell: bool) -> None:
-        """Close the links. Without a farewell, the neighbors treat this rank as lost."""
+        """Close the worker and the links. Without a farewell, the neighbors treat this rank as
+        lost."""
         self._worker.close()
         self._transport.close(farewell=farewell)
 
@@ -214,8 +215,8 @@ class LayoutLinks:
         return self.bounds[key]
 
     def count_step(self, *, forward_only: bool) -> int:
-        """Count a step and return its number in records and on links. A failed step counts too,
-        because it may have failed on some ranks only."""
+        """Count a training step or an evaluation, separately, and return its number in records and
+        on links. A failed step counts too, because it may have failed on some ranks only."""
         if forward_only:
             self.num_evaluated += 1
             return evaluation_step(self.num_evaluated - 1)

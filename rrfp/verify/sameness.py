@@ -262,8 +262,9 @@ def learn(
     directory: Path,
     launch: Callable[[TrainSettings, RunDir], None],
 ) -> list[list[RankResult]]:
-    """Train the chosen settings, which share the layout of `base`, in one launch. Returns the
-    results by rank, then by settings. Raises RrfpError if a rank fails."""
+    """Train the chosen settings, which share the layout of `base`, in one launch, after writing
+    them to a file for the ranks. Return the results by rank, then by settings. Raise RrfpError if a
+    rank fails."""
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
     write_whole(variants_file(run), lines.encode())

@@ -18,8 +18,8 @@ _MULTI_MODULE = getattr(process_groups_config, "MultiModuleProcessGroupCollectio
 
 
 def default_groups() -> Any:
-    """Build the collection that Megatron's schedules use when a training loop passes none. From
-    0.19 on Megatron has a function for it."""
+    """Return the collection that Megatron's schedules use when a training loop passes none, from
+    its parallel state. From 0.19 on Megatron has a function for it."""
     build = getattr(schedules, "_build_default_pg_collection", None)
     if build is not None:
         return build()
@@ -75,7 +75,8 @@ def _data_group(collection: Any, name: str, *, with_context_parallel: bool) -> A
 
 def expert_groups(collection: Any) -> list[Any]:
     """The groups in which experts run collectives. Each comes from the collection if it names the
-    group, else from Megatron's parallel state, as in Megatron's own modules."""
+    group, else from Megatron's parallel state, as in Megatron's own modules. Missing groups are
+    left out."""
     found = (
         getattr(collection, name, None) or of_state(check_initialized=False)
         for name, of_state in _OF_EXPERTS.items()

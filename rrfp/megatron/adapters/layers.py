@@ -22,7 +22,8 @@ _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
 
 
 def masked_softmaxes(model: torch.nn.Module) -> list[Any]:
-    """The model's softmax layers that apply a mask with their `mask_func`."""
+    """The model's softmax layers (Megatron's FusedScaleMaskSoftmax), which apply a mask with their
+    `mask_func`."""
     return [module for module in model.modules() if isinstance(module, FusedScaleMaskSoftmax)]
 
 
@@ -103,8 +104,8 @@ class Linear:
     """True if the backward casts the output's gradient to the input's dtype (from 0.20 on)."""
 
     def whole(self, input_: torch.Tensor) -> torch.Tensor:
-        """The full input: under sequence parallelism, gathered into Megatron's global buffer, where
-        it is valid until the next call."""
+        """The full input: under sequence parallelism, gathered over the group into Megatron's
+        global buffer, where it is valid until the next call."""
         if not self.sequence_parallel:
             return input_
         shape = [input_.size(0) * self.tp_group.size(), *input_.shape[1:]]
@@ -198,8 +199,8 @@ class _DeferringLinear:
         *newer: Any,
     ) -> torch.Tensor:
         """Compute the layer's output, as Megatron's function does. If `defers` returns True for
-        this use of the weight, its backward leaves the weight's gradient out; otherwise Megatron's
-        own function runs."""
+        this use of the weight, its backward leaves the weight's gradient out and passes a
+        LinearProduct to `keep`; otherwise Megatron's own function runs."""
         newer_parameters = _newer_parameters(self.native)
         sets = (
             f"{name} {value}"

@@ -23,10 +23,11 @@ _backward_step = schedules.backward_step
 
 
 def _takes_type() -> bool:
-    """True if Megatron's `backward_step` takes a `model_type` (up to 0.16)."""
+    """True if Megatron's `backward_step` takes a `model_type` (up to 0.16). If a patch hides the
+    parameters, another function of the later releases decides."""
     parameters = inspect.signature(_backward_step).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        # A patch hides the parameters. Megatron removed `model_type` when it added this function.
+        # Megatron removed `model_type` when it added this function.
         return not hasattr(schedules, "backward_step_multimodule")
     return any(parameter.name == "model_type" for parameter in parameters)
 

@@ -264,7 +264,7 @@ def _install_cpu_random_states() -> None:
 
 def _install_expert_exchange() -> None:
     """Keep the token exchange between experts on the CPU: without Transformer Engine's matrix
-    product, and without moving split sizes between devices."""
+    product, and with split sizes left where they are (as a NumPy array if asked for)."""
 
     def sizes(
         tensor: torch.Tensor | None, as_numpy: bool = False, **_unused: object
@@ -279,13 +279,14 @@ def _install_expert_exchange() -> None:
 
 
 def prepare_without_transformer_engine() -> None:
-    """Make Megatron-Core run without Transformer Engine and Apex. Idempotent; changes nothing if
-    both are installed.
+    """Make Megatron-Core run without Transformer Engine and Apex. Idempotent, and harmless if both
+    are installed.
 
     Megatron's wrapper of torch's norms, which replaces theirs, refuses sequence parallelism. Here
     it returns torch's norm, with its weights tagged for Megatron's gradient finalization. The
     expert router looks up Transformer Engine's matrix product by a name that is otherwise
-    undefined."""
+    undefined; it becomes None.
+    """
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = _tagged_norm
     experts = _core("transformer.moe.moe_utils")
     experts.te_general_gemm = getattr(experts, "te_general_gemm", None)

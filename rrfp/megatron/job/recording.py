@@ -395,8 +395,8 @@ class JobRecording:
             self._write_assignment(report.assignment)
 
     def _write_order(self, order: Sequence[int]) -> None:
-        """Append the step's order of entry to this replica's file, as a line. Only the first rank
-        of the replica writes, because the others have the same order."""
+        """Append the step's order of entry to this replica's file, which the first call creates.
+        Only the first rank of the replica writes, because the others have the same order."""
         info, directory = self.info, self._directory
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
@@ -405,8 +405,8 @@ class JobRecording:
         self._order_file.write([order])
 
     def _write_assignment(self, assignment: Assignment) -> None:
-        """Append the step's assignment of items to replicas to the run's file. Only the leader
-        writes."""
+        """Append the step's assignment of items to replicas to the run's file, which the first call
+        creates. Only the leader writes."""
         if self._run is None:
             return
         if self._assignments is None:
@@ -428,7 +428,7 @@ class JobRecording:
 
     def _stop_recording(self, error: Exception) -> None:
         """Close the records after a failure. Print the failure to stderr, unless one was printed
-        before or must not be."""
+        before or the schedule raises it itself."""
         recorder, self._recorder = self._recorder, None
         if not self._has_failed:
             self._has_failed = True
@@ -623,10 +623,10 @@ class JobRecording:
                 recorder.close()
 
     def _make_trace(self, run: RunDir) -> None:
-        """Wait until every rank has closed its records, make the trace in a subprocess and print
-        the run's path. Raise RrfpError after 60 s. If no step was recorded, print why; if the
-        program failed with a UsageError, remove the run instead. If packages for traces are
-        missing, leave the trace to a later rrfp command."""
+        """Wait until every rank has closed its records, join the replicas' orders, make the trace
+        in a subprocess and print the run's path. Raise RrfpError after 60 s. If no step was
+        recorded, only print why; if the program failed with a UsageError, remove the run instead.
+        Without the packages for traces, leave the trace to a later rrfp command."""
         if not self._recorded:
             if isinstance(at_end.program_error, UsageError):
                 empty(run)

@@ -132,7 +132,8 @@ def _saved_names(kind: type) -> tuple[str, ...]:
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, sets and dicts. Other objects are skipped."""
+    """Yield the tensors in nested lists, tuples, sets and dicts (their values). Other objects are
+    skipped."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, dict):
@@ -236,9 +237,9 @@ class ActivationCounter:
     def count_forward(
         self, microbatch: int, inputs: Tensors, outputs: Tensors, sent: Tensors = ()
     ) -> None:
-        """Count the memory of a microbatch after its F: its inputs and outputs, and the tensors
-        that autograd saved. A tensor that was `sent` counts only if autograd saved it, because a
-        link may keep it beyond the step."""
+        """Count the memory of a microbatch after its F: its inputs and outputs, the tensors that
+        autograd saved, and masks, each storage once. A tensor that was `sent` counts only if
+        autograd saved it, because a link may keep it beyond the step."""
         outputs = list(outputs)
         graph = SavedTensors(outputs)
         messages = self._storages((*inputs, *outputs))
@@ -295,7 +296,8 @@ class ActivationCounter:
 
 
 def fixed_storages(models: Sequence[Any], device: torch.device) -> frozenset[int]:
-    """The addresses of parameters, buffers and gradients, which exist outside of any step."""
+    """The addresses, on `device`, of these models' parameters, buffers and gradients (also
+    `main_grad`), which exist outside of any step."""
     return frozenset(
         storage_refs(
             (

@@ -41,9 +41,9 @@ _MEMORY_CGROUPS = (
 
 
 def activation_headroom(device: torch.device) -> int:
-    """Return the bytes that activations may use on this device, measured between two steps: an even
-    share of the free memory, less a margin of 10%. On a GPU, `register_gpu_rank` must run first.
-    Raise RrfpError if no memory is left."""
+    """Return the bytes that activations may use on this device, measured between two steps: this
+    rank's even share of the memory that is free above a margin of 10% of the device's. On a GPU,
+    `register_gpu_rank` must run first. Raise RrfpError if no memory is left."""
     headroom = _gpu_headroom(device) if device.type == "cuda" else _host_headroom()
     if headroom <= 0:
         raise RrfpError(
@@ -54,7 +54,8 @@ def activation_headroom(device: torch.device) -> int:
 
 
 def register_gpu_rank(device: torch.device) -> None:
-    """Count this rank among the ranks on its GPU. Does nothing on other devices.
+    """Count this rank, once per job, among the ranks on its GPU, in the job's store. Do nothing on
+    other devices.
 
     The GPUs that a rank sees do not show which ranks share them: srun may show each task only its
     own. Each rank registers one step before any rank reads the count, so that the step's messages
@@ -99,7 +100,7 @@ def _host_headroom() -> int:
 
 
 def _meminfo() -> tuple[int, int]:
-    """Available and total memory of the host in bytes."""
+    """Available and total memory of the host in bytes, from `/proc/meminfo`."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -150,8 +151,9 @@ class MemoryBound:
     def plan(
         self, features: Sequence[Features], groups: Sequence[Any], experts: Any = None
     ) -> StepMemory:
-        """Plan a step whose microbatches have these features: their sizes, and the budget. Before
-        `auto` has measured a budget, plan one microbatch at a time.
+        """Plan a step whose microbatches have these features: a bound of each one's activation
+        bytes on each chunk, and the budget. A microbatch without a bound gets all of the remaining
+        budget. Before `auto` has measured a budget, one microbatch runs at a time.
 
         The ranks of `groups`, which dispatch tasks together, call this together. They plan with the
         largest size and the smallest budget among them. `experts` is the expert-parallel group.
@@ -198,7 +200,8 @@ class MemoryBound:
         return StepMemory(sizes, budget, self, measures, num_unknown)
 
     def reserve_for_gradients(self, waiting_gradient_bytes: int) -> None:
-        """Reserve memory in later steps for the peak bytes of waiting gradients in this step."""
+        """Reserve memory in later steps for waiting gradients: the largest peak in bytes of all
+        steps so far."""
         self._waiting_gradients = max(self._waiting_gradients, waiting_gradient_bytes)
 
     def learn(self, measured: Sequence[Sequence[ActivationBytes]]) -> None:

@@ -71,7 +71,8 @@ class RandomStreams:
     @contextmanager
     def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
         """Create the streams of a task, which depend only on the step's seeds, stage and
-        microbatch. The loop's states stay active until the task switches."""
+        microbatch. The loop's states stay active until the task switches. After the block, note
+        from which default generators it drew, for `finish_step`."""
         named = {}
         for name, seed in self._named_seeds.items():
             self._scratch.manual_seed(_task_seed(seed, name, stage, microbatch))

@@ -145,9 +145,9 @@ class RankStep:
             )
 
     def run(self, task: Task, inputs: Tensors) -> Tensors:
-        """Run a task F, B or W on its inputs (activations, or gradients in B) and return its
-        outputs for the next rank; none in W. Also counts the tokens, and the bytes of waiting
-        gradients. The last task of a chunk starts its reduction."""
+        """Run a task F, B or W on its inputs (activations, in B gradients) and return what it
+        sends: outputs, in B gradients of the inputs, in W nothing. Also counts tokens and the bytes
+        of waiting gradients, and marks a chunk's gradients as complete after its last task."""
         index = self._shape.chunk_of(task.stage)
         chunk, microbatch = self._chunks[index], task.microbatch
         if task.kind is Kind.F:
@@ -200,7 +200,7 @@ class RankStep:
 
     def abandon(self) -> None:
         """Stop holding Megatron's gradient reductions back, without starting any. Call it after a
-        task has failed."""
+        task has failed; an evaluation holds none back."""
         if self._reduction is not None:
             self._reduction.abandon()
 
@@ -302,7 +302,7 @@ class ChunkStep:
     def backward(self, microbatch: int, gradients: Tensors) -> Tensors:
         """Run a backward and return the gradients for the previous stage (none on the first). Adds
         the gradients of parameters, except those that W computes. If the next stage did not use the
-        output, each input gradient is None."""
+        output, return None for each input."""
         self._num_left[Kind.B] -= 1
         input_tensors, outputs = self._activations.pop(microbatch)
         with self._deferring(microbatch, outputs), self._gradients.adding(microbatch):

@@ -82,8 +82,8 @@ def _foreign_hook(weight: Any, before: dict[int, Any], after: dict[int, Any]) ->
 
 
 def _hooks_of(node: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks that run before and after an autograd node: torch's own dicts, so that changes take
-    effect. Only a handle gives access to them, so a hook is registered and removed."""
+    """The hooks that run before and after an autograd node: torch's own dicts, which can be
+    changed. Only a handle gives access to them, so a hook is registered and removed."""
     found = []
     for register in (node.register_prehook, node.register_hook):
         probe = register(_nothing)
@@ -220,7 +220,8 @@ NO_BACKWARD = -1
 
 
 def is_delayed(parameter: torch.nn.Parameter) -> bool:
-    """True if Transformer Engine's `backward_dw` computes this parameter's gradient."""
+    """True if Transformer Engine's `backward_dw` computes this parameter's gradient, according to
+    its attribute `skip_backward_post_hook`."""
     return getattr(parameter, "skip_backward_post_hook", False)
 
 
@@ -233,7 +234,8 @@ class Product(Protocol):
     """Weight gradients that are not computed yet."""
 
     @property
-    def weights(self) -> Sequence[torch.nn.Parameter]: ...
+    def weights(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose gradients these are."""
 
     @property
     def backward(self) -> int:
@@ -279,7 +281,8 @@ def gradients_of(products: Iterable[Product]) -> Iterator[Gradient]:
 
 
 def _ignores_autograd(weight: Any) -> bool:
-    """True if Megatron's DistributedDataParallel uses only the gradient of a fused kernel."""
+    """True if Megatron's DistributedDataParallel uses only the gradient of a fused kernel: the
+    weight has `grad_added_to_main_grad` and not `zero_out_wgrad`."""
     return hasattr(weight, "grad_added_to_main_grad") and not getattr(
         weight, "zero_out_wgrad", False
     )
@@ -659,7 +662,9 @@ class DeferredWeightGradients:
             running.adding.callback(handle.remove)
 
     def _add(self, products: Iterable[Product]) -> None:
-        """Add gradients as autograd does, and run the weights' hooks."""
+        """Compute the gradients of these products and add them now, as autograd does. A weight's
+        hooks run; for gradients that a fused kernel adds in place, they get zeros, as in
+        Megatron."""
         for group in by_backward(products):
             for parameter, gradient in gradients_of(group):
                 if self._is_hooked(parameter):
