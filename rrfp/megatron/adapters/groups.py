@@ -32,7 +32,7 @@ def default_groups() -> Any:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # From 0.18 on the biases of experts are finalised over it.
+    # From 0.18 on the biases of experts are finalized over it.
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 

@@ -220,8 +220,8 @@ def _with_expert_margin(bound: Bound | None) -> Bound | None:
 
 
 def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
-    """The features of each microbatch, followed by their sums over the ranks of a group, which call
-    this together."""
+    """The features of each microbatch, followed by the sums of all but the first over the ranks of
+    a group, which call this together."""
     own = torch.tensor(features, dtype=torch.float64, device=device_for(group))
     found = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(found, own, group=group)

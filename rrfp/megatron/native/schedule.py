@@ -218,7 +218,7 @@ class NativeSchedule:
         wait and step; `name_of_step` returns a step's range name. `record` gets each record once
         its times are known, with a HostTimer immediately. Training steps and evaluations are
         numbered separately (`rrfp.trace.records`). `pace` delays tasks and transfers of training
-        steps to modelled times; it requires work on the host. `num_ranks` defaults to the pipeline
+        steps to modeled times; it requires work on the host. `num_ranks` defaults to the pipeline
         size of Megatron's parallel state."""
         self._pp_rank = pp_rank
         self._record = record
