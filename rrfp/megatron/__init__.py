@@ -44,7 +44,8 @@ def get_forward_backward_func(
 ) -> "ForwardBackward":
     """Return the function that a training loop calls once per step. Replaces
     `megatron.core.pipeline_parallel.get_forward_backward_func`; `ForwardBackward` documents the
-    result. Raises UsageError if rrfp does not support the installed Megatron-Core."""
+    result. Raises UsageError if rrfp does not support the installed Megatron-Core, or an argument
+    in `newer`."""
     check_for_drop_in(settings or DispatchSettings())
     refuse_unknown_arguments(GETTER, newer)
     # Imported after the check, because another Megatron-Core may lack names that it imports.
@@ -101,11 +102,14 @@ def trace_native(
 
 
 def _request(by: str, out: Path | str | None, steps: str | None) -> RecordingRequest:
+    """Return the request to record a job in `out` (None: a new dated directory). Raise UsageError
+    for an invalid or empty range of `steps`."""
     return RecordingRequest(by, None if out is None else Path(out), StepWindow.of(steps))
 
 
 def _install(patch: SchedulePatch, asker: str, *, at_import: bool, is_recorded: bool) -> None:
-    """Install a patch. If it records, warn at exit when it has seen no step."""
+    """Install a patch, or with `at_import` once Megatron is imported. A recording patch that is
+    installed now also warns at exit if it has seen no step."""
     if at_import:
         install_after_import(patch, asker)
         return

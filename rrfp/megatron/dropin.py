@@ -69,13 +69,14 @@ def get_forward_backward_func(
     pace: Pace | None = None,
     observer: StepObserver | None = None,
 ) -> "ForwardBackward":
-    """Return the function that a Megatron training loop calls once per step.
+    """Return the function that a Megatron training loop calls once per step. Calls with equal
+    keyword arguments return the same function, whose links all its steps share.
 
     The positional arguments are Megatron's. `vp_size` is only checked against the placement,
     because each call passes its chunks. `record` receives every trace record of this rank's first
     pipeline, from several threads. `delays` delays tasks and messages at random, to test that the
-    result does not depend on timing. `pace` delays those of training steps to modelled times.
-    `observer` is called for every step. Raises UsageError for chunks that the placement does not
+    result does not depend on timing. `pace` delays those of training steps to modeled times.
+    `observer` is called for every step. Raise UsageError for chunks that the placement does not
     allow, and for a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
@@ -121,8 +122,9 @@ class StepCall:
     def of(
         cls, models: list[Any], p2p_communicator: Any, pg_collection: Any, *, forward_only: bool
     ) -> Self:
-        """Make the call of these chunks, in the groups of Megatron's two arguments. Raises
-        UsageError for groups without the ranks of the pipeline."""
+        """Return the call of these chunks, in the groups that `step_groups` finds for Megatron's
+        two arguments. The configuration, and whether there are experts, come from the first chunk.
+        Raise UsageError as `step_groups` does."""
         config, has_experts = config_of(models[0]), may_have_experts(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=has_experts)
@@ -151,7 +153,8 @@ class StepPlan:
 
 
 class ForwardBackward:
-    """Runs the tasks of a step on this rank, dispatched by readiness."""
+    """The drop-in's schedule function: runs the tasks of a step on this rank, dispatched by
+    readiness."""
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class ForwardBackward:
 
     def start_at(self, step: int) -> None:
         """Set the number of the first training step, for a run resumed from a checkpoint. Call it
-        before the first step, on all ranks."""
+        before the first step, on all ranks; it does not affect layouts that have run a step."""
         self._links.default_factory = partial(LayoutLinks, num_trained=step)
 
     def __call__(
@@ -270,8 +273,9 @@ class ForwardBackward:
         data_iterator: Any,
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
-        """Plan a step from its arguments, without its data, and open its links unless they are
-        open."""
+        """Count the step, plan it from its arguments without its data, and open its links or, if
+        open, raise their capacity. After an error, publish it to the ranks that wait for this
+        opening, close the links with a farewell, and raise."""
         step = links.count_step(forward_only=call.forward_only)
         opening = None
         if links.pipeline is None:
@@ -297,8 +301,9 @@ class ForwardBackward:
         data_iterator: Any,
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
-        """Plan a step without looking at its data. Raises UsageError if something cannot run out of
-        order."""
+        """Return the plan of a step, without looking at its data. With hint `auto`, all ranks
+        choose a training step's policy together. Rank 0 warns once about the memory bound. Raise
+        UsageError if the data, the configuration or a model cannot run out of order."""
         models, config, forward_only = call.models, call.config, call.forward_only
         given = data_per_chunk(data_iterator, len(models))
         device = device_of(models, call.groups)
@@ -351,8 +356,10 @@ class ForwardBackward:
         )
 
     def _plan_data(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
-        """Add to the plan the order in which the items enter, and their expected activation sizes.
-        A failure is raised on all ranks of the replica, and their links stay open."""
+        """Return the plan with the order in which the items enter, and their expected activation
+        sizes. Both need the step's items, which are drawn now, in time that is recorded. Return the
+        plan unchanged if items enter as given and no sizes are predicted. A failure is raised on
+        all ranks of the replica, and their links stay open."""
         if plan.admits_given and not plan.measures_memory:
             return plan
         call, data, device = plan.call, plan.data, plan.streams.device
@@ -383,8 +390,8 @@ class ForwardBackward:
         return replace(plan, order=order, memory=memory)
 
     def _balance(self, plan: StepPlan, items: StepDataItems) -> None:
-        """Exchange items with the other replicas, so that this rank's chunks have the items that
-        are assigned to its replica, in the order in which they enter."""
+        """Exchange items with the other data-parallel replicas, in collectives. Then this rank's
+        chunks have the items that are assigned to its replica, in the order in which they enter."""
         groups, device, num = plan.call.groups, plan.streams.device, len(plan.order)
         replicas = data_parallel_group(groups)
         assignment = self._admission.assign(plan.step, items.items, num, groups, replicas, device)
@@ -395,8 +402,9 @@ class ForwardBackward:
     def _run(
         self, links: LayoutLinks, plan: StepPlan, arguments: StepArguments
     ) -> tuple[list[Any], StepReport]:
-        """Run the tasks of a step, then finalize gradients as Megatron does. Returns the loss
-        function's results and the step's report."""
+        """Run the tasks of a step, then finalize gradients as Megatron does. Records the times, and
+        learns measured activation sizes. Return the loss function's results and the step's report.
+        After an error, leave the step's contexts."""
         call, memory = plan.call, plan.memory
         config, shape = call.config, plan.policy.shape
         pace = None
@@ -470,8 +478,9 @@ class ForwardBackward:
         return compute.forward_data(), report
 
     def _connect(self, links: LayoutLinks, opening: str | None, plan: StepPlan) -> None:
-        """Give the pipeline of these links enough credits for this step. Opens the pipeline under
-        the name `opening` if it is not open."""
+        """Open the pipeline of these links under the name `opening`, with enough credits for this
+        step; if it is open, only raise its credits. The first pipeline opened is the recorded one.
+        The hint chooser and the order planner, if any, see the records of every pipeline."""
         shape = plan.policy.shape
         num_credits = plan.policy.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=plan.call.forward_only
@@ -517,8 +526,8 @@ class ForwardBackward:
 
 
 def _splits_backward(config: Any) -> bool | None:
-    """True if Megatron's configuration requires a split backward, False if it excludes one, None if
-    both work."""
+    """True if Megatron's configuration requires a split backward (`delay_wgrad_compute`), False if
+    it excludes one (`defer_embedding_wgrad_compute`), None if both work."""
     if getattr(config, "delay_wgrad_compute", False):
         return True
     return False if getattr(config, "defer_embedding_wgrad_compute", False) else None
@@ -527,7 +536,9 @@ def _splits_backward(config: Any) -> bool | None:
 def _finalize_gradients(
     plan: StepPlan, arguments: StepArguments, compute: RankStep, pipeline: Pipeline
 ) -> None:
-    """Call the training loop's `finalize_model_grads_func` for a step."""
+    """Call the training loop's `finalize_model_grads_func` for a step. With a loss per token, pass
+    the number of tokens, else None. The rank of the last stage broadcasts the number first if it is
+    not the last pipeline rank, where Megatron reads it."""
     call, shape = plan.call, plan.policy.shape
     per_token = getattr(call.config, "calculate_per_token_loss", False)
     num_tokens = compute.num_tokens if per_token else None

@@ -55,8 +55,9 @@ _replaced_by = ""
 
 
 def original_function(name: str) -> Callable[..., Any]:
-    """Megatron's own function of this name, even after rrfp has replaced it. Raises UsageError if
-    Megatron has none."""
+    """Return Megatron's own function of this name in its module `schedules`, even after rrfp has
+    replaced it there. A third party's patch is returned as it is. Raise UsageError if the module
+    has no such name."""
     home = namespace_of(compatibility.schedules())
     if name not in home:
         raise UsageError(
@@ -67,8 +68,9 @@ def original_function(name: str) -> Callable[..., Any]:
 
 
 def refuse_unknown_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError if a call of Megatron's function `name` sets an argument that rrfp does not
-    know to another value than its default, and TypeError if Megatron does not know it either."""
+    """Refuse these arguments of a call of Megatron's function `name`, which rrfp does not know.
+    Raise TypeError if Megatron does not know one either, and UsageError if the value is not
+    Megatron's default."""
     parameters = inspect.signature(original_function(name)).parameters
     for argument, value in arguments.items():
         if argument not in parameters:
@@ -80,8 +82,9 @@ def refuse_unknown_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def check_not_replaced(asker: str) -> None:
-    """Raise UsageError if something has already replaced Megatron's schedule. `asker`, such as
-    `install()`, is about to replace it. The message names the patch, its place and the remedy."""
+    """Raise UsageError if a third party or an earlier call of rrfp has replaced or wrapped
+    Megatron's schedule, which `asker`, such as `install()`, is about to replace. The message names
+    the patch, its place and the remedy."""
     schedules = compatibility.schedules()
     home = namespace_of(schedules)
     places = list(_places())
@@ -116,10 +119,12 @@ def replace_functions(
     on_bypass: Callable[[str, str, dict[str, Any]], None] | None = None,
 ) -> None:
     """Replace Megatron's functions by these, keyed by name, in every loaded module, also where a
-    script has imported one under another name. `asker`, such as `install()`, appears in messages.
+    script has imported one under another name. `asker`, such as `install()`, appears in later
+    messages.
 
-    If a job still calls one of Megatron's own schedule functions, `on_bypass` is called first with
-    the function's name, the file and line of the call, and its arguments. Raises UsageError if
+    With `on_bypass`, also change the code of Megatron's own schedule functions (not the getter's):
+    a job that still calls one of them first calls `on_bypass` with the function's name, the file
+    and line of the call, and its arguments, and then runs the original. Raise UsageError if
     Megatron has no function of such a name.
     """
     global _replaced_by
@@ -137,8 +142,9 @@ def replace_functions(
 
 
 def _intercept(function: Any, on_bypass: Callable[[str, dict[str, Any]], None]) -> None:
-    """Change this function object so that calls from outside of rrfp first call `on_bypass`."""
-    # The code of a closure cannot be exchanged like this. Megatron's functions are not closures.
+    """Change this function object in place: a call from outside of rrfp first calls `on_bypass`
+    with the caller's `file:line` and the keyword arguments. Every call then runs a copy of the
+    original. Do nothing for a closure, whose code cannot be exchanged, and for other callables."""
     if type(function) is not FunctionType or function.__closure__:
         return
     code, defaults = function.__code__, function.__defaults__
@@ -160,16 +166,20 @@ def _intercept(function: Any, on_bypass: Callable[[str, dict[str, Any]], None]) 
 
 
 def _forward(*args: Any, _rrfp_run: Callable[..., Any], **arguments: Any) -> Any:
-    """The code of an intercepted function."""
+    """Call `_rrfp_run` with the other arguments: the code that `_intercept` puts into a
+    function."""
     return _rrfp_run(*args, **arguments)
 
 
 def _is_of_rrfp(namespace: Mapping[str, Any]) -> bool:
+    """True if this is the namespace of a module of rrfp, judged by its `__name__`."""
     return str(namespace.get("__name__")).partition(".")[0] == "rrfp"
 
 
 def _places() -> Iterator[tuple[str, Any]]:
-    """Yield each module of Megatron's that has the getter, and the getter's value there."""
+    """Yield the name of each loaded module of Megatron's that has the getter, and the getter's
+    value there. Skip modules outside of the pipeline package that define a function of this name
+    themselves."""
     for module, namespace in _loaded_modules():
         if module.partition(".")[0] == "megatron" and GETTER in namespace:
             value = namespace[GETTER]
@@ -179,14 +189,16 @@ def _places() -> Iterator[tuple[str, Any]]:
 
 
 def _loaded_modules() -> Iterator[tuple[str, dict[Any, Any]]]:
-    # Copied, because another thread may import something meanwhile.
+    """Yield the name and the namespace of each loaded module, from a copy of `sys.modules`, because
+    another thread may import something meanwhile."""
     for name, module in sys.modules.copy().items():
         yield str(name), namespace_of(module)
 
 
 def call_after_import(name: str, act: Callable[[], None]) -> None:
     """Call `act` at the end of the import of the module `name`, or now if it is imported already.
-    An exception of `act` propagates from the import statement."""
+    Uses a hook at the front of `sys.meta_path`, which stays there until an import succeeds. An
+    exception of `act` propagates from the import statement."""
     if name in sys.modules:
         act()
     else:
@@ -204,6 +216,8 @@ class _ImportHook:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find the spec of the awaited module with the other finders, and patch its loader to call
+        `act`. Return None for every other module, so that the other finders handle it."""
         if name != self._name or self._is_searching:
             return None
         self._is_searching = True
@@ -216,11 +230,12 @@ class _ImportHook:
         return spec
 
     def _patch_loader(self, loader: Loader) -> None:
+        """Patch this loader object: after it has executed the module, it removes the hook and calls
+        `act`. After a failed execution the hook stays, because the import may be retried."""
         execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            # Not earlier: a failed import may be retried.
             sys.meta_path.remove(self)
             del loader.exec_module
             self._act()

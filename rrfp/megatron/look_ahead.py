@@ -48,8 +48,10 @@ class AheadIterator:
         return next(self.source)
 
     def look(self, num: int) -> list[Any] | None:
-        """Return the next items without removing them. None if there are fewer than `num`, or if
-        drawing them advances random states that the loop may use."""
+        """Return the next `num` items without removing them, drawing those that are missing. Return
+        None if a draw fails or the source ends; the loop's own draw raises that error later. Also
+        return None, now and in later calls, once a draw advances random states that the loop may
+        use. Items drawn so far wait for the loop."""
         if self._failure is not None or self._is_random:
             return None
         before = LoopRandomStates()
@@ -74,9 +76,13 @@ class AheadIterators:
         self._has_warned = False
 
     def wrap(self, given: Sequence[Any]) -> list[Any]:
-        """Return a step's data objects, by chunk, with the first chunk's wrapped in an
-        `AheadIterator`. An object that other chunks draw from too, or that is no iterator, is
-        returned as it is."""
+        """Return a step's data objects, by chunk, with the first chunk's wrapped in its
+        `AheadIterator`, the same one in every step. All stay as they are if the first is no
+        iterator or if chunks share an object.
+
+        If the loop comes with another iterator while items drawn from an earlier one still wait,
+        warn once and keep them.
+        """
         first = given[0]
         if not is_iterator(first) or shared_objects(given):
             return [*given]
@@ -97,7 +103,8 @@ class AheadIterators:
 
 
 class StepDataItems:
-    """The `StepItems` of a step's data."""
+    """The items of a step and of the next one, drawn from the data of the first chunk (a
+    `StepItems`)."""
 
     def __init__(self, data: StepData, num_microbatches: int, reason: str) -> None:
         """`reason` begins the error about a first rank without data."""
@@ -106,7 +113,8 @@ class StepDataItems:
         self._reason = reason
 
     def items(self) -> Sequence[Any]:
-        """The step's items, in the order of the data. Raises UsageError if there is no iterator."""
+        """Draw and return the items of the first chunk, one per microbatch, in the order of the
+        data. Raise UsageError if the first chunk has no data iterator."""
         if self._data.given(0) is None:
             raise UsageError(
                 f"{self._reason} the step's items and the first rank of this replica has no data "
@@ -115,15 +123,17 @@ class StepDataItems:
         return self._data.first(0, self._num)
 
     def next_items(self) -> Sequence[Any] | None:
-        """The next step's items, or None if they cannot be looked at."""
+        """Return the next step's items without removing them, or None if they cannot be looked at.
+        First draws all items of this step, so that they stay in sequence."""
         given = self._data.given(0)
-        # Draw all items of this step first, so that they stay in sequence.
         self.items()
         return given.look(self._num) if isinstance(given, AheadIterator) else None
 
 
 def reason_to_look(settings: DispatchSettings, *, admits_given: bool) -> str:
-    """The setting for which items are drawn before they are used."""
+    """Name the setting because of which items are drawn before they are used, with its value, for
+    error messages: `hold` if items enter in the given order (`admits_given`), else `admit_across`
+    if it is set, else `admit`."""
     if admits_given:
         return f"hold {hold_as_json(settings.policy.hold)}"
     if settings.admit_across != AdmitAcross.NONE:

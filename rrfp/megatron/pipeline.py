@@ -137,29 +137,33 @@ class Pipeline:
         return self._worker.run_step(step, dispatcher, compute, pace)
 
     def close(self, *, farewell: bool) -> None:
-        """Close the links. Without a farewell, the neighbors treat this rank as lost."""
+        """Close the worker and the links. Without a farewell, the neighbors treat this rank as
+        lost."""
         self._worker.close()
         self._transport.close(farewell=farewell)
 
 
 def publish_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
-    """Publish that this rank has failed, to the ranks that wait for it in the opening `name`."""
+    """Publish that this rank has failed, with the error's first line, to the ranks that wait for it
+    in the opening `name`."""
     reason = first_line(str(error))
     sentence = reason if isinstance(error, RrfpError) else f"{type(error).__name__}: {reason}"
     Rendezvous(store, _prefix(name), rank, 0.0).fail(sentence)
 
 
 def _prefix(name: str) -> str:
+    """The prefix of an opening's keys in the store."""
     return f"rrfp/{name}"
 
 
 def _star(rank: int, members: list[int]) -> set[int]:
-    """The ranks to which agreement needs links: all others for the leader, else the leader."""
+    """The ranks to which this rank needs links for the agreement of `members`: all others for the
+    leader, which is the first member; the leader for the others."""
     return set(members if rank == members[0] else members[:1]) - {rank}
 
 
 def discard(_: Record) -> None:
-    """Record nothing."""
+    """Ignore a record: the recording function of a step that is not recorded."""
 
 
 @dataclass(slots=True)
@@ -193,7 +197,8 @@ class LayoutLinks:
         self.num_trained = whole_number(self.num_trained, "the first step")
 
     def hint_chooser(self, policy: Policy) -> HintChooser | None:
-        """The chooser of training steps' hints, created with hint `auto`; otherwise None."""
+        """The chooser of training steps' hints, created at the first call with hint `auto`; None
+        with another hint."""
         if self.chooser is None and isinstance(policy.hint, AutoHint):
             self.chooser = HintChooser(policy)
         return self.chooser
@@ -201,7 +206,8 @@ class LayoutLinks:
     def memory_bound_of(
         self, models: Sequence[Any], hold: object, device: torch.device
     ) -> MemoryBound:
-        """The memory bound of these models' steps. `hold` is a number of bytes or `auto`."""
+        """The memory bound of these models' steps, created at their first call. `hold` is a number
+        of bytes or `auto`."""
         assert isinstance(hold, Bytes | Auto)
         key = tuple(map(id, models))
         if key not in self.bounds:
@@ -209,8 +215,8 @@ class LayoutLinks:
         return self.bounds[key]
 
     def count_step(self, *, forward_only: bool) -> int:
-        """Count a step and return its number in records and on links. A failed step counts too,
-        because it may have failed on some ranks only."""
+        """Count a training step or an evaluation, separately, and return its number in records and
+        on links. A failed step counts too, because it may have failed on some ranks only."""
         if forward_only:
             self.num_evaluated += 1
             return evaluation_step(self.num_evaluated - 1)
@@ -218,8 +224,8 @@ class LayoutLinks:
         return self.num_trained - 1
 
     def close(self, *, farewell: bool = True) -> None:
-        """Close the links. Without a farewell, after a failure, the neighbors treat this rank as
-        lost."""
+        """Close the hint chooser and the links; the next step opens new links. Without a farewell,
+        after a failure, the neighbors treat this rank as lost."""
         if self.chooser is not None:
             self.chooser.close()
         if self.pipeline is not None:

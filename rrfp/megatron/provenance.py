@@ -17,8 +17,8 @@ _NAMESPACE: Any = vars(ModuleType)["__dict__"]
 
 
 def foreign_layer(value: Any) -> Any | None:
-    """The outermost layer of a callable (a decorator or wrapper) that is not Megatron's own; None
-    if all layers are Megatron's."""
+    """The outermost layer of a callable (a decorator or wrapper) that is not a plain function of
+    Megatron-Core or torch; None if all layers are."""
     for layer in _layers(value):
         if type(layer) is not FunctionType or not _is_in(defining_module(layer), *_MEGATRONS):
             return layer
@@ -26,12 +26,14 @@ def foreign_layer(value: Any) -> Any | None:
 
 
 def is_ours(value: Any) -> bool:
-    """True if a callable is defined in rrfp."""
+    """True if a callable, or what a method or partial calls, is defined in rrfp."""
     return _is_in(defining_module(value), "rrfp")
 
 
 def defining_module(value: Any) -> str:
-    """The name of the module that defines the outermost layer of a callable."""
+    """The name of the module that defines a callable's code, ignoring what `functools.wraps`
+    copied. For a method or partial: the module of the function that it calls. For another object:
+    the module of its class."""
     inner = _inner(value)
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))
@@ -43,7 +45,8 @@ def defining_module(value: Any) -> str:
 
 
 def describe_callable(value: Any) -> str:
-    """Format a callable for a message: module, name and file."""
+    """Format a callable for a message: module, name and file. A method is described by its
+    function, a partial by what it calls, and another object by its class."""
     inner = _inner(value)
     if type(value) is FunctionType:
         code = value.__code__
@@ -64,7 +67,7 @@ def describe_callable(value: Any) -> str:
 
 def may_call(value: Any, function: str, home: Mapping[str, Any]) -> bool:
     """True if a callable refers, directly or indirectly, to the function named `function` of the
-    module with the namespace `home`, and so may call it."""
+    module with the namespace `home`, and so may call it. At most 100 objects are searched."""
     seen: dict[int, Any] = {}
     todo = list(_references(value))
     while todo and len(seen) < _MAX_LAYERS:
@@ -78,7 +81,8 @@ def may_call(value: Any, function: str, home: Mapping[str, Any]) -> bool:
 
 
 def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
-    """True if a value is the function `name` of the module with the namespace `home`."""
+    """True if a value is the plain function `name` that the module with the namespace `home`
+    defines, also under another name."""
     return (
         type(value) is FunctionType
         and value.__globals__ is home
@@ -87,8 +91,9 @@ def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
 
 
 def namespace_of(module: object) -> dict[Any, Any]:
-    """A module's current contents. Bypasses the module's own attribute lookup, which would make a
-    lazy module load everything."""
+    """The current contents of a module, or of any other object: its `__dict__`, or an empty dict if
+    it has none. Bypasses the object's own attribute lookup, which would make a lazy module load
+    everything."""
     try:
         if issubclass(type(module), ModuleType):
             found = _NAMESPACE.__get__(module)
@@ -100,7 +105,8 @@ def namespace_of(module: object) -> dict[Any, Any]:
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    """Yield a callable and the callables that it visibly wraps, from the outside in."""
+    """Yield a callable and the callables that it visibly wraps, from the outside in, at most
+    100."""
     for _ in range(_MAX_LAYERS):
         if value is None:
             return
@@ -109,7 +115,8 @@ def _layers(value: Any) -> Iterator[Any]:
 
 
 def _inner(value: Any) -> Any | None:
-    """The callable that a partial, a method or a wrapper calls."""
+    """The callable that a partial, a method or a wrapper (by `__wrapped__`) calls; None for
+    others."""
     if isinstance(value, partial):
         return value.func
     if type(value) is MethodType:
@@ -119,7 +126,9 @@ def _inner(value: Any) -> Any | None:
 
 
 def _references(value: Any) -> Iterator[Any]:
-    """Yield the objects that a callable refers to: arguments, closure, defaults, attributes."""
+    """Yield the objects that a callable refers to: a partial's function and arguments, a method's
+    function and object, a function's closure and defaults, and attributes (except a class's or
+    module's)."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif type(value) is MethodType:
@@ -136,8 +145,10 @@ def _references(value: Any) -> Iterator[Any]:
 
 
 def _is_of_functools(value: Any) -> bool:
+    """True if a value is an object of functools, such as a partial, judged by its class."""
     return type(value).__module__ == "functools"
 
 
 def _is_in(module: str, *packages: str) -> bool:
+    """True if a module is one of these packages or inside one."""
     return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -32,8 +32,8 @@ _REFUSED = {
 
 
 def refuse(config: Any, models: Sequence[Any], step_policy: StepPolicy, pp_rank: int) -> None:
-    """Raise UsageError if a configuration or model does not work under this policy, or if the
-    chunks are not the stages of this pipeline rank."""
+    """Raise UsageError if a configuration or a model chunk cannot run out of Megatron's order under
+    this policy, or if the chunks were not built for the stages of this pipeline rank."""
     for name, reason in _REFUSED.items():
         value = getattr(config, name, None)
         # The number 0 counts as set.
@@ -70,7 +70,8 @@ def refuse(config: Any, models: Sequence[Any], step_policy: StepPolicy, pp_rank:
 
 def refuse_stateful(chunks: Sequence[Any], config: Any) -> None:
     """Raise UsageError for a model in which a microbatch's forward reads state that another one
-    wrote, because the result would depend on the order of tasks."""
+    wrote (scales of FP8, running statistics, routes), because the result would depend on the order
+    of tasks. Modules in evaluation mode pass."""
     # A plain ModelParallelConfig has neither attribute.
     has_fp8 = bool(getattr(config, "fp8", None))
     recipe = getattr(config, "fp8_recipe", None) if has_fp8 else None
@@ -113,9 +114,9 @@ _STATEFUL = {
 def refuse_data(
     given: Sequence[Any], step_policy: StepPolicy, reason: str, *, keeps_order: bool
 ) -> None:
-    """Raise UsageError for data objects that must be iterators and are not. They must be iterators
-    if microbatches do not keep their order, if several chunks draw from one object, or if the
-    setting `reason` looks at items before they are used."""
+    """Raise UsageError for data objects that must be iterators and are not; None passes. They must
+    be iterators if several chunks draw from one object, and without `keeps_order`: microbatches are
+    reordered, or the setting `reason` looks at items before they are used."""
     for each in shared_objects(given):
         if not is_iterator(each):
             raise UsageError(
@@ -140,6 +141,9 @@ def refuse_data(
 
 
 def _refuse_other_splits(config: Any, step_policy: StepPolicy) -> None:
+    """Raise UsageError if the configuration sets `defer_embedding_wgrad_compute` and the policy
+    splits the backward or reorders microbatches, or if it sets `delay_wgrad_compute` and the policy
+    does not split the backward."""
     name, splits = step_policy.hint_name, step_policy.shape.splits_backward
     if getattr(config, "defer_embedding_wgrad_compute", False) and (
         splits or not step_policy.keeps_microbatch_order
@@ -156,6 +160,8 @@ def _refuse_other_splits(config: Any, step_policy: StepPolicy) -> None:
 
 
 def _refuse_lost_hooks(model: Any) -> None:
+    """Raise UsageError if a weight whose gradient Transformer Engine delays has a hook, which would
+    not see the gradient."""
     found = unreachable_hook(model)
     if found is not None:
         name, hook = found
@@ -166,6 +172,8 @@ def _refuse_lost_hooks(model: Any) -> None:
 
 
 def _refuse_shared_random_states(config: Any) -> None:
+    """Raise UsageError if activations are recomputed and Megatron's random states are generators,
+    which it restores by reference, as later tasks have left them."""
     tracker = tracker_of_generators()
     if tracker is not None and getattr(config, "recompute_granularity", None):
         raise UsageError(
@@ -176,6 +184,8 @@ def _refuse_shared_random_states(config: Any) -> None:
 
 
 def _refuse_misplaced(model: Any, chunk: int, step_policy: StepPolicy, pp_rank: int) -> None:
+    """Raise UsageError if a chunk's `pre_process` or `post_process` does not match its stage, the
+    first or the last one. A model without these attributes passes."""
     shape = step_policy.shape
     stage = shape.stage_of(pp_rank, chunk)
     for attribute, is_there in (
@@ -192,6 +202,8 @@ def _refuse_misplaced(model: Any, chunk: int, step_policy: StepPolicy, pp_rank: 
 
 
 def _refuse_sharded(model: Any) -> None:
+    """Raise UsageError for a model wrapped in fully sharded data parallelism, Megatron's or
+    another, judged by its configuration or class name."""
     ddp_config = getattr(model, "ddp_config", None)
     name = type(model).__name__
     if getattr(ddp_config, "use_megatron_fsdp", False) or "FullyShardedDataParallel" in name:
@@ -204,6 +216,9 @@ def _refuse_sharded(model: Any) -> None:
 def _refuse_two_embeddings_on_a_rank(
     config: Any, models: Sequence[Any], step_policy: StepPolicy
 ) -> None:
+    """Raise UsageError if a rank has the first and the last of several stages, and so two copies of
+    an embedding (a tied one, or one for multi-token prediction), whose gradients Megatron would not
+    add up."""
     shape = step_policy.shape
     is_on_one_rank = shape.rank_of(0) == shape.rank_of(shape.num_stages - 1)
     if shape.num_stages == 1 or not is_on_one_rank:

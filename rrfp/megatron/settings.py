@@ -136,15 +136,15 @@ class Spelling:
     is_flag: bool
 
     def name(self, keyword: str) -> str:
-        """A setting's name."""
+        """A setting's name as a flag, such as `--plan-ms`, or as a keyword, such as `plan_ms`."""
         return f"--{keyword.replace('_', '-')}" if self.is_flag else keyword
 
     def value(self, keyword: str, value: object) -> str:
-        """A setting with its value."""
+        """A setting with its value, such as `--admit plan` or `admit 'plan'`."""
         return f"{self.name(keyword)} {value}" if self.is_flag else f"{keyword} '{value}'"
 
     def add(self, keyword: str, value: object) -> str:
-        """Advice to set a setting to a value."""
+        """Advice to set a setting, such as `add --admit plan` or `choose admit 'plan'`."""
         return f"{'add' if self.is_flag else 'choose'} {self.value(keyword, value)}"
 
 
@@ -152,7 +152,8 @@ FLAGS, KEYWORDS = Spelling(is_flag=True), Spelling(is_flag=False)
 
 
 def check_step(policy: Policy, step: StepSettings, spelling: Spelling) -> None:
-    """Raise UsageError for step settings that conflict with each other or with the policy."""
+    """Raise UsageError for the first conflict among step settings, or between them and the policy.
+    `spelling` formats settings in the message."""
     for message in _conflicts(policy, step, spelling):
         raise UsageError(message)
 
@@ -257,8 +258,9 @@ class DispatchSettings(StepSettings):
         self._check()
 
     def _convert(self) -> None:
-        """Replace names by enum members, other libraries' numbers by Python's, and relative paths
-        by absolute ones."""
+        """Replace, in place, names by enum members, other libraries' numbers by Python's, and
+        relative paths by absolute ones. Raise UsageError for an unknown name, and for an order that
+        is not text."""
         for each in _DECLARED:
             value = getattr(self, each.field)
             if is_choice(each.kind):
@@ -277,6 +279,9 @@ class DispatchSettings(StepSettings):
                 object.__setattr__(self, name, str(file.absolute()))
 
     def _check(self) -> None:
+        """Raise UsageError for a value of the wrong type or out of range, for `tls` without the
+        package that it needs, for Megatron's own dispatch, for a hold relative to 1F1B's, and for
+        settings that conflict."""
         for each in _DECLARED:
             each.check_keyword(getattr(self, each.field))
         if self.tls and not tls.is_installed():
@@ -301,13 +306,16 @@ _DECLARED = tuple(declared_in("", DispatchSettings))
 
 
 def _member(name: str, value: object, choices: list[StrEnum]) -> StrEnum:
+    """Return the choice that equals a value. Raise UsageError, which lists the choices, if there is
+    none."""
     if value not in choices:
         raise UsageError(f"{name} is '{value}'; choose one of {', '.join(choices)}")
     return choices[choices.index(value)]  # type: ignore[arg-type]  # it is in there
 
 
 def _parse_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse knobs that are given as keywords. Numbers may not be text."""
+    """Parse knobs that are given as keywords, such as a hint's name. Numbers may not be text: they
+    are returned unchecked. Raise UsageError as `read_knob` does."""
     values = {}
     for name, value in knobs.items():
         given = str(value) if isinstance(KNOBS[name].default, StrEnum) else value

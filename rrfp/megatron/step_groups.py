@@ -41,12 +41,18 @@ class Place:
 
     @property
     def pp_rank(self) -> int:
+        """The pipeline rank: the index of `rank` in `pipeline`."""
         return self.pipeline.index(self.rank)
 
 
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
-    """The process groups of the step, from Megatron's two arguments or its parallel state. They
-    have `pp`, `tp` and `cp`. Raises UsageError for arguments that do not go together."""
+    """Return the step's process groups (`pp`, `tp`, `cp`) from Megatron's two arguments or, without
+    both, from its parallel state. A collection without `pp` is copied, and the copy gets the
+    communicator's group or else that of the parallel state.
+
+    Raise UsageError for a multi-module collection, if no pipeline group is found, and if only one
+    argument is given; with one pipeline rank, the collection alone is enough.
+    """
     refuse_multi_module(pg_collection)
     if pg_collection is None and p2p_communicator is None:
         return default_groups()
@@ -70,7 +76,8 @@ def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
 
 
 def place_in(groups: Any, *, has_experts: bool) -> Place:
-    """This process's place in these groups, with the experts' groups if `has_experts`."""
+    """Return this process's place in these groups. Its sharers are the ranks of its tensor- and
+    context-parallel groups and, with `has_experts`, of the experts' groups."""
     rank = dist.get_rank()
     shared = sharing_groups(groups, has_experts=has_experts)
     sharers = {rank}.union(*map(ranks_of, shared))
@@ -78,7 +85,9 @@ def place_in(groups: Any, *, has_experts: bool) -> Place:
 
 
 def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
-    """The process groups in which this rank shares collectives inside tasks."""
+    """Return the process groups in which this rank shares collectives inside tasks: the tensor- and
+    context-parallel groups and, with `has_experts`, the experts' groups. Missing groups are left
+    out."""
     shared = [groups.tp, groups.cp]
     if has_experts:
         shared += expert_groups(groups)
@@ -86,7 +95,8 @@ def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
 
 
 def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
-    """The device of this rank's parameters or, if its stages have none, of its process groups."""
+    """The device of the first parameter of this rank's chunks. Without parameters: the current CUDA
+    device if the pipeline group uses NCCL, else the CPU."""
     parameters = itertools.chain.from_iterable(model.parameters() for model in models)
     parameter = next(parameters, None)
     if parameter is not None:
@@ -97,14 +107,16 @@ def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
 
 
 def device_for(group: Any) -> torch.device:
-    """A device whose tensors the group's collectives accept: the CPU if possible."""
+    """A device whose tensors the group's collectives accept: the CPU if the group has a CPU
+    backend, else the current CUDA device."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def timeout_s_of(group: Any) -> float:
-    """The timeout of a process group's collectives, in seconds."""
+    """The timeout of a process group's collectives in seconds: the longest among its backends, or
+    torch's default if none states one."""
     timeouts = [
         getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         for device in getattr(group, "_device_types", ())
@@ -120,12 +132,12 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, ...]]:
-    """The pipelines that must run tasks in the same order as this rank's pipeline, including it.
-    All of their ranks get the same list.
+    """Return the pipelines that must run tasks in the same order as this rank's pipeline, including
+    it, sorted. All of their ranks get the same list.
 
-    Every rank of the run publishes its place and reads the places of the ranks coupled to it,
-    directly or indirectly. This needs no collective. Raises PeerLostError naming a rank that has
-    not published its place in time, and UsageError if coupled ranks are on different stages.
+    Every rank of the run publishes its place and waits for the places of the ranks coupled to it,
+    directly or indirectly. This needs no collective. Raise PeerLostError naming a rank that has not
+    published its place in time, and UsageError if coupled ranks are on different stages.
     """
     own = [place.pipeline, place.sharers]
     rendezvous.publish(f"place-in-groups/{place.rank}", json.dumps(own))
@@ -146,6 +158,8 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
 
 
 def _decode_place(rank: int, published: object) -> Place:
+    """Decode the place that a rank published, as the two lists of its pipeline and its sharers.
+    Raise ValueError for another structure, and if a list lacks the rank itself."""
     pipeline, sharers = map(integers, items(published, 2))
     if rank not in pipeline or rank not in sharers:
         raise ValueError(f"the place does not include rank {rank} itself")
@@ -153,6 +167,8 @@ def _decode_place(rank: int, published: object) -> Place:
 
 
 def _check_that_stages_match(places: dict[int, Place]) -> None:
+    """Raise UsageError if two ranks that share a collective have different pipeline ranks, or
+    pipelines of different lengths."""
     for place in places.values():
         for other in map(places.__getitem__, place.sharers):
             here, there = place.pp_rank, other.pp_rank

@@ -29,8 +29,8 @@ class StepObserver(Protocol):
     """Is called at the begin and the end of each step of a schedule on this rank."""
 
     def begin(self, arguments: Mapping[str, Any]) -> int | None:
-        """Called when a schedule starts a step, with some of Megatron's arguments. Returns the step
-        number for `end`."""
+        """Note that a schedule starts a step, with some of Megatron's arguments. Return a value for
+        `end`: the step's number, or None if the observer skips it."""
 
     def end(self, step: int | None, report: StepReport) -> None:
-        """Called when the step for which `begin` returned `step` has ended without an error."""
+        """Note that the step for which `begin` returned `step` has ended without an error."""

@@ -26,7 +26,9 @@ _MAX_DELAY_S = 1e-3
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train every variant on this rank and append each result to the rank's file."""
+    """Train every variant of the run's file on this rank, one after another from the same initial
+    state, each with its own random delays. Append each result to this rank's new file. Sets torch's
+    number of threads to OMP_NUM_THREADS."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     lines = variants_file(run).read_text(encoding="utf-8").splitlines()
     with create_new(learned_file(run, layout.rank)) as file:
@@ -38,7 +40,8 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResult:
-    """Train one variant with random delays."""
+    """Train one variant, with random delays, from newly seeded random states. Return its losses,
+    gradient norms and digests. Closes the links at the end."""
     seed_random_states(settings, layout)
     data = open_data(settings)
     model = build_model(settings, layout, data)
@@ -66,7 +69,8 @@ def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResul
 def gradients_sha256(
     chunks: Sequence[Any], settings: TrainSettings, layout: Layout
 ) -> dict[str, str]:
-    """Digest of each gradient of a rank, by the parameter's name in the whole model."""
+    """SHA-256 of each parameter's `main_grad` on this rank, by the parameter's name in the whole
+    model."""
     return {
         whole_name(name, chunk.module, settings, layout): hashlib.sha256(
             _tensor_bytes(parameter.main_grad)
@@ -77,7 +81,7 @@ def gradients_sha256(
 
 
 def parameters_sha256(chunks: Sequence[Any]) -> str:
-    """Digest of all parameters of a rank's model chunks."""
+    """One SHA-256 of all parameters of a rank's model chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -86,4 +90,5 @@ def parameters_sha256(chunks: Sequence[Any]) -> str:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements, copied to the CPU."""
     return tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -42,7 +42,8 @@ class RankResult:
     """Digests of the first step's gradients, by the parameter's name in the whole model."""
 
     def difference(self, other: "RankResult") -> str | None:
-        """Describe the first difference from `other`; None if the results are bit-identical."""
+        """Describe the first difference from `other`: a loss, a gradient norm, a gradient of the
+        first step or the final parameters. None if the results are bit-identical."""
         for name, ours, theirs in (
             ("loss", self.losses, other.losses),
             ("gradient norm", self.grad_norms, other.grad_norms),
@@ -57,15 +58,18 @@ class RankResult:
 
 
 def variants_file(run: RunDir) -> Path:
+    """The file with the settings of the variants to train, one JSON per line."""
     return run.path / "variants.jsonl"
 
 
 def learned_file(run: RunDir, rank: int) -> Path:
+    """The file with the results of a rank, one JSON per variant and line."""
     return run.path / f"learned-{rank}.jsonl"
 
 
 def read_learned(run: RunDir, rank: int, num_variants: int) -> list[RankResult]:
-    """Read a rank's results, one per variant. Raises RrfpError if some are missing."""
+    """Read a rank's results, one per variant. Raise RrfpError, naming the rank's log, if their
+    number is another."""
     lines = learned_file(run, rank).read_text(encoding="utf-8").splitlines()
     if len(lines) != num_variants:
         raise RrfpError(
@@ -121,6 +125,8 @@ class Variant:
 
     @property
     def name(self) -> str:
+        """The dispatch and the hint, such as `ready bf`. The agreement rule, dropout and bound are
+        left out."""
         return f"{self.dispatch} {self.hint}"
 
     @property
@@ -141,9 +147,10 @@ def variants_of(
     layout: str, hints: tuple[str, ...] = CHOICES, *, full: bool = False, shares_gpu: bool = False
 ) -> list[Variant]:
     """All valid combinations of hint and agreement rule on a layout, without and with dropout. The
-    first is the reference. `full` adds fixed orders and tight memory bounds.
+    first is the reference: Megatron's own schedule, or a fixed order with the V placement or
+    `shares_gpu`. `full` adds fixed orders and tight memory bounds, without dropout.
 
-    Raises UsageError for an unknown layout or hint.
+    Raise UsageError for an unknown layout or hint.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"'{layout}' is not a layout ({', '.join(LAYOUTS)})")
@@ -182,6 +189,9 @@ def _reference(layout: str) -> Variant:
 
 
 def _variants_of_hint(layout: str, hint: str, *, full: bool) -> Iterator[Variant]:
+    """Yield the variants of a hint, without dropout: one per agreement rule if ranks share
+    collectives, else one. `full` adds tight memory bounds and, unless the hint is random, a fixed
+    order."""
     shares_collectives = {"tp", "cp", "ep"} & LAYOUTS[layout].keys()
     rules: tuple[AgreementRule | None, ...] = (
         tuple(AgreementRule) if shares_collectives else (None,)
@@ -197,6 +207,8 @@ def _variants_of_hint(layout: str, hint: str, *, full: bool) -> Iterator[Variant
 
 
 def _is_valid(layout: str, variant: Variant) -> bool:
+    """True if `rrfp train` accepts the variant's settings and the hint supports the layout's
+    shape."""
     try:
         settings = layout_settings(layout, variant.settings)
         check_settings(settings)
@@ -250,8 +262,9 @@ def learn(
     directory: Path,
     launch: Callable[[TrainSettings, RunDir], None],
 ) -> list[list[RankResult]]:
-    """Train the chosen settings, which share the layout of `base`, in one launch. Returns the
-    results by rank, then by settings. Raises RrfpError if a rank fails."""
+    """Train the chosen settings, which share the layout of `base`, in one launch, after writing
+    them to a file for the ranks. Return the results by rank, then by settings. Raise RrfpError if a
+    rank fails."""
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
     write_whole(variants_file(run), lines.encode())
@@ -260,7 +273,8 @@ def learn(
 
 
 def _random_order(shape: Shape) -> Order:
-    """An order with each rank's tasks shuffled, backward split."""
+    """An order with each rank's tasks shuffled, backward split. The same in every run, from a
+    constant seed."""
     shape = replace(shape, kinds=SPLIT_BACKWARD)
     rows = []
     for rank in range(shape.num_ranks):
@@ -273,7 +287,8 @@ def _random_order(shape: Shape) -> Order:
 def _verdicts(
     layout: str, variants: list[Variant], learned: list[list[RankResult]]
 ) -> Iterator[Verdict]:
-    """Compare each variant with the first one of equal dropout; `learned` is by rank, variant."""
+    """Compare each variant with the first one of equal dropout, on every rank, and yield a verdict;
+    none for these references themselves. `learned` is by rank, then by variant."""
     references: dict[float, int] = {}
     for index, variant in enumerate(variants):
         reference = references.setdefault(variant.dropout, index)

@@ -154,9 +154,10 @@ TRACED: Needs = {
 
 @cache
 def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> None:
-    """Raise UsageError if the drop-in does not support the installed Megatron-Core. Call it before
-    importing the drop-in. With `installs`, also check the names that `install()` needs. Results are
-    cached, because training loops fetch the schedule for every evaluation."""
+    """Raise UsageError if the drop-in does not support the installed Megatron-Core under these
+    settings. Call it before importing the drop-in. With `installs`, also check the names that
+    `install()` needs. Results are cached, because training loops fetch the schedule for every
+    evaluation."""
     _check([DROP_IN], [REPLACED, REPLACED_BY_INSTALL] if installs else [REPLACED])
     if settings.policy.hint.splits_backward:
         whole = [name for name in HINTS if not hint_named(name).splits_backward]
@@ -174,8 +175,9 @@ def schedules() -> Any:
 
 
 def _check(called: Iterable[Needs], replaced: Iterable[Needs], instead: str = "") -> None:
-    """Raise UsageError if an entry of these tables is not met. `instead` is advice that the message
-    puts before the supported releases."""
+    """Raise UsageError, listing up to three differences, if an entry of these tables is not met. An
+    entry of `replaced` must not be patched by a third party either. `instead` is advice that the
+    message puts before the supported releases."""
     differences = []
     for is_replaced, tables in ((False, called), (True, replaced)):
         for module, entry in _entries(tables):
@@ -192,6 +194,7 @@ def _check(called: Iterable[Needs], replaced: Iterable[Needs], instead: str = ""
 
 
 def _entries(tables: Iterable[Needs]) -> Iterator[tuple[str, str]]:
+    """Each entry of these tables, with its module."""
     return (
         (module, entry)
         for needs in tables
@@ -222,6 +225,7 @@ class _Need:
 
     @staticmethod
     def parse(entry: str) -> "_Need":
+        """Parse a form of an entry, such as `name`, `name: dict` or `name(a, *, b, ...)`."""
         name, is_called, inside = entry.rstrip(")").partition("(")
         name, _, kind = name.partition(": ")
         parameters = inside.split(", ") if inside else []
@@ -238,7 +242,8 @@ class _Need:
 
 def _difference(module: str, entry: str, *, is_replaced: bool) -> str | None:
     """Describe how the installed name differs from the newest form of an entry; None if it has one
-    of the entry's forms. Raises UsageError if a third party's patch is the reason."""
+    of the entry's forms. Raise UsageError if a third party's patch is the reason, or if one is on a
+    replaced name."""
     looks = [_Finding.at(home, _Need.parse(form)) for home, form in parse_forms(module, entry)]
     look = next((look for look in looks if look.differs is None), looks[0])
     foreign = foreign_layer(look.called) if look.called is not None else None
@@ -262,6 +267,8 @@ class _Finding:
 
     @staticmethod
     def at(module: str, need: _Need) -> "_Finding":
+        """Compare the installed name with one form of an entry. A missing module or name is a
+        difference. Raise UsageError if the module cannot be imported."""
         path = f"{module}.{need.name}"
         try:
             found: Any = _import(module)
@@ -279,7 +286,8 @@ class _Finding:
 
 
 def _parameters_differ(found: Any, need: _Need) -> str | None:
-    """Describe how a callable's parameters differ from the need; None if they do not."""
+    """Describe how a callable's parameters differ from the need: missing ones, new required ones,
+    or another order. None if they do not, or if they are unknown."""
     try:
         parameters = inspect.signature(found).parameters.values()
     except ValueError:  # built in: its parameters are unknown
@@ -336,6 +344,7 @@ def _import(module: str) -> Any:
 
 
 def _unimportable(name: str, error: Exception) -> str:
+    """Format the message that the import of a module of Megatron-Core has raised an error."""
     return (
         f"{_version()} cannot be imported here: {name} raises {type(error).__name__} ({error}); "
         f"use {_WORKS}, or install what is missing"

@@ -39,7 +39,8 @@ def named_states() -> dict[str, torch.Tensor]:
 
 
 def set_named_states(states: dict[str, torch.Tensor]) -> None:
-    """Set random states that `named_states` returned."""
+    """Set random states that `named_states` returned: in place if the tracker stores generators. An
+    empty dict changes nothing."""
     tracker = get_cuda_rng_tracker()
     current = tracker.get_states()
     if any(isinstance(state, torch.Generator) for state in current.values()):
@@ -56,14 +57,15 @@ def shared_state_name() -> str:
 
 
 def tracker_of_generators() -> str | None:
-    """The tracker's type name, if Megatron's recomputation restores its states by reference; None
-    otherwise."""
+    """The type name of Megatron's tracker of random states if recomputation restores its states by
+    reference, as generators; None otherwise."""
     tracker = get_cuda_rng_tracker()
     return type(tracker).__name__ if is_graph_safe_cuda_rng_tracker(tracker) else None
 
 
 def seed_states(seed: int) -> None:
-    """Seed all named random states; they differ between tensor-parallel ranks."""
+    """Reset and seed all named random states, by Megatron's own function; except
+    `data-parallel-rng`, they differ between tensor-parallel ranks."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -90,18 +92,23 @@ class _DictTracker:
         self._name = name
 
     def empty(self) -> dict[str, Any]:
+        """An empty dict."""
         return {}
 
     def exchange(self, losses: dict[str, Any]) -> dict[str, Any]:
+        """Replace the dict in the owner's attribute and return the previous one."""
         previous: dict[str, Any] = getattr(self._owner, self._name)
         setattr(self._owner, self._name, losses)
         return previous
 
     def add(self, losses: dict[str, Any]) -> None:
+        """Add losses to the dict in the owner's attribute, in place."""
         _add_losses(getattr(self._owner, self._name), losses)
 
 
 def _add_losses(total: dict[str, Any], losses: dict[str, Any]) -> None:
+    """Add losses to a dict in place, also in nested dicts: tensors that both have are summed, other
+    values are replaced."""
     for key, value in losses.items():
         if isinstance(value, dict):
             _add_losses(total.setdefault(key, {}), value)
@@ -115,14 +122,18 @@ class _MetricsTracker:
     """The `MoEMetricsTracker` of the process."""
 
     def empty(self) -> Any:
+        """A new `MoEMetricsTracker`, without losses."""
         return moe_logging.MoEMetricsTracker()
 
     def exchange(self, losses: Any) -> Any:
+        """Make `losses` the tracker of the process and return the previous one."""
         previous = moe_logging.get_moe_metrics_tracker()
         moe_logging.set_moe_metrics_tracker(losses)
         return previous
 
     def add(self, losses: Any) -> None:
+        """Add another tracker's losses to the process's tracker: values of a metric that both have
+        are summed in place."""
         total: MutableMapping[str, Any] = moe_logging.get_moe_metrics_tracker().metrics
         for name, entry in losses.metrics.items():
             if name in total:

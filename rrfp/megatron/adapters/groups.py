@@ -18,8 +18,8 @@ _MULTI_MODULE = getattr(process_groups_config, "MultiModuleProcessGroupCollectio
 
 
 def default_groups() -> Any:
-    """Build the collection that Megatron's schedules use when a training loop passes none. From
-    0.19 on Megatron has a function for it."""
+    """Return the collection that Megatron's schedules use when a training loop passes none, from
+    its parallel state. From 0.19 on Megatron has a function for it."""
     build = getattr(schedules, "_build_default_pg_collection", None)
     if build is not None:
         return build()
@@ -32,7 +32,7 @@ def default_groups() -> Any:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # From 0.18 on the biases of experts are finalised over it.
+    # From 0.18 on the biases of experts are finalized over it.
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
@@ -60,6 +60,8 @@ def data_parallel_group(collection: Any) -> Any:
 
 
 def _data_group(collection: Any, name: str, *, with_context_parallel: bool) -> Any:
+    """The group called `name` in the collection, else the data-parallel group in Megatron's
+    parallel state, with or without context parallelism. Raise UsageError if there is neither."""
     found = getattr(collection, name, None)
     if found is not None:
         return found
@@ -73,7 +75,8 @@ def _data_group(collection: Any, name: str, *, with_context_parallel: bool) -> A
 
 def expert_groups(collection: Any) -> list[Any]:
     """The groups in which experts run collectives. Each comes from the collection if it names the
-    group, else from Megatron's parallel state, as in Megatron's own modules."""
+    group, else from Megatron's parallel state, as in Megatron's own modules. Missing groups are
+    left out."""
     found = (
         getattr(collection, name, None) or of_state(check_initialized=False)
         for name, of_state in _OF_EXPERTS.items()
@@ -82,7 +85,8 @@ def expert_groups(collection: Any) -> list[Any]:
 
 
 def expert_parallel_group(collection: Any) -> Any:
-    """The expert-parallel group, or None without expert parallelism."""
+    """The expert-parallel group, from the collection, else Megatron's parallel state; None if
+    neither has one."""
     return getattr(collection, "ep", None) or _OF_EXPERTS["ep"](check_initialized=False)
 
 

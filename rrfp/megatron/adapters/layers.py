@@ -22,7 +22,8 @@ _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
 
 
 def masked_softmaxes(model: torch.nn.Module) -> list[Any]:
-    """The model's softmax layers that apply a mask with their `mask_func`."""
+    """The model's softmax layers (Megatron's FusedScaleMaskSoftmax), which apply a mask with their
+    `mask_func`."""
     return [module for module in model.modules() if isinstance(module, FusedScaleMaskSoftmax)]
 
 
@@ -34,7 +35,8 @@ def is_parallel_linear(module: torch.nn.Module) -> bool:
 @contextmanager
 def deferring_linear(defers: Callable[..., bool], keep: "Keep") -> Iterator[None]:
     """Make linear layers that run in this block leave out their weight gradients if `defers`
-    returns True for a use. Their backwards then pass a LinearProduct to `keep`."""
+    returns True for a use. Their backwards, also after the block, then pass a LinearProduct to
+    `keep`. Patches Megatron's module `layers`."""
     native = getattr(layers, _FUNCTION)
     setattr(layers, _FUNCTION, _DeferringLinear(native, defers, keep))
     try:
@@ -69,7 +71,8 @@ class ThreadState:
 
     @contextmanager
     def restored(self, operands: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Apply this state for the block, which uses these tensors."""
+        """Apply this state's autocast and default dtype for the block. The current stream stays,
+        but first waits for the state's stream, on which the operands were made."""
         now = self.now(self.device)
         if now == self:
             yield
@@ -101,8 +104,8 @@ class Linear:
     """True if the backward casts the output's gradient to the input's dtype (from 0.20 on)."""
 
     def whole(self, input_: torch.Tensor) -> torch.Tensor:
-        """The full input: under sequence parallelism, gathered into Megatron's global buffer, where
-        it is valid until the next call."""
+        """The full input: under sequence parallelism, gathered over the group into Megatron's
+        global buffer, where it is valid until the next call."""
         if not self.sequence_parallel:
             return input_
         shape = [input_.size(0) * self.tp_group.size(), *input_.shape[1:]]
@@ -123,17 +126,22 @@ class LinearProduct:
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter]:
+        """The layer's weight, as a tuple."""
         return (self.linear.weight,)
 
     @property
     def adds_in_place(self) -> bool:
+        """True if a fused kernel adds the gradient to `main_grad`."""
         return self.linear.fuses_accumulation
 
     @property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input and the gradient of the output."""
         return self.input_, self.output_gradient
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Compute the gradient under the settings of its backward, and yield it with the weight.
+        Yields nothing if a fused kernel adds it to `main_grad`."""
         weight: Any = self.linear.weight
         with self.state.restored(self.operands):
             product = self._compute()
@@ -190,6 +198,9 @@ class _DeferringLinear:
         tp_group: Any,
         *newer: Any,
     ) -> torch.Tensor:
+        """Compute the layer's output, as Megatron's function does. If `defers` returns True for
+        this use of the weight, its backward leaves the weight's gradient out and passes a
+        LinearProduct to `keep`; otherwise Megatron's own function runs."""
         newer_parameters = _newer_parameters(self.native)
         sets = (
             f"{name} {value}"
@@ -259,6 +270,7 @@ class _InputGradient(torch.autograd.Function):
         linear: Linear,
         keep: Keep,
     ) -> torch.Tensor:
+        """Return the linear layer's output. The input is saved for the backward."""
         ctx.save_for_backward(input_)
         ctx.linear = linear
         ctx.keep = keep
@@ -271,6 +283,9 @@ class _InputGradient(torch.autograd.Function):
     def backward(
         ctx: Any, output_gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None]:
+        """Return the gradients of the input and the bias, the input's reduced over the
+        tensor-parallel group as in Megatron. Pass the operands of the weight's gradient to `keep`,
+        unless this backward adds none to weights."""
         (input_,) = ctx.saved_tensors
         linear: Linear = ctx.linear
         if linear.casts_gradient:

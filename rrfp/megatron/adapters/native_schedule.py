@@ -31,14 +31,15 @@ def patched_parts(
 
 
 def _replace(restored: ExitStack, owner: Any, name: str, wrap: Wrap) -> None:
+    """Replace an attribute by its wrapped value until `restored` closes."""
     original = getattr(owner, name)
     restored.callback(setattr, owner, name, original)
     setattr(owner, name, wrap(original))
 
 
 def megatron_schedule_for(num_chunks: int) -> Callable[..., list[Any]]:
-    """Megatron's own schedule function for this number of chunks per rank, chosen as its
-    `get_forward_backward_func` does."""
+    """Megatron's own schedule function, even if rrfp has replaced it, for this number of chunks per
+    rank and Megatron's pipeline size, chosen as its `get_forward_backward_func` does."""
     if pipeline_size() == 1:
         return original_function("forward_backward_no_pipelining")
     if num_chunks == 1:

@@ -14,7 +14,8 @@ from rrfp.megatron.adapters.groups import virtual_pipeline_size
 
 @contextmanager
 def virtual_pipeline(size: int | None) -> Iterator[None]:
-    """Set the virtual pipeline size (chunks per rank) in Megatron's parallel state for the
+    """Set the virtual pipeline size (chunks per rank) in Megatron's parallel state for the block,
+    and the current chunk to the first. None means no virtual pipeline. Both are restored after the
     block."""
     before = (
         virtual_pipeline_size(),
@@ -28,6 +29,7 @@ def virtual_pipeline(size: int | None) -> Iterator[None]:
 
 
 def _set_virtual_pipeline(size: int | None, chunk: int | None) -> None:
+    """Set the number of chunks per rank, and the current chunk, in Megatron's parallel state."""
     parallel_state.set_virtual_pipeline_model_parallel_world_size(size)
     parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
 
@@ -45,7 +47,8 @@ def create_groups(
     *, pp: int, tp: int, cp: int, ep: int, num_chunks: int | None, timeout_s: float
 ) -> RankPlace:
     """Create the groups of Megatron's parallel state and return this process's rank in each. Every
-    process of the run must call it. `num_chunks` becomes the virtual pipeline size."""
+    process of the run must call it. `num_chunks` becomes the virtual pipeline size. The timeout is
+    rounded to minutes, at least one."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

@@ -23,10 +23,11 @@ _backward_step = schedules.backward_step
 
 
 def _takes_type() -> bool:
-    """True if Megatron's `backward_step` takes a `model_type` (up to 0.16)."""
+    """True if Megatron's `backward_step` takes a `model_type` (up to 0.16). If a patch hides the
+    parameters, another function of the later releases decides."""
     parameters = inspect.signature(_backward_step).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        # A patch hides the parameters. Megatron removed `model_type` when it added this function.
+        # Megatron removed `model_type` when it added this function.
         return not hasattr(schedules, "backward_step_multimodule")
     return any(parameter.name == "model_type" for parameter in parameters)
 
@@ -74,13 +75,15 @@ def run_forward(
 def is_first_since_update(
     first_val_step: bool | None, *, forward_only: bool, is_first_forward: bool
 ) -> bool:
-    """True if a forward is the first one since the weights changed. `first_val_step` is the
-    training loop's argument."""
+    """True if a forward is the first one since the weights changed: the step's first forward. In an
+    evaluation, it also has to be the first validation step, if the training loop says which step
+    that is (`first_val_step`)."""
     return bool(check_first_val_step(first_val_step, forward_only, is_first_forward))
 
 
 def outputs_to_send(outputs: list[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
-    """Return a forward's outputs for the next stage, detached from the graph."""
+    """Return a forward's outputs for the next stage, detached from the graph. If the configuration
+    frees outputs, first replace `outputs[0]` by a tensor that is no view."""
     if config.deallocate_pipeline_outputs:
         # Megatron empties the tensor in place, which would not affect the base of a view.
         outputs[0] = make_viewless_tensor(
@@ -115,7 +118,8 @@ def run_backward(
 def start_embedding_gradients(
     config: Any, models: Sequence[Any], groups: Any, *, has_last_stage: bool
 ) -> Callable[[], None]:
-    """Prepare a training step with `defer_embedding_wgrad_compute`. Returns a function that
-    computes the deferred embedding gradients; call it after the last task."""
+    """Clear the last stage's buffer of embedding activations, which `defer_embedding_wgrad_compute`
+    fills during a training step. Return a function that computes the deferred gradients; call it
+    after the last task. Without that setting, both do nothing."""
     embedding = clear_embedding_activation_buffer(config, models, has_last_stage)
     return partial(finish_embedding_wgrad_compute, config, embedding, has_last_stage, groups.tp)

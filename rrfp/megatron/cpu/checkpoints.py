@@ -49,7 +49,10 @@ Bucket = tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]
 
 
 def prepare_checkpoints() -> None:
-    """Patch `dist_checkpointing`; on the CPU, call `prepare_cpu` first. Idempotent."""
+    """Patch Megatron's `dist_checkpointing` so that the rank itself writes files, without forking,
+    and tensors are copied before they are written. Its modules get the CPU's copy of torch's
+    namespace, if `prepare_cpu` has run; on the CPU, call that first. Also disables multi-storage
+    clients. Idempotent."""
     cpu_torch: ModuleType = _core_utils.torch
     for name in _MODULES:
         module = _module(name)
@@ -73,7 +76,8 @@ def prepare_checkpoints() -> None:
 @contextmanager
 def deferred_writes() -> Iterator[list[Callable[[], None]]]:
     """Defer the files that Megatron writes while ranks finalize a checkpoint in the block. Gives a
-    list of this rank's writes; call them once no rank waits for this one. They raise OSError."""
+    list that gets this rank's writes; call them once no rank waits for this one. They raise
+    OSError."""
     deferred: list[Callable[[], None]] = []
 
     def defer(write: Callable[..., None]) -> Callable[..., None]:
@@ -93,9 +97,9 @@ def deferred_writes() -> Iterator[list[Callable[[], None]]]:
 
 @contextmanager
 def digested_writes() -> Iterator[dict[str, Callable[[], str]]]:
-    """Compute the SHA-256 of the data of each file that Megatron writes in the block. Gives a dict
-    from file name to a function that returns the digest, which is complete once the file is
-    closed."""
+    """Compute the SHA-256 of the data of each file that Megatron's checkpoint writer writes in the
+    block. Gives a dict from file name to a function that returns the digest, which is complete once
+    the file is closed. A file must not exist yet."""
     found: dict[str, Callable[[], str]] = {}
 
     def opened(path: str, _mode: str) -> _DigestedFile:
@@ -119,15 +123,18 @@ class _DigestedFile(io.BufferedWriter):
         self.digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
+        """Write data and add them to the digest. Return the number of bytes."""
         self.digest.update(data)
         return super().write(data)
 
 
 def _module(name: str) -> Any:
+    """Import a module of `dist_checkpointing`; None if it cannot be imported."""
     return _imported(f"{_PACKAGE}.{name}")
 
 
 def _imported(name: str) -> Any:
+    """Import a module; None if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -135,8 +142,8 @@ def _imported(name: str) -> Any:
 
 
 def _save_function_and_args(writer: Any) -> tuple[Callable[..., None] | None, Any, list[Any]]:
-    """Replaces the writer's method: returns the function that writes, the one that stages, and the
-    arguments."""
+    """Replaces the writer's method: return the function that writes, the one that stages, and the
+    arguments; (None, None, []) if there is nothing to write."""
     if not writer.write_buckets:
         return None, None, []
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
@@ -150,8 +157,8 @@ def _save_function_and_args(writer: Any) -> tuple[Callable[..., None] | None, An
 def _write(
     writer: Any, transforms: list[Any], _rank: int, buckets: list[Bucket], results: Any
 ) -> None:
-    """Write a rank's files in this thread and release their tensors. Raises the error of a failed
-    write."""
+    """Write a rank's files in this thread, one after another, and release their tensors. Put the
+    results of all in `results`. Raise the error of a failed write."""
     written = {}
     for index, bucket in enumerate(buckets):
         own: queue.Queue[Any] = queue.Queue()
@@ -168,8 +175,8 @@ def _write(
 
 
 def _staged(buckets: list[Bucket]) -> list[Bucket]:
-    """Replace every tensor to be written by a copy on the CPU, one by one. This releases tensors
-    that are themselves copies, such as gathered ones."""
+    """Replace every tensor to be written, in place, by a copy on the CPU, one by one, and return
+    the buckets. This releases tensors that are themselves copies, such as gathered ones."""
     for _, _, (_, tensors) in buckets:
         for index, (item, tensor) in enumerate(tensors):
             tensors[index] = item, tensor.to("cpu", copy=True)

@@ -89,7 +89,8 @@ _prepared = False
 
 
 def prepare_cpu() -> None:
-    """Import Megatron-Core and patch it for the CPU. Further calls do nothing."""
+    """Import Megatron-Core without compiling its functions, and patch its modules for the CPU.
+    Further calls do nothing."""
     global _prepared
     if not _prepared:
         with _without_import_warnings(), _without_compilation():
@@ -107,8 +108,9 @@ def prepare_cpu() -> None:
 
 @contextlib.contextmanager
 def _without_import_warnings() -> Iterator[None]:
-    # At import Megatron warns that Transformer Engine and Apex are missing, and uses deprecated
-    # parts of torch, one of which logs that CUDA is missing. On the CPU none of this matters.
+    """Suppress, for the block, Python warnings and the log of torch's C++ extensions. At import
+    Megatron warns that Transformer Engine and Apex are missing, uses deprecated parts of torch, and
+    logs that CUDA is missing; on the CPU none of this matters."""
     extensions = logging.getLogger("torch.utils.cpp_extension")
     level = extensions.level
     extensions.setLevel(logging.ERROR)
@@ -122,6 +124,7 @@ def _without_import_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_compilation() -> Iterator[None]:
+    """Replace `torch.compile`, for the block, by a function that does not compile."""
     compiles = torch.compile
     torch.compile = _as_written  # type: ignore[assignment]  # its overloads say what it compiles
     try:
@@ -136,6 +139,7 @@ def _as_written(function: Any = None, **_options: object) -> Any:
 
 
 def _core(name: str) -> Any:
+    """Import a module of megatron.core."""
     return importlib.import_module(f"{_CORE}.{name}")
 
 
@@ -146,6 +150,7 @@ class _CpuStream(torch.cpu.Stream):
         super().__init__(priority)
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        """Return a new CPU event."""
         return torch.cpu.Event()
 
 
@@ -165,6 +170,8 @@ class _CpuInPlaceOfCuda(ModuleType):
 
 
 def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a function that creates tensors, so that `device="cuda"` means the CPU."""
+
     def created(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
@@ -174,7 +181,8 @@ def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _install_cpu_torch() -> None:
-    """Give the modules in `_MODULES` a copy of torch's namespace that uses the CPU."""
+    """Give the modules in `_MODULES`, as their `torch`, a copy of torch's namespace that uses the
+    CPU for `cuda` and `device="cuda"`. torch itself does not change."""
     cpu_torch = ModuleType("torch", torch.__doc__)
     vars(cpu_torch).update(vars(torch))
     vars(cpu_torch).update({name: _on_cpu(getattr(torch, name)) for name in _CREATORS})
@@ -184,7 +192,8 @@ def _install_cpu_torch() -> None:
 
 
 def _use_cpu_names(path: str) -> None:
-    """Replace CUDA's names in the code of a function, given as `module:name`."""
+    """Replace CUDA's names by the CPU's in the code of a function of megatron.core, given as
+    `module:name`. Changes the function object in place, beneath its decorators."""
     module, _, name = path.partition(":")
     found = operator.attrgetter(name)(_core(module))
     function = inspect.unwrap(getattr(found, "__func__", found))
@@ -193,6 +202,9 @@ def _use_cpu_names(path: str) -> None:
 
 
 def _with_cpu_names(code: CodeType) -> CodeType:
+    """Return a copy of a code object, nested ones included, in which the CPU's names replace CUDA's
+    among constants and attribute names."""
+
     def renamed(value: object) -> object:
         if isinstance(value, CodeType):
             return _with_cpu_names(value)
@@ -206,6 +218,8 @@ def _with_cpu_names(code: CodeType) -> CodeType:
 
 
 def _install_cpu_random_states() -> None:
+    """Replace Megatron's tracker of CUDA random states, and its functions that read and set CUDA's
+    state, by versions for the CPU generator."""
     module = _core("tensor_parallel.random")
 
     class CpuRNGStatesTracker(module.CudaRNGStatesTracker):  # type: ignore[name-defined, misc]
@@ -249,7 +263,8 @@ def _install_cpu_random_states() -> None:
 
 
 def _install_expert_exchange() -> None:
-    """Keep the token exchange between experts on the CPU."""
+    """Keep the token exchange between experts on the CPU: without Transformer Engine's matrix
+    product, and with split sizes left where they are (as a NumPy array if asked for)."""
 
     def sizes(
         tensor: torch.Tensor | None, as_numpy: bool = False, **_unused: object
@@ -264,13 +279,14 @@ def _install_expert_exchange() -> None:
 
 
 def prepare_without_transformer_engine() -> None:
-    """Make Megatron-Core run without Transformer Engine and Apex. Idempotent; changes nothing if
-    both are installed.
+    """Make Megatron-Core run without Transformer Engine and Apex. Idempotent, and harmless if both
+    are installed.
 
     Megatron's wrapper of torch's norms, which replaces theirs, refuses sequence parallelism. Here
     it returns torch's norm, with its weights tagged for Megatron's gradient finalization. The
     expert router looks up Transformer Engine's matrix product by a name that is otherwise
-    undefined."""
+    undefined; it becomes None.
+    """
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = _tagged_norm
     experts = _core("transformer.moe.moe_utils")
     experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
@@ -279,6 +295,8 @@ def prepare_without_transformer_engine() -> None:
 def _tagged_norm(
     _cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object
 ) -> torch.nn.Module:
+    """Replaces `WrappedTorchNorm.__new__`: return torch's LayerNorm or RMSNorm, as configured, with
+    Megatron's tag `sequence_parallel` on its parameters."""
     norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
     parameter: Any  # Megatron sets its tags as attributes that torch's type does not declare
@@ -315,6 +333,6 @@ def reduce_one_by_one() -> None:
 
 @contextlib.contextmanager
 def _one_by_one(*_: object, **__: object) -> Iterator[None]:
-    """Replaces torch's manager that coalesces collectives. Without overlap, its result is
-    unused."""
+    """Do nothing; replaces torch's manager that coalesces collectives. Without overlap, its result
+    is unused."""
     yield

@@ -36,7 +36,8 @@ class DispatchDescription:
 
 
 def describe_dispatch(settings: DispatchSettings) -> DispatchDescription:
-    """Describe a job whose tasks rrfp dispatches."""
+    """Return the description of a job whose tasks rrfp dispatches with these settings. Functions
+    among the settings (`admit_cost`, `hold_features`) are recorded by name."""
     # A shallow copy: a cost function may refer to anything.
     others = {each.name: getattr(settings, each.name) for each in fields(settings)}
     del others["policy"]
@@ -56,12 +57,13 @@ def describe_dispatch(settings: DispatchSettings) -> DispatchDescription:
 
 
 def _shape_of(settings: Mapping[str, Any], placement: Placement) -> Shape:
-    """The shape of the first step, from recorded settings."""
+    """The shape of the first step, from the recorded settings `pp`, `microbatches` and `chunks`."""
     return Shape(settings["pp"], settings["microbatches"], settings["chunks"], placement)
 
 
 def describe_native_dispatch() -> DispatchDescription:
-    """Describe a job that runs Megatron's own schedule."""
+    """Return the description of a job that runs Megatron's own schedule: hint `1f1b` with one chunk
+    per rank, else `interleaved`, or `interleaved by N` for a microbatch group of unusual size N."""
 
     def settings(chunks: Sequence[Any], num_ranks: int) -> Described:
         hint = "1f1b"
@@ -82,7 +84,8 @@ def describe_native_dispatch() -> DispatchDescription:
 
 
 def describe_layout(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
-    """The sizes of a step's process groups, keyed by `rrfp train`'s setting names."""
+    """Return the sizes of a step's process groups and the number of chunks, keyed by `rrfp train`'s
+    setting names. `dp` includes context parallelism; `ep` is 1 unless `has_experts`."""
     experts = expert_parallel_group(groups) if has_experts else None
     return {
         "pp": groups.pp.size(),
@@ -98,7 +101,8 @@ def describe_layout(groups: Any, num_chunks: int, *, has_experts: bool) -> Descr
 def describe_model(
     chunks: Sequence[Any], device: torch.device, arguments: Mapping[str, Any]
 ) -> Described:
-    """The sizes of the model and of its steps, without those that the configuration lacks."""
+    """Return the sizes of the model, from the first chunk's configuration, and of its steps, from
+    the schedule's arguments. Unknown values are left out."""
     config = config_of(chunks[0])
     parameter = next((each for chunk in chunks for each in chunk.parameters()), None)
     known = {
@@ -144,7 +148,8 @@ def num_parameters(chunks: Sequence[Any]) -> list[int]:
 
 
 def _innermost(model: Any) -> Any:
-    """The model inside its data-parallel and mixed-precision wrappers."""
+    """The model inside its data-parallel and mixed-precision wrappers, found along `module`
+    attributes."""
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
     return model
@@ -153,8 +158,8 @@ def _innermost(model: Any) -> Any:
 def parameters_by_stage(
     ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The number of parameters of each stage, on one rank that holds it. `parameters` has the
-    numbers by rank and chunk."""
+    """The number of parameters of each stage, in stage order, counted on one rank that holds the
+    stage. `parameters` has the numbers by rank and chunk."""
     found = {
         stage: number
         for info, numbers in zip(ranks, parameters, strict=True)

@@ -150,9 +150,13 @@ class RecordingRendezvous:
                 self._publish_presence(_Presence(failure=failure))
 
     def find_ranks(self, linked: Iterable[int]) -> None:
-        """Find the ranks of the recording. `linked` are the ranks that share a process group with
-        this one. Raises PeerLostError naming a rank that does not come in time or cannot record,
-        and RrfpError if an earlier start of the job has used the store, which torchrun keeps."""
+        """Find the ranks of the recording: those linked to this one, directly or through others.
+        `linked` are the ranks that share a process group with this one. Sets `ranks`, and
+        `is_leader` on the lowest rank.
+
+        Raise PeerLostError naming a rank that does not come in time or cannot record, and RrfpError
+        if an earlier start of the job has used the store, which torchrun keeps.
+        """
         if self._rendezvous.has(f"presence/{self._rank}"):
             raise self._reused_store_error()
         self._publish_presence(_Presence(tuple(sorted(linked)), num_restarts()))
@@ -173,8 +177,9 @@ class RecordingRendezvous:
         self._rendezvous = Rendezvous(self._store, self._prefix, self._rank, remaining_s)
 
     def run_directory(self, request: RecordingRequest, label: str) -> RunDir:
-        """The run's directory, which the leader creates. Raises RrfpError if the leader cannot, or
-        if the job already records another pipeline: a recording has one."""
+        """Return the run's directory. The leader creates it; the other ranks wait for its path.
+        Raise RrfpError if the leader cannot create it, or if the job already records another
+        pipeline: a recording has one."""
         if self.is_leader:
             self._rendezvous.publish("run", str(self._create_directory(request, label).path))
         return RunDir(Path(self._rendezvous.wait_text("run", self.ranks[0])))
@@ -211,28 +216,34 @@ class RecordingRendezvous:
         self._rendezvous.wait("settled", self.ranks[0])
 
     def publish(self, name: str, value: object) -> None:
-        """Publish a JSON value about this rank."""
+        """Publish a JSON value about this rank under this name."""
         self._rendezvous.publish(f"{name}/{self._rank}", json.dumps(value))
 
     def collect(self, name: str, decode: Callable[[object], T]) -> list[T]:
-        """The values that all ranks have published under this name, by rank."""
+        """Wait for the values that all ranks publish under this name, and return `decode` of each,
+        by rank. Raise PeerLostError for a rank that does not publish in time."""
         return [self._rendezvous.wait_json(f"{name}/{rank}", rank, decode) for rank in self.ranks]
 
     @property
     def _index(self) -> int:
+        """The position of this rank among the recording's ranks."""
         return self.ranks.index(self._rank)
 
     def _publish_presence(self, presence: _Presence) -> None:
+        """Publish that this rank records, or why it cannot."""
         self._rendezvous.publish(f"presence/{self._rank}", json.dumps(asdict(presence)))
 
     def _wait_presence(self, rank: int) -> _Presence:
+        """Wait until a rank publishes its presence, and return it. Raise PeerLostError if the rank
+        does not come in time or cannot record."""
         found = self._rendezvous.wait_json(f"presence/{rank}", rank, partial(instance, _Presence))
         if found.failure:
             raise PeerLostError(f"rank {rank} cannot record: {found.failure}")
         return found
 
     def _check_agreement(self, own: _Membership) -> None:
-        """Raise RrfpError unless all ranks have found the same membership.
+        """Publish this rank's membership and raise RrfpError unless all of its ranks have found the
+        same one.
 
         A presence may be left over from an earlier start in which this rank failed earlier. A
         membership that names this rank cannot: its author has read the presence that this rank
@@ -245,11 +256,15 @@ class RecordingRendezvous:
                 raise self._reused_store_error()
 
     def _reused_store_error(self) -> RrfpError:
-        """The error to raise. Also published to every rank, because none can trust the store."""
+        """Return the error about a store that an earlier start of the job has used. Also publish it
+        to every rank, because none can trust the store."""
         self._rendezvous.fail(_REUSED_STORE)
         return RrfpError(_REUSED_STORE)
 
     def _create_directory(self, request: RecordingRequest, label: str) -> RunDir:
+        """Create the run's directory on the leader, readable by this user only. If a restarted
+        job's `out` exists, create the next free `OUT-restart-N` instead and print that. Raise
+        RrfpError if another pipeline of the job is recorded already."""
         own = str(self._rank)
         first = self._store.compare_set(f"{_PREFIX}/leader", "", own).decode()
         if first != own:
@@ -326,7 +341,9 @@ class JobRecording:
         at_end.register(self.close)
 
     def record(self, record: Record) -> None:
-        """Write a record if its step is in the window. Thread-safe."""
+        """Write a record if its step is in the window, and drop it otherwise or while no records
+        are open. Thread-safe. A record of an evaluation that this rank has not started yet is kept
+        until it starts."""
         recorder, step = self._recorder, record.step
         if recorder is None:
             return
@@ -348,20 +365,22 @@ class JobRecording:
         return len(self._layout[0].pipeline)
 
     def begin(self, arguments: Mapping[str, Any]) -> int | None:
-        """Record that a call of the schedule with these arguments begins. Returns its step number,
-        or None if the step is not recorded."""
+        """Record that a call of the schedule with these arguments begins. Return its step number,
+        or None if the step is not recorded. The first call opens the recording together with the
+        other ranks. A failure ends the recording only."""
         return self.safely(lambda: self._begin(arguments))
 
     def end(self, step: int | None, report: StepReport | None = None) -> None:
-        """Record that the call with this result of `begin` has returned. `report` is the
-        drop-in's."""
+        """Record that a call has returned; `step` is what `begin` returned for it. First write the
+        drop-in's `report`, if given, to its files. A failure ends the recording only."""
         if report is not None:
             self.safely(lambda: self._write_report(step, report))
         self.safely(lambda: self._end(step))
 
     def _write_report(self, step: int | None, report: StepReport) -> None:
-        """Write the planes, policy, order and assignment of a step, recorded or not, to their
-        files."""
+        """Publish the data planes, and write a training step's policy, order and assignment to
+        their files. The policy is written by the leader for recorded steps only; the others also
+        for steps that are not recorded."""
         if report.planes is not None and self._transport is not None:
             self._transport.publish(report.planes)
         if report.is_evaluation:
@@ -376,8 +395,9 @@ class JobRecording:
             self._write_assignment(report.assignment)
 
     def _write_order(self, order: Sequence[int]) -> None:
+        """Append the step's order of entry to this replica's file, which the first call creates.
+        Only the first rank of the replica writes, because the others have the same order."""
         info, directory = self.info, self._directory
-        # Only the first rank of a replica's pipeline writes; the others have the same order.
         if info is None or directory is None or info.pp_rank or info.tp_rank:
             return
         if self._order_file is None:
@@ -385,6 +405,8 @@ class JobRecording:
         self._order_file.write([order])
 
     def _write_assignment(self, assignment: Assignment) -> None:
+        """Append the step's assignment of items to replicas to the run's file, which the first call
+        creates. Only the leader writes."""
         if self._run is None:
             return
         if self._assignments is None:
@@ -392,8 +414,9 @@ class JobRecording:
         self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
-        """Run a part of the recording and return its result. An exception ends the recording and
-        not the training."""
+        """Run a part of the recording and return its result, or None if the recording is off. An
+        exception switches the recording off, closes the records and is printed; the training
+        continues."""
         if self._is_off:
             return None
         try:
@@ -404,7 +427,8 @@ class JobRecording:
             return None
 
     def _stop_recording(self, error: Exception) -> None:
-        """Close the records after a failure and print it once."""
+        """Close the records after a failure. Print the failure to stderr, unless one was printed
+        before or the schedule raises it itself."""
         recorder, self._recorder = self._recorder, None
         if not self._has_failed:
             self._has_failed = True
@@ -416,7 +440,8 @@ class JobRecording:
                 recorder.close()
 
     def close(self) -> None:
-        """Write the remaining records. The leader then waits for all ranks and makes the trace."""
+        """Write the remaining records and how this process ended. The leader then waits for all
+        ranks to close their records and makes the trace; a failure there is printed, not raised."""
         self.safely(self._close_records)
         run, self._run = self._run, None
         outcome, self._outcome = self._outcome, None
@@ -430,6 +455,10 @@ class JobRecording:
             print_to_stderr(f"the trace is made when 'rrfp analyze' opens the run: {error}")
 
     def _begin(self, arguments: Mapping[str, Any]) -> int | None:
+        """Do the work of `begin`. The first call sets the recorded layout and joins the recording;
+        if that fails, it is printed, and steps are only counted. Return None for another layout and
+        for a step outside the window; after the window's end, also close the records and switch the
+        recording off."""
         now_ns = monotonic()
         model = arguments["model"]
         chunks = [*model] if isinstance(model, list | tuple) else [model]
@@ -459,13 +488,16 @@ class JobRecording:
         return step
 
     def _leave_script(self, now_ns: int) -> None:
-        """Record the time that the script has taken since the last call."""
+        """Record the time that the script has taken since the last call returned, as a phase of
+        that call's step. Do nothing on a GPU, and if that step was not recorded."""
         if self._script_step is not None and self._script_since_ns is not None:
             times_ns = self._script_since_ns, now_ns
             self.record(PhaseRecord(*times_ns, self._script_step, Phase.SCRIPT))
         self._script_since_ns = None
 
     def _end(self, step: int | None) -> None:
+        """Do the work of `end`: flush the step's records, count the step as recorded, and record
+        that the script begins. With None, only note the time."""
         if step is not None:
             self._is_in_step = False
             if self._recorder is not None:
@@ -480,8 +512,9 @@ class JobRecording:
             self._script_since_ns = now_ns
 
     def _next_step(self, *, forward_only: bool) -> int | None:
-        """Count a call and return its step number, or None if it is not recorded."""
-        # As in the drop-in, a failed call counts too.
+        """Count a call and return its step number, or None if the window excludes it. A failed call
+        counts too, as in the drop-in. For an evaluation, also write the records that arrived before
+        it started."""
         if forward_only:
             step = evaluation_step(self._num_evaluated)
             self._num_evaluated += 1
@@ -499,6 +532,8 @@ class JobRecording:
         return step if self._window.has_step(step) else None
 
     def _rank_info(self, place: Place, groups: Any, num_microbatches: int) -> RankInfo:
+        """Return this rank's identity in the run: ranks in its groups, stages, host and process id.
+        `dp_rank` counts context-parallel ranks as replicas."""
         assert self._layout is not None
         num_chunks = self._layout[1]
         shape = Shape(len(place.pipeline), num_microbatches, num_chunks, self._dispatch.placement)
@@ -522,9 +557,10 @@ class JobRecording:
         *,
         has_experts: bool,
     ) -> None:
-        """Find the other ranks, open this rank's records and describe the run. Raises RrfpError if
-        ranks do not come or the directory cannot be created. The other ranks get the reason if this
-        rank fails."""
+        """Find the other ranks, open this rank's records and, on the leader, create the directory
+        and describe the run in `run.json`. Raise RrfpError if ranks do not come or the directory
+        cannot be created, and UsageError for a policy that does not fit the step. The other ranks
+        get the reason if this rank fails."""
         timeout_s = self._dispatch.connect_s or timeout_s_of(groups.pp)
         with RecordingRendezvous(default_store(), place.rank, timeout_s) as rendezvous:
             device = device_of(chunks, groups)
@@ -571,6 +607,8 @@ class JobRecording:
             self._outcome = JobOutcome(run, leads=rendezvous.is_leader)
 
     def _close_records(self) -> None:
+        """Close the order and assignment files and this rank's records, after `before_close`.
+        During a step, which has then failed, write only the latest records."""
         recorder, files = self._recorder, (self._order_file, self._assignments)
         self._order_file = self._assignments = None
         for file in files:
@@ -585,7 +623,10 @@ class JobRecording:
                 recorder.close()
 
     def _make_trace(self, run: RunDir) -> None:
-        """Wait until every rank has closed its records, make the trace and print its path."""
+        """Wait until every rank has closed its records, join the replicas' orders, make the trace
+        in a subprocess and print the run's path. Raise RrfpError after 60 s. If no step was
+        recorded, only print why; if the program failed with a UsageError, remove the run instead.
+        Without the packages for traces, leave the trace to a later rrfp command."""
         if not self._recorded:
             if isinstance(at_end.program_error, UsageError):
                 empty(run)

@@ -13,8 +13,9 @@ from rrfp.trace.run_dir import RUNS
 
 
 def print_to_stderr(sentence: str) -> None:
-    """Print a sentence to stderr. Does not use the script's logging, which might hide it or repeat
-    it on every rank. Never raises."""
+    """Print `rrfp: ` and a sentence to stderr. Does not use the script's logging, which might hide
+    it or repeat it on every rank. Does nothing if the script has removed stderr, and never
+    raises."""
     stderr = getattr(sys, "stderr", None)
     if stderr is not None:  # a script may have removed it
         logging.StreamHandler(stderr).handle(logging.makeLogRecord({"msg": f"rrfp: {sentence}"}))
@@ -69,7 +70,8 @@ class StepWindow:
         return f"{self.start or ''}:{'' if self.stop == sys.maxsize else self.stop}"
 
     def without_steps(self, num_begun: int) -> str:
-        """Explain why a job that started `num_begun` training steps recorded none."""
+        """Format the reason why a job that began `num_begun` training steps recorded none: none
+        ended, or none was in the window."""
         began = f"the job began {num_begun} step{'' if num_begun == 1 else 's'}"
         if num_begun > self.start:
             return f"{began} and ended none"
@@ -101,12 +103,14 @@ class RecordingRequest:
 
 
 def num_restarts() -> int:
-    """The number of restarts of the job that this process's launcher reports. After the failure of
-    one node, torchrun counts the restart on that node only."""
+    """The number of restarts of the job that this process's launcher reports: torchrun's restarts
+    plus Slurm's requeues; 0 for a value that is not a number. After the failure of one node,
+    torchrun counts the restart on that node only."""
     counts = [os.environ.get(name, "") for name in _RESTART_COUNTS]
     return sum(int(count) for count in counts if count.isdecimal())
 
 
 def may_be_restarted() -> bool:
-    """True if this process sees that the job has been, or may be, restarted."""
+    """True if the environment shows that the job has been restarted, or that torchrun may restart
+    it (`TORCHELASTIC_MAX_RESTARTS` is not 0)."""
     return num_restarts() > 0 or os.environ.get(_MAX_RESTARTS, "0") != "0"

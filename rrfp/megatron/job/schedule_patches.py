@@ -51,8 +51,8 @@ class SchedulePatch(Protocol):
 
 
 def install_now(patch: SchedulePatch, asker: str) -> None:
-    """Install a patch. Raises UsageError, replacing nothing, if something has already replaced
-    Megatron's schedule, and if rrfp does not support the installed Megatron-Core."""
+    """Install a patch in all loaded modules. Raise UsageError, replacing nothing, if Megatron's
+    schedule has been replaced already, or if rrfp does not support the installed Megatron-Core."""
     installation.check_not_replaced(asker)
     patch.check()
     _install(patch, asker)
@@ -74,6 +74,10 @@ def install_after_import(patch: SchedulePatch, asker: str) -> None:
 
 
 def _install(patch: SchedulePatch, asker: str) -> None:
+    """Install a patch without checks, and register that this process publishes its end at exit. If
+    the job calls one of Megatron's own functions for this pipeline, `patch.on_bypass` gets a
+    sentence that describes the call."""
+
     def on_bypass(name: str, where: str, arguments: dict[str, Any]) -> None:
         if not _is_other_pipelines(name, arguments):
             patch.on_bypass(
@@ -86,7 +90,8 @@ def _install(patch: SchedulePatch, asker: str) -> None:
 
 
 def _publish_end() -> None:
-    """Publish how this process ends to the other ranks, if it uses torch.distributed."""
+    """Publish to the ranks that wait for this one that its process ends, if it has published
+    nothing to them before. Do nothing if torch.distributed was never imported."""
     if "torch.distributed" in sys.modules:
         from rrfp.runtime.rendezvous import publish_early_end
 
@@ -96,9 +101,10 @@ def _publish_end() -> None:
 def patched_schedule(
     name: str, check: Callable[[], None], run: Callable[[Schedule, dict[str, Any]], Any]
 ) -> Schedule:
-    """Make a replacement of Megatron's schedule function `name`. Each call first calls `check`, and
-    then `run` with Megatron's own function and the arguments. Calls with a model outside of the
-    pipeline, such as a teacher that every rank holds whole, run Megatron's function unchanged."""
+    """Return a replacement of Megatron's schedule function `name`. Each call first calls `check`,
+    and then `run` with Megatron's own function and the arguments. Calls with a model outside of the
+    pipeline, such as a teacher that every rank holds whole, run Megatron's function instead of
+    `run`."""
     own = original_function(name)
 
     @wraps(own)
@@ -112,7 +118,9 @@ def patched_schedule(
 
 
 def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
-    """True if a call runs a model outside of the pipeline, which the rank holds whole."""
+    """True if a call of the schedule `name` runs a model outside of the pipeline, which the rank
+    holds whole: Megatron's function without pipelining is called, and the pipeline has several
+    ranks or does not exist."""
     from rrfp.megatron.adapters.groups import pipeline_group
 
     if name != NO_PIPELINING:
@@ -132,12 +140,19 @@ class DropInPatch:
 
     @property
     def was_called(self) -> bool:
+        """True once the job has started a step with the drop-in."""
         return self._schedule is not None and self._schedule.was_called
 
     def check(self) -> None:
+        """Raise UsageError if the installed Megatron-Core lacks names that the drop-in uses or
+        replaces. Results are cached."""
         check_for_drop_in(self._settings, installs=True)
 
     def functions(self) -> dict[str, Schedule]:
+        """Return the replacements of Megatron's getter and of its three schedule functions, keyed
+        by name. A replaced schedule function checks Megatron-Core and runs the step on the
+        drop-in."""
+
         def check() -> None:
             check_for_drop_in(self._settings)
 
@@ -147,6 +162,7 @@ class DropInPatch:
         return {GETTER: self.get} | {name: patched_schedule(name, check, run) for name in SCHEDULES}
 
     def on_bypass(self, sentence: str) -> None:
+        """Raise UsageError with this sentence, so that no step runs outside of the drop-in."""
         raise UsageError(sentence)
 
     def get(
@@ -156,7 +172,10 @@ class DropInPatch:
         schedule_pg_collection: object = None,
         **newer: object,
     ) -> Schedule:
-        """Replaces Megatron's `get_forward_backward_func`."""
+        """Return the drop-in's function for a step; replaces Megatron's
+        `get_forward_backward_func`. If a recording is requested, the first call creates it and all
+        functions share it. Raise UsageError for a Megatron-Core that rrfp does not support, and
+        what `refuse_unknown_arguments` raises for `newer`."""
         refuse_unknown_arguments(GETTER, newer)
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.

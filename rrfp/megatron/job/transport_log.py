@@ -31,8 +31,9 @@ class TransportLog:
         self._is_published = False
 
     def publish(self, planes: AcceptedPlanes) -> None:
-        """Publish this rank's planes at the first call. The writing rank writes `run.json` once all
-        ranks have published, so call this after each step. Never waits."""
+        """Publish this rank's planes in the store at the first call. The writing rank writes those
+        of all ranks to `run.json`, once, at the first call after all have published; so call this
+        after each step. Never waits. A failed write is logged, not raised."""
         if not self._is_published:
             self._is_published = True
             links = {peer: choice.to_json() for peer, choice in sorted(planes.links.items())}
@@ -50,7 +51,9 @@ class TransportLog:
             self._ranks = ()
 
     def _write(self, own: AcceptedPlanes) -> None:
-        """Write the planes of all ranks. The requested transport is the same on every rank."""
+        """Read from the store what all ranks have published, and write it to `run.json`. The
+        requested transport and `outbox_mb` are this rank's, because they are the same on every
+        rank."""
         links: list[dict[str, object]] = []
         outbox_bytes = {}
         for rank in self._ranks:
@@ -71,4 +74,5 @@ class TransportLog:
         describe_transport(self._run.run_json, transport)
 
     def _key(self, rank: int) -> str:
+        """The store's key of a rank's planes."""
         return f"rrfp/transport-of/{self._name}/{rank}"

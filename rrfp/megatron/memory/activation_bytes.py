@@ -41,13 +41,15 @@ class StorageRef:
 
     @property
     def is_alive(self) -> bool:
+        """True while the storage exists."""
         return not self._reference.expired()
 
 
 def storage_refs(
     tensors: Iterable[torch.Tensor | None], device: torch.device
 ) -> dict[int, StorageRef]:
-    """The storages on `device` that the tensors use, by address."""
+    """Weak references to the storages on `device` that the tensors use, by address. None among the
+    tensors is skipped."""
     found: dict[int, StorageRef] = {}
     for tensor in tensors:
         if tensor is None:
@@ -109,7 +111,8 @@ class SavedTensors:
 
     def _unpacked(self, saved: Any, following: list[Any]) -> Iterator[torch.Tensor]:
         """Yield the tensors that a saved tensor keeps alive, without calling its unpack hook, which
-        may copy from another device or recompute."""
+        may copy from another device or recompute. For a checkpoint, add the node that saved its
+        inputs to `following`."""
         yield from tensors_in(saved.data)
         if saved.unpack_hook is None:
             return
@@ -129,7 +132,8 @@ def _saved_names(kind: type) -> tuple[str, ...]:
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, sets and dicts. Other objects are skipped."""
+    """Yield the tensors in nested lists, tuples, sets and dicts (their values). Other objects are
+    skipped."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, dict):
@@ -153,8 +157,8 @@ class MaskTracker:
 
     @contextmanager
     def tracking(self) -> Iterator[dict[int, StorageRef]]:
-        """Wrap a forward. The dict that it gives has, after the block, the masks still alive, by
-        address."""
+        """Wrap a forward, in which the softmaxes' `mask_func` is replaced. The dict that it gives
+        has, after the block, the masks still alive, by address."""
         used: list[StorageRef] = []
         alive: dict[int, StorageRef] = {}
         functions = [user.mask_func for user in self._users]
@@ -222,7 +226,8 @@ class ActivationCounter:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap a forward. Call `count_forward` next."""
+        """Wrap a forward to track its masks and the growth of allocated memory. Call
+        `count_forward` next."""
         before = self._allocated_bytes()
         with self._mask_tracker.tracking() as self._masks:
             yield
@@ -232,9 +237,9 @@ class ActivationCounter:
     def count_forward(
         self, microbatch: int, inputs: Tensors, outputs: Tensors, sent: Tensors = ()
     ) -> None:
-        """Count the memory of a microbatch after its F: its inputs and outputs, and the tensors
-        that autograd saved. A tensor that was `sent` counts only if autograd saved it, because a
-        link may keep it beyond the step."""
+        """Count the memory of a microbatch after its F: its inputs and outputs, the tensors that
+        autograd saved, and masks, each storage once. A tensor that was `sent` counts only if
+        autograd saved it, because a link may keep it beyond the step."""
         outputs = list(outputs)
         graph = SavedTensors(outputs)
         messages = self._storages((*inputs, *outputs))
@@ -254,7 +259,7 @@ class ActivationCounter:
         self._now[microbatch] = forward.message_bytes + sum(each.size for each in forward.saved)
 
     def count_backward(self, microbatch: int, operands: Tensors) -> None:
-        """Count the memory of a microbatch after its B: the operands of its W."""
+        """Count the memory of a microbatch after its B: only the operands of its W."""
         operand_bytes = sum(each.size for each in self._storages(operands).values())
         self._until_w[microbatch] = self._now[microbatch] = operand_bytes
 
@@ -268,7 +273,8 @@ class ActivationCounter:
         return sum(self._now.values())
 
     def results(self) -> list[ActivationBytes]:
-        """The bytes by microbatch. Call it after the step's last task."""
+        """The bytes of each microbatch, in microbatch order. Saved tensors that still exist do not
+        count, because they outlive the step. Call it after the step's last task."""
         return [
             ActivationBytes(
                 forward.message_bytes
@@ -280,15 +286,18 @@ class ActivationCounter:
         ]
 
     def _storages(self, tensors: Tensors) -> dict[int, StorageRef]:
+        """The storages that the tensors use on the device, by address, without the fixed ones."""
         found = storage_refs(tensors, self._device)
         return {address: each for address, each in found.items() if address not in self._fixed}
 
     def _allocated_bytes(self) -> int | None:
+        """The bytes that torch has allocated on the GPU now; None on the CPU."""
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
 
 
 def fixed_storages(models: Sequence[Any], device: torch.device) -> frozenset[int]:
-    """The addresses of parameters, buffers and gradients, which exist outside of any step."""
+    """The addresses, on `device`, of these models' parameters, buffers and gradients (also
+    `main_grad`), which exist outside of any step."""
     return frozenset(
         storage_refs(
             (

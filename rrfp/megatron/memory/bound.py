@@ -41,8 +41,9 @@ _MEMORY_CGROUPS = (
 
 
 def activation_headroom(device: torch.device) -> int:
-    """Return the bytes that activations may use on this device, measured between two steps.
-    On a GPU, `register_gpu_rank` must run first. Raises RrfpError if no memory is left."""
+    """Return the bytes that activations may use on this device, measured between two steps: this
+    rank's even share of the memory that is free above a margin of 10% of the device's. On a GPU,
+    `register_gpu_rank` must run first. Raise RrfpError if no memory is left."""
     headroom = _gpu_headroom(device) if device.type == "cuda" else _host_headroom()
     if headroom <= 0:
         raise RrfpError(
@@ -53,7 +54,8 @@ def activation_headroom(device: torch.device) -> int:
 
 
 def register_gpu_rank(device: torch.device) -> None:
-    """Count this rank among the ranks on its GPU. Does nothing on other devices.
+    """Count this rank, once per job, among the ranks on its GPU, in the job's store. Do nothing on
+    other devices.
 
     The GPUs that a rank sees do not show which ranks share them: srun may show each task only its
     own. Each rank registers one step before any rank reads the count, so that the step's messages
@@ -73,15 +75,18 @@ def _gpu_counter(device: torch.device) -> str:
 
 
 def _gpu_headroom(device: torch.device) -> int:
-    """An even share of the GPU's free memory, plus the unused blocks of this rank's allocator."""
-    register_gpu_rank(device)  # the process groups and their store may be new
+    """An even share of the GPU's free memory above the margin, plus the unused blocks of this
+    rank's allocator. Also registers this rank, because the process groups and their store may be
+    new."""
+    register_gpu_rank(device)
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free - int(_MARGIN * total)) // num_ranks_counted(_gpu_counter(device)) + unused
 
 
 def _host_headroom() -> int:
-    """An even share of the free memory of the host or its control group."""
+    """An even share, among the host's ranks, of the free memory of the host or its control group
+    above the margin."""
     available, total = _meminfo()
     for limit_file, used_file in _MEMORY_CGROUPS:
         try:
@@ -95,7 +100,7 @@ def _host_headroom() -> int:
 
 
 def _meminfo() -> tuple[int, int]:
-    """Available and total memory of the host in bytes."""
+    """Available and total memory of the host in bytes, from `/proc/meminfo`."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -146,7 +151,9 @@ class MemoryBound:
     def plan(
         self, features: Sequence[Features], groups: Sequence[Any], experts: Any = None
     ) -> StepMemory:
-        """Plan a step whose microbatches have these features.
+        """Plan a step whose microbatches have these features: a bound of each one's activation
+        bytes on each chunk, and the budget. A microbatch without a bound gets all of the remaining
+        budget. Before `auto` has measured a budget, one microbatch runs at a time.
 
         The ranks of `groups`, which dispatch tasks together, call this together. They plan with the
         largest size and the smallest budget among them. `experts` is the expert-parallel group.
@@ -193,24 +200,28 @@ class MemoryBound:
         return StepMemory(sizes, budget, self, measures, num_unknown)
 
     def reserve_for_gradients(self, waiting_gradient_bytes: int) -> None:
-        """Reserve memory in later steps for the peak bytes of waiting gradients in this step."""
+        """Reserve memory in later steps for waiting gradients: the largest peak in bytes of all
+        steps so far."""
         self._waiting_gradients = max(self._waiting_gradients, waiting_gradient_bytes)
 
     def learn(self, measured: Sequence[Sequence[ActivationBytes]]) -> None:
-        """Fit the size models to the measured step, by chunk and microbatch."""
+        """Fit the size models to the measured sizes of the planned step, by chunk and
+        microbatch."""
         for model, row in zip(self._models, measured, strict=True):
             for features, found in zip(self._features, row, strict=True):
                 model.take(features, found.until_b, found.until_w)
 
 
 def _with_expert_margin(bound: Bound | None) -> Bound | None:
+    """A bound raised by 30%; None for an unknown one."""
     if bound is None:
         return None
     return Bound(*(math.ceil(size * (1 + _EXPERT_MARGIN)) for size in bound))
 
 
 def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
-    """The features with their sums over a group's ranks."""
+    """The features of each microbatch, followed by the sums of all but the first over the ranks of
+    a group, which call this together."""
     own = torch.tensor(features, dtype=torch.float64, device=device_for(group))
     found = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(found, own, group=group)
@@ -221,7 +232,8 @@ def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
 def _reduce_over(
     kept: list[list[int]], pending: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
 ) -> tuple[ActivationSizes, tuple[int, int]]:
-    """The largest sizes and the smallest budgets over the ranks of these process groups."""
+    """The largest sizes and the smallest budgets over the ranks of these process groups, which call
+    this together."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
         return ActivationSizes(kept, pending), budgets

@@ -29,25 +29,31 @@ class NativePatch:
         self._cuda_timer: CudaTimer | None = None
 
     def check(self) -> None:
+        """Raise UsageError if `trace_native()` does not support the installed Megatron-Core."""
         check_for_trace()
 
     def functions(self) -> dict[str, Schedule]:
+        """Return recorded versions of Megatron's three schedule functions, keyed by name."""
         return {name: patched_schedule(name, self._check_once, self.run) for name in SCHEDULES}
 
     def on_bypass(self, sentence: str) -> None:
-        """Print once that a step is not recorded. It otherwise runs as requested."""
+        """Print this sentence to stderr at the first call, adding that such steps are not recorded.
+        The step otherwise runs as requested."""
         if not self._has_warned_of_bypass:
             self._has_warned_of_bypass = True
             print_to_stderr(f"{sentence}; this step and others called so are not recorded")
 
     def _check_once(self) -> None:
-        """Check before the first step only: during a step, the checked functions are wrapped."""
+        """Check Megatron-Core at the first call only, because during a step the checked functions
+        are wrapped."""
         if not self._is_checked:
             self.check()
             self._is_checked = True
 
     def run(self, own: Schedule, arguments: dict[str, Any]) -> Any:
-        """Run and record one step with Megatron's function `own`. Returns its result."""
+        """Run one step with Megatron's function `own`, and record it if its step is to be recorded.
+        Return the function's result. The first call starts the recording; a failure of the
+        recording does not affect the step."""
         self.was_called = True
         if self._recording is None:
             # Imported after the check, because another Megatron-Core may lack names they import.
@@ -74,6 +80,8 @@ class NativePatch:
         return data
 
     def _open(self, recording: "JobRecording") -> "NativeSchedule":
+        """Create the recorder of steps, timed with CUDA events on a GPU. It records late times
+        before the recording closes."""
         from torch.profiler import record_function
 
         from rrfp.megatron.native.schedule import CudaTimer, HostTimer, NativeSchedule
@@ -95,7 +103,7 @@ class NativePatch:
 
 
 def _range_of(info: RankInfo, step: int) -> str:
-    """The name of a step's range in a profile."""
+    """The name of a step's range in a profile, with this rank's place."""
     return schedule_range(
         ScheduleRange(step, info.rank, info.pp_rank, info.tp_rank, info.dp_rank, info.stages)
     )

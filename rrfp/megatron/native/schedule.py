@@ -51,11 +51,11 @@ class Timer(Protocol):
     """True if the time of a mark is known when it is made."""
 
     def mark(self) -> Any:
-        """Mark the end of the work issued so far."""
+        """Mark the end of the work issued so far, without waiting for it."""
 
     def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
-        """The times of marks, which must be in the order of their creation. Without `wait`, None if
-        a time is not known yet."""
+        """Return the times of marks, which must be in the order of their creation. Without `wait`,
+        None if a time is not known yet."""
 
 
 class HostTimer:
@@ -67,9 +67,11 @@ class HostTimer:
         self._clock = clock
 
     def mark(self) -> int:
+        """Return the time now in ns: all work is done when its call returns."""
         return self._clock()
 
     def times_ns(self, marks: Sequence[int], *, wait: bool) -> list[int]:
+        """Return the marks, which are times themselves."""
         return list(marks)
 
 
@@ -92,7 +94,8 @@ class CudaTimer:
         self._reference_ns = clock()
 
     def compare_clocks(self) -> None:
-        """Make a new reference event if the stream is idle. Gives up after 0.1 ms."""
+        """Make a new reference: an event on the current stream, with its host time. Keep the old
+        one if the stream is busy, or if the event takes more than 0.1 ms."""
         if not torch.cuda.current_stream().query():
             return
         event = self.mark()
@@ -103,11 +106,15 @@ class CudaTimer:
         self._reference, self._reference_ns = event, (began_ns + self._clock()) // 2
 
     def mark(self) -> Any:
+        """Record an event on the current stream and return it. Events whose times were read are
+        used again."""
         event = self._spare.pop() if self._spare else _new_event()
         event.record()
         return event
 
     def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
+        """Return the host times of events in ns; None while one is pending, unless `wait`. The last
+        event becomes the reference and the others are used again, so read each mark once."""
         if marks and wait:
             marks[-1].synchronize()
         if not all(mark.query() for mark in marks):
@@ -124,6 +131,7 @@ class CudaTimer:
 
 
 def _new_event() -> Any:
+    """Create a CUDA event that can be timed."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -139,12 +147,12 @@ class NativePace:
         self._messages = _messages(shape, pp_rank)
 
     def task(self, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-        """Wrap a task's work."""
+        """Wrap a task's work, so that it ends no earlier than its modeled time after its start."""
         return self._pace.task(Task(stage, kind, microbatch))
 
     def transfer(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's `_communicate` so that both ends return only after the modelled time of
-        the exchange; for concurrent messages, after the longest one."""
+        """Wrap Megatron's `_communicate`: after the real transfer, sleep for the modeled time of
+        its messages, that of the longest if there are several."""
 
         def paced(*args: Any, **kwargs: Any) -> Any:
             result = communicate(*args, **kwargs)
@@ -162,7 +170,9 @@ class NativePace:
 
 
 def _messages(shape: Shape, pp_rank: int) -> dict[str, Iterator[Task]]:
-    """By argument of `_communicate`: the tasks that consume its messages, in transfer order."""
+    """By argument of `_communicate`: the tasks that consume the messages passed in it, in transfer
+    order. The order is that of 1F1B, or of the interleaved schedule with several chunks. Empty with
+    one rank."""
     if shape.num_ranks == 1:
         return {}
     name = "1f1b" if shape.num_chunks == 1 else "interleaved"
@@ -178,10 +188,12 @@ def _messages(shape: Shape, pp_rank: int) -> dict[str, Iterator[Task]]:
 
 
 def _sent(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
+    """The tasks on neighboring stages that consume the outputs of these tasks, if any."""
     return (receiver for task in tasks if (receiver := shape.receiver(task)) is not None)
 
 
 def _received(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
+    """The tasks among these that consume the output of a neighboring stage."""
     return (task for task in tasks if shape.sender(task) is not None)
 
 
@@ -206,7 +218,7 @@ class NativeSchedule:
         wait and step; `name_of_step` returns a step's range name. `record` gets each record once
         its times are known, with a HostTimer immediately. Training steps and evaluations are
         numbered separately (`rrfp.trace.records`). `pace` delays tasks and transfers of training
-        steps to modelled times; it requires work on the host. `num_ranks` defaults to the pipeline
+        steps to modeled times; it requires work on the host. `num_ranks` defaults to the pipeline
         size of Megatron's parallel state."""
         self._pp_rank = pp_rank
         self._record = record
@@ -241,7 +253,8 @@ class NativeSchedule:
         self, schedule: Callable[[], list[Any]], step: int, arguments: Mapping[str, Any]
     ) -> list[Any]:
         """Run step number `step` by calling `schedule`, one of Megatron's schedule functions bound
-        to `arguments`. `settle` then records the step."""
+        to `arguments`, and return its result. Tasks and waits are timed, and in training paced.
+        `settle` must follow: it records a step whose times are not known at once."""
         chunks = _chunks(arguments["model"])
         forward_only = bool(arguments.get("forward_only", False))
         kinds = FORWARD_ONLY if forward_only else WHOLE_BACKWARD
@@ -276,7 +289,9 @@ class NativeSchedule:
         self.settle(wait=True)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Record the steps whose times are known; with `wait`, wait for all of them."""
+        """Record the finished steps whose times are known, in order, and set `report`; with `wait`,
+        wait for the times of all. With a HostTimer, records are already written, and only `report`
+        is set."""
         while self._steps and (records := self._steps[0].records(wait=wait)) is not None:
             if not self._timer.knows_at_once:
                 for record in records:
@@ -285,6 +300,7 @@ class NativeSchedule:
 
 
 def _chunks(model: Any) -> list[Any]:
+    """The model chunks of a call, which passes one chunk or a list."""
     return model if isinstance(model, list) else [model]
 
 
@@ -322,7 +338,8 @@ class _StepRecorder:
         """For each record: its type, the indices of its two marks, and its other fields."""
 
     def recording(self, config: Any) -> AbstractContextManager[None]:
-        """Patch the functions that Megatron's schedule calls for the block, to record them."""
+        """Replace, for the block, the functions that Megatron's schedule calls by recorded
+        versions: forward, backward, transfers, and gradient finalization in `config`."""
         return patched_parts(
             forward=self.forward,
             backward=self.backward,
@@ -332,7 +349,8 @@ class _StepRecorder:
         )
 
     def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's `forward_step` to record it."""
+        """Wrap Megatron's `forward_step` to record each call as a task F. A call with another model
+        than the step's chunks, such as a teacher, runs unrecorded."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             chunk = self._chunks.get(id(kwargs["model"] if "model" in kwargs else args[2]))
@@ -349,7 +367,8 @@ class _StepRecorder:
         return recorded
 
     def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's `backward_step` to record it."""
+        """Wrap Megatron's `backward_step` to record each call as a task B of the chunk and
+        microbatch whose forward made the output. A call with another output runs unrecorded."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]
@@ -361,7 +380,8 @@ class _StepRecorder:
         return recorded
 
     def communicate(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's `_communicate` to record it, and later waits for transfers in flight."""
+        """Wrap Megatron's `_communicate` to record each call as a wait, and later waits for
+        transfers in flight. With a pace, transfers are paced, too."""
         if self._pace is not None:
             function = self._pace.transfer(function)
 
@@ -378,7 +398,8 @@ class _StepRecorder:
         return recorded
 
     def _transfer(self, function: Callable[..., Any], peer: int) -> Callable[..., Any]:
-        """Wrap a function to record it as a wait for a transfer with rank `peer`."""
+        """Wrap a function to record it as a wait for a transfer with rank `peer`. The cause of the
+        wait follows from the number of tasks that have run."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             cause = self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank)
@@ -389,7 +410,8 @@ class _StepRecorder:
     def wait(
         self, cause: Cause, function: Callable[..., Any], peer: int = -1
     ) -> Callable[..., Any]:
-        """Wrap a function to record it as a wait with this cause."""
+        """Wrap a function to record each call as a wait with this cause, with a range in the
+        profile."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self._begin(cause, peer=peer)
@@ -406,12 +428,14 @@ class _StepRecorder:
     def _begin(
         self, doing: str, kind: str = "", stage: int = -1, microbatch: int = -1, peer: int = -1
     ) -> None:
+        """Record immediately that a task, or a wait with the cause `doing`, begins now."""
         now_ns = monotonic()
         task = kind, stage, microbatch
         self._record(BegunRecord(now_ns, now_ns, self._step, doing, *task, peer))
 
     def add(self, start: Any, end: Any, record: type[Any], *fields: Any) -> None:
-        """Add a record of type `record` for the time between two marks."""
+        """Add a record of type `record` for the time between two marks. With a HostTimer, also
+        write it immediately."""
         if self._timer.knows_at_once:
             times_ns = self._timer.times_ns((start, end), wait=False)
             assert times_ns is not None
@@ -420,7 +444,7 @@ class _StepRecorder:
         self._marks += (start, end)
 
     def records(self, *, wait: bool) -> list[Any] | None:
-        """The step's records; None while a time is unknown."""
+        """The step's records; None while a time is unknown, unless `wait` waits for it."""
         times_ns = self._timer.times_ns(self._marks, wait=wait)
         if times_ns is None:
             return None
@@ -430,13 +454,17 @@ class _StepRecorder:
         ]
 
     def summary(self, records: list[Any]) -> StepSummary:
-        """The summary of the step, from its records."""
+        """The summary of the step, from its records, of which the last is the whole schedule's.
+        `peak_held` is in microbatches: the peak number of held chunk activations divided by the
+        number of chunks."""
         schedule = records[-1]
         busy_ns = sum(r.end_ns - r.start_ns for r in records if isinstance(r, TaskRecord))
         peak_held = self._counts.peak_held / len(self._chunks)
         return StepSummary(schedule.start_ns, schedule.end_ns, busy_ns, peak_held)
 
     def _run(self, kind: Kind, chunk: int, microbatch: int, function: Callable[[], Any]) -> Any:
+        """Run a task's function and return its result. Records the task, opens its profiler range,
+        and delays it to the pace."""
         stage = self._shape.stage_of(self._pp_rank, chunk)
         self._begin(Doing.TASK, kind, stage, microbatch)
         with self._open_range(task_range(kind, stage, chunk, microbatch, self._step)):
@@ -461,8 +489,8 @@ class _InFlightTransfer:
 
 
 def _peer_of(communicator: Any, transfer: Mapping[str, Any]) -> int:
-    """The peer of a transfer of Megatron's, -1 if unknown. If it both sends and receives, the rank
-    that it receives from."""
+    """The peer of a transfer of Megatron's, -1 if unknown: the communicator's next or previous
+    rank. If the transfer both sends and receives, the rank that it receives from."""
     is_next = transfer.get("recv_next") or (
         not transfer.get("recv_prev") and transfer.get("tensor_send_next") is not None
     )

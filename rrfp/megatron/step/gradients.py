@@ -32,7 +32,8 @@ class GradientSum(Protocol):
         see the final sum."""
 
     def adding(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wrap the backward that adds this microbatch's gradients to the parameters."""
+        """Wrap the backward that adds this microbatch's gradients to the parameters, and count the
+        microbatch."""
 
     def add(self, microbatch: int, gradients: Iterable[Gradient]) -> None:
         """Add this microbatch's gradients. The iterable may compute each one on demand."""
@@ -48,8 +49,9 @@ def gradient_sum(
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add a gradient to a parameter exactly as autograd and Megatron's DistributedDataParallel
-    do."""
+    """Add a gradient to a parameter's `main_grad` if it has one, else to `.grad`, exactly as
+    autograd and Megatron's DistributedDataParallel do. The first `.grad` is the given tensor
+    itself, not a copy."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)
     elif parameter.grad is None:
@@ -67,14 +69,18 @@ class ArrivalGradients:
         self._num_missing = num_microbatches
 
     def completes(self, _microbatch: int) -> bool:
+        """True if only one microbatch is missing, whichever it is."""
         return self._num_missing == 1
 
     @contextmanager
     def adding(self, _microbatch: int) -> Iterator[None]:
+        """Wrap a backward that adds a microbatch's gradients, which need not wait, and count it
+        unless it fails."""
         yield
         self._num_missing -= 1
 
     def add(self, _microbatch: int, gradients: Iterable[Gradient]) -> None:
+        """Add a microbatch's gradients now, and count it."""
         for parameter, gradient in gradients:
             add_gradient(parameter, gradient)
         self._num_missing -= 1
@@ -92,10 +98,14 @@ class CanonicalGradients:
         self.waiting_bytes = 0
 
     def completes(self, microbatch: int) -> bool:
+        """True if this is the last microbatch and all others have been added."""
         return microbatch == self._next_microbatch == self._num_microbatches - 1
 
     @contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
+        """Wrap the backward that adds this microbatch's gradients. If it is the next microbatch,
+        its gradients are added directly, and then those that wait for it. Otherwise the backward
+        adds to empty sums, whose content waits."""
         if microbatch == self._next_microbatch:
             yield
             self._add_waiting()
@@ -111,6 +121,8 @@ class CanonicalGradients:
         self._store(microbatch, [(each, found) for each, found in added if found is not None])
 
     def add(self, microbatch: int, gradients: Iterable[Gradient]) -> None:
+        """Add this microbatch's gradients now if it is the next one, and then those that wait for
+        it. Otherwise compute all of them now and let them wait, without a copy."""
         if microbatch == self._next_microbatch:
             for parameter, gradient in gradients:
                 add_gradient(parameter, gradient)
@@ -119,11 +131,13 @@ class CanonicalGradients:
             self._store(microbatch, list(gradients))
 
     def _store(self, microbatch: int, gradients: list[Gradient]) -> None:
+        """Let the gradients of an early microbatch wait, and count their bytes."""
         self._early[microbatch] = gradients
         self.waiting_bytes += _bytes_of(gradients)
 
     def _add_waiting(self) -> None:
-        """Add the waiting gradients of the following microbatches, as far as they are complete."""
+        """Count the next microbatch as added. Then add and release the waiting gradients of those
+        that follow it, up to the first that has not arrived."""
         self._next_microbatch += 1
         while self._next_microbatch in self._early:
             gradients = self._early.pop(self._next_microbatch)
@@ -134,12 +148,14 @@ class CanonicalGradients:
 
 
 def _bytes_of(gradients: list[Gradient]) -> int:
+    """The bytes of the storages of these gradients, each storage counted once."""
     storages = [gradient.untyped_storage() for _, gradient in gradients]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _start_empty_sum(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Replace the parameter's sum by an empty one and return the previous sum.
+    """Replace the parameter's sum (`main_grad`, else `.grad`) by an empty one and return the
+    previous sum.
 
     Only the storage of `main_grad` changes, because fused kernels refer to the tensor from the
     forward on.
@@ -155,7 +171,8 @@ def _start_empty_sum(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _restore_sum(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
-    """Restore a previous sum and return the gradient added since `_start_empty_sum`."""
+    """Restore a previous sum and return the gradient added since `_start_empty_sum`; None if
+    `.grad` got none."""
     added: torch.Tensor | None
     if hasattr(parameter, "main_grad"):
         added = parameter.main_grad.data
@@ -209,35 +226,43 @@ class Reduction:
         self._hold()
 
     def around_last_backward(self, chunk: int) -> AbstractContextManager[None]:
-        """Wrap the backward that completes a chunk's gradients, in which Megatron's hooks may start
-        the reduction."""
+        """Wrap the backward that completes a chunk's gradients. If Megatron's hooks may start
+        reductions, they start the chunk's in this block, and it counts as started; otherwise the
+        block does nothing."""
         if not self._follows_hooks:
             return nullcontext()
         self._started.add(chunk)
         return self._released()
 
     def complete(self, chunk: int) -> None:
-        """Mark a chunk's gradients as complete and start the reductions that are due."""
+        """Mark a chunk's gradients as complete. Unless all reductions wait for `finish`, start
+        those that are due."""
         self._complete.add(chunk)
         if self._starts_early:
             self._start_due()
 
     def finish(self) -> None:
-        """Start all reductions that have not started, after the step's last task."""
+        """Start all reductions that have not started, and leave `no_sync_func`, after the step's
+        last task."""
         self._start_due()
         self._held.close()
 
     def abandon(self) -> None:
-        """Stop holding reductions back, without starting any."""
+        """Leave `no_sync_func` without starting any reduction."""
         self._held.close()
 
     def _start_due(self) -> None:
+        """Start the reductions of complete chunks from the largest chunk down, up to the first
+        incomplete one. Skip those that Megatron's hooks have started."""
         while self._next in self._complete:
             if self._next not in self._started:
                 self._start(self._next)
             self._next -= 1
 
     def _start(self, chunk: int) -> None:
+        """Start a chunk's reduction by the user's `grad_sync_func`, if that applies. Otherwise
+        start its buckets if Megatron's DistributedDataParallel overlaps reductions, except those
+        left to Megatron. Without overlap, do nothing."""
         model = self._models[chunk]
         if self._grad_sync is not None:
             with self._released():
@@ -256,12 +281,13 @@ class Reduction:
         return model.ddp_config.num_distributed_optimizer_instances > 1 or not self._is_finalized
 
     def _hold(self) -> None:
-        """Enter Megatron's `no_sync_func`."""
+        """Enter Megatron's `no_sync_func`, of every chunk if there are several."""
         for no_sync in self._no_sync:
             self._held.enter_context(no_sync())
 
     @contextmanager
     def _released(self) -> Iterator[None]:
+        """Leave Megatron's `no_sync_func` for the block."""
         self._held.close()
         try:
             yield
@@ -270,13 +296,15 @@ class Reduction:
 
 
 def function_per_chunk(function: Any, num_chunks: int) -> list[Any] | None:
-    """The function for each chunk. Megatron accepts one function or a list."""
+    """The function for each chunk; None stays None. Megatron accepts one function for all chunks,
+    or a list."""
     if function is None or isinstance(function, list):
         return function
     return [function] * num_chunks
 
 
 def _reduces_early(model: Any) -> bool:
-    """True if Megatron's gradient finalization expects reductions to have started."""
+    """True if Megatron's gradient finalization expects reductions to have started: the chunk's
+    DistributedDataParallel has `overlap_grad_reduce`."""
     ddp_config = getattr(model, "ddp_config", None)
     return ddp_config is not None and ddp_config.overlap_grad_reduce

@@ -94,6 +94,8 @@ class StepData:
 
     @property
     def _must_order(self) -> bool:
+        """True if items must be drawn in Megatron's order between chunks: chunks share an iterator,
+        or drawing has advanced the loop's random states."""
         return self._is_shared or (self._has_several and self._habits.order_matters)
 
     def given(self, chunk: int) -> Any:
@@ -101,7 +103,9 @@ class StepData:
         return self._given[chunk]
 
     def first(self, chunk: int, num_microbatches: int) -> list[Any]:
-        """Draw and return the items of a chunk before any is used, one per microbatch."""
+        """Draw and return a chunk's items, one per microbatch, before any is used. If the order
+        between chunks matters, items of other chunks are drawn, too. Raise UsageError if the
+        iterator ends."""
         self._habits.num_items = 1
         for number in range(num_microbatches):
             self._draw_up_to(chunk, number)
@@ -125,8 +129,13 @@ class StepData:
 
     @contextmanager
     def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
-        """Give the data object for the forward of microbatch `number`, which runs inside the block.
-        Its random numbers come from `streams`."""
+        """Give the data object for the forward of microbatch `number`, which runs inside the block:
+        the loop's object itself, or a view of its iterator with this microbatch's items. The
+        forward's random numbers come from `streams`.
+
+        Raise UsageError if the iterator ends, if the forward leaves items over, and if it advances
+        the loop's random states where they cannot be kept in Megatron's order.
+        """
         given = self._given[chunk]
         if self._keeps_order and not self._has_several:
             with streams.active_in_calls_of(model):
@@ -155,9 +164,10 @@ class StepData:
                 )
 
     def take(self, chunk: int, number: int) -> Any:
-        """Return the next item of a microbatch, drawn if needed.
+        """Return and remove the next item of a microbatch, drawn if needed.
 
-        Raises UsageError if drawing it now would change the order of the loop's data.
+        Raise UsageError if the iterator has ended, or if drawing now would change the order of the
+        loop's data.
         """
         slots = self._slots[chunk]
         if number >= len(slots):
@@ -172,7 +182,8 @@ class StepData:
         return slot.items.popleft()
 
     def _update_habits(self, chunk: int, number: int) -> None:
-        """Learn from the draws of a finished microbatch. Raises UsageError if it left items."""
+        """Learn from the draws of a finished microbatch how many items one takes, and whether the
+        chunk draws at all. Raise UsageError if the microbatch left items over."""
         slots = self._slots[chunk]
         # Items are replaced for all chunks that may draw, also for those that do not.
         is_left = chunk in self._replaced and slots[number].num_taken == 0
@@ -191,7 +202,9 @@ class StepData:
         self._habits.num_items = slot.num_taken
 
     def _draw_up_to(self, chunk: int, number: int) -> None:
-        """Draw all items that Megatron would have drawn by now, up to this microbatch's first."""
+        """Draw all items that Megatron would have drawn by now, up to this microbatch's first.
+        Another chunk whose iterator has ended is taken for one that never draws. Raise UsageError
+        if this chunk's iterator ends."""
         self._habits.idle_chunks.discard(chunk)
         while number >= len(self._slots[chunk]):
             each = self._next_in_order() if self._must_order else chunk
@@ -224,7 +237,8 @@ class StepData:
         return min(due)[1]
 
     def _draw(self, chunk: int, number: int) -> bool:
-        """Draw an item for a microbatch. Returns False if the iterator has ended."""
+        """Draw an item for a microbatch and store it. Return False if the iterator has ended. Raise
+        UsageError if the draw advances the loop's random states out of Megatron's order."""
         with self._checking_random_states(chunk, number):
             try:
                 item = next(self._given[chunk])
@@ -310,8 +324,8 @@ class LoopRandomStates:
 
 
 def data_per_chunk(given: Any, num_chunks: int) -> list[Any]:
-    """The data object of each chunk. Megatron passes one object, a list by chunk, or None. Raises
-    MismatchedDataError for a list of another length."""
+    """The data object of each chunk, None for all if None is given. Megatron passes one object or a
+    list by chunk. Raise MismatchedDataError if their number is not that of the chunks."""
     if given is None:
         return [None] * num_chunks
     objects = given if isinstance(given, list) else [given]
@@ -324,18 +338,20 @@ def data_per_chunk(given: Any, num_chunks: int) -> list[Any]:
 
 
 def shared_objects(given: Sequence[Any]) -> list[Any]:
-    """The data objects that several chunks draw from."""
+    """The data objects that several chunks draw from, once for each of these chunks. None and
+    sequences do not count."""
     drawn_from = [each for each in given if each is not None and not isinstance(each, Sequence)]
     counts = Counter(map(id, drawn_from))
     return [each for each in drawn_from if counts[id(each)] > 1]
 
 
 def is_iterator(given: Any) -> bool:
-    """True if a data object has `__next__`."""
+    """True if a data object's type has `__next__`."""
     return hasattr(type(given), "__next__")
 
 
 def _raise_ended(number: int) -> NoReturn:
+    """Raise UsageError: the data iterator ended after `number` microbatches of this step."""
     raise UsageError(
         f"the data iterator ended after {number} microbatches of this step; give it an item for "
         "each microbatch"
@@ -344,7 +360,8 @@ def _raise_ended(number: int) -> NoReturn:
 
 @lru_cache(maxsize=16)
 def _places(num_microbatches: int, num_chunks: int, group_size: int) -> dict[tuple[int, int], int]:
-    """The place of each (chunk, microbatch) in Megatron's order of forwards on a rank."""
+    """The place of each (chunk, microbatch) in Megatron's order of forwards on a rank, which
+    alternates between chunks after `group_size` microbatches."""
     order = (
         (chunk, number)
         for start in range(0, num_microbatches, group_size)

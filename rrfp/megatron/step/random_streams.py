@@ -48,8 +48,9 @@ class RandomStreams:
         self._watches_draws = False
 
     def start_step(self, *, advances: bool = True) -> None:
-        """Compute this step's seeds and, with `advances`, advance the named states. Evaluations do
-        not advance them, so that training does not depend on evaluations."""
+        """Compute this step's seeds from Megatron's named states or, if these were never seeded,
+        from the default generators' states. With `advances`, advance the named states. Evaluations
+        do not, so that training does not depend on them."""
         self._named_seeds, states = _drawn_seeds(self._scratch)
         if advances:
             set_named_states(states)
@@ -62,13 +63,16 @@ class RandomStreams:
         self._to_advance.clear()
 
     def finish_step(self) -> None:
-        """Advance the default generators that tasks drew from, if they seed their own streams."""
+        """Advance, by one draw, the default generators that tasks drew from, if their own states
+        seed the streams."""
         for name in self._to_advance:
             _advance(self._defaults[name])
 
     @contextmanager
     def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
-        """Create the streams of a task. The loop's states stay active until the task switches."""
+        """Create the streams of a task, which depend only on the step's seeds, stage and
+        microbatch. The loop's states stay active until the task switches. After the block, note
+        from which default generators it drew, for `finish_step`."""
         named = {}
         for name, seed in self._named_seeds.items():
             self._scratch.manual_seed(_task_seed(seed, name, stage, microbatch))
@@ -109,7 +113,8 @@ class TaskStreams:
 
     @contextmanager
     def active_in_calls_of(self, model: Any) -> Iterator[None]:
-        """Draw from the task's streams during each call of the model, or of a module it wraps."""
+        """Draw from the task's streams during each call of the model, or of a module it wraps. Uses
+        forward hooks, which are removed after the block."""
         calls: list[ExitStack] = []
 
         def enter(*_: object) -> None:
@@ -142,6 +147,8 @@ class TaskStreams:
 
     @contextmanager
     def _switched(self, *, is_active: bool) -> Iterator[None]:
+        """Make the task's streams active or inactive in the block, and switch back after it. Do
+        nothing if they are so already."""
         if self._is_active == is_active:
             yield
             return
@@ -152,6 +159,7 @@ class TaskStreams:
             self._swap()
 
     def _swap(self) -> None:
+        """Exchange the stored states with those of the generators and of Megatron's tracker."""
         for name, generator in self._generators.items():
             state = generator.get_state()
             generator.set_state(self._defaults[name])
@@ -171,7 +179,8 @@ def advance_named_states(num_steps: int, device: torch.device) -> None:
 
 
 def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-    """The seed of a step from each named state, and the states advanced by one draw."""
+    """Return the seed of a step from each named state, and the states advanced by one draw.
+    Megatron's tracker does not change."""
     seeds, states = {}, {}
     for name, state in named_states().items():
         seeds[name] = _digest(state)
@@ -182,18 +191,21 @@ def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, to
 
 
 def _advance(generator: torch.Generator) -> None:
-    """Draw one number, without waiting for a GPU."""
+    """Draw one number to advance the generator, without waiting for a GPU."""
     torch.randint(2**62, (), generator=generator, device=generator.device)
 
 
 def _digest(state: torch.Tensor) -> int:
+    """A seed of 64 bits from the state of a generator."""
     return _hashed(state.numpy().tobytes())
 
 
 def _task_seed(seed: int, name: str, stage: int, microbatch: int) -> int:
-    # The key includes the name, because Megatron seeds several states alike.
+    """The seed of a task's stream, hashed from the step's seed, the stream's name, stage and
+    microbatch. The name is included because Megatron seeds several states alike."""
     return _hashed(f"{seed} {name} {stage} {microbatch}".encode())
 
 
 def _hashed(key: bytes) -> int:
+    """The 64-bit BLAKE2b hash of a key, as an integer."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")

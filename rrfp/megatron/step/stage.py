@@ -46,7 +46,8 @@ class LoggedLosses:
     @contextmanager
     def task(self, microbatch: int) -> Iterator[None]:
         """Collect the losses of this microbatch's forward, or of its backward, which may recompute
-        forwards."""
+        forwards. Megatron's trackers are empty in the block, and get their earlier losses back
+        after it."""
         totals = [tracker.exchange(tracker.empty()) for tracker in TRACKERS]
         try:
             yield
@@ -144,6 +145,9 @@ class RankStep:
             )
 
     def run(self, task: Task, inputs: Tensors) -> Tensors:
+        """Run a task F, B or W on its inputs (activations, in B gradients) and return what it
+        sends: outputs, in B gradients of the inputs, in W nothing. Also counts tokens and the bytes
+        of waiting gradients, and marks a chunk's gradients as complete after its last task."""
         index = self._shape.chunk_of(task.stage)
         chunk, microbatch = self._chunks[index], task.microbatch
         if task.kind is Kind.F:
@@ -195,7 +199,8 @@ class RankStep:
         return [item for _, items in by_microbatch for item in items]
 
     def abandon(self) -> None:
-        """Exit the contexts that the step has entered. Call it after a task has failed."""
+        """Stop holding Megatron's gradient reductions back, without starting any. Call it after a
+        task has failed; an evaluation holds none back."""
         if self._reduction is not None:
             self._reduction.abandon()
 
@@ -249,8 +254,9 @@ class ChunkStep:
         """The loss function's results by microbatch; empty except on the last stage."""
 
     def forward(self, microbatch: int, inputs: Tensors, data: Any) -> tuple[Tensors, torch.Tensor]:
-        """Run a forward. Returns the outputs for the next stage and the number of tokens that the
-        loss counted. `forward_step_func` draws from `data`."""
+        """Run a forward. Return the outputs for the next stage (none on the last) and the number of
+        tokens that the loss counted. `forward_step_func` draws from `data`. In training, keeps
+        inputs and outputs until B, and frees the output's data if Megatron would."""
         arguments, config = self._arguments, self._config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         for tensor in input_tensors:
@@ -289,12 +295,14 @@ class ChunkStep:
         return sent, num_tokens
 
     def is_completed_by_backward(self, microbatch: int) -> bool:
-        """True if running this backward now completes the chunk's gradients."""
+        """True if running this backward now completes the chunk's gradients; always False if the
+        backward is split."""
         return self._deferred is None and self._gradients.completes(microbatch)
 
     def backward(self, microbatch: int, gradients: Tensors) -> Tensors:
-        """Run a backward and return the gradients for the previous stage. Adds the gradients of
-        parameters, except those that W computes."""
+        """Run a backward and return the gradients for the previous stage (none on the first). Adds
+        the gradients of parameters, except those that W computes. If the next stage did not use the
+        output, return None for each input."""
         self._num_left[Kind.B] -= 1
         input_tensors, outputs = self._activations.pop(microbatch)
         with self._deferring(microbatch, outputs), self._gradients.adding(microbatch):
@@ -322,6 +330,7 @@ class ChunkStep:
 
     @property
     def has_all_gradients(self) -> bool:
+        """True if all tasks of the chunk, of every kind, have run."""
         return not any(self._num_left.values())
 
     @property
@@ -331,11 +340,14 @@ class ChunkStep:
         return self._gradients.waiting_bytes + deferred
 
     def _measuring(self) -> AbstractContextManager[None]:
+        """Wrap a forward to measure its memory, if memory is measured."""
         return nullcontext() if self._counter is None else self._counter.forward()
 
     def _deferring(
         self, microbatch: int, outputs: Sequence[torch.Tensor] = ()
     ) -> AbstractContextManager[None]:
+        """Wrap a forward, or a backward from `outputs`, to defer its weight gradients, if the
+        backward is split."""
         if self._deferred is None:
             return nullcontext()
         return self._deferred.task(microbatch, outputs)
@@ -344,9 +356,8 @@ class ChunkStep:
 def _gather_parameters(models: Sequence[Any], config: Any) -> None:
     """Start to gather the parameters sharded by the distributed optimizer, in the same order on
     every replica. Megatron starts it shortly before each chunk's first forward, but here that time
-    is not known in advance."""
+    is not known in advance. Do nothing with one chunk, where the first forward starts it."""
     functions = function_per_chunk(config.param_sync_func, len(models))
-    # As in Megatron, with one chunk the first forward starts it.
     if functions is not None and len(models) > 1:
         for function, model in zip(functions, models, strict=True):
             function(model.parameters())

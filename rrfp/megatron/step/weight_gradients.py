@@ -61,7 +61,8 @@ def paths_to_parameters(root: torch.nn.Module) -> dict[torch.nn.Parameter, list[
 
 
 def weight_hook(weight: torch.nn.Parameter) -> Any | None:
-    """A hook on a weight that is not Megatron's own, or None."""
+    """A hook on a weight or on the node that accumulates its gradient, or None. Megatron's own
+    hooks and rrfp's do not count."""
     return _foreign_hook(weight, *_hooks_of(torch.autograd.graph.get_gradient_edge(weight).node))
 
 
@@ -81,7 +82,8 @@ def _foreign_hook(weight: Any, before: dict[int, Any], after: dict[int, Any]) ->
 
 
 def _hooks_of(node: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks that run before and after a node. Only a handle gives access to them."""
+    """The hooks that run before and after an autograd node: torch's own dicts, which can be
+    changed. Only a handle gives access to them, so a hook is registered and removed."""
     found = []
     for register in (node.register_prehook, node.register_hook):
         probe = register(_nothing)
@@ -92,7 +94,9 @@ def _hooks_of(node: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def module_hook(path: Path) -> Any | None:
-    """A hook that runs in the backward of one of these modules and may read gradients, or None."""
+    """A hook that runs in the backward of one of these modules, or of all modules, and may read
+    gradients; None without one. For torch's DistributedDataParallel, whose hooks are not visible,
+    the module itself."""
     for hooks in (globally._global_backward_hooks, globally._global_backward_pre_hooks):
         if hooks:
             return next(iter(hooks.values()))
@@ -125,21 +129,23 @@ class Accumulator:
         self._disabled: dict[int, Any] = {}
 
     def hook(self) -> Any | None:
-        """A hook on the weight that is not Megatron's own, or None."""
+        """A hook on the weight that is neither Megatron's nor rrfp's, or None."""
         return _foreign_hook(self.weight, self._before, self._after)
 
     def module_hook(self) -> Any | None:
-        """A backward hook on a module around the weight, or None."""
+        """A backward hook that runs for a module around the weight, or None."""
         hooks = map(module_hook, self._paths)
         return next((hook for hook in hooks if hook is not None), None)
 
     def restore(self) -> None:
-        """Enable the disabled hooks again."""
+        """Enable the later hooks of the node that `before_adding` disabled."""
         self._after.update(self._disabled)
         self._disabled = {}
 
     def before_adding(self, gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
-        """The node's pre-hook: offer the gradient to `take`, and disable later hooks if taken."""
+        """Offer a gradient to `take`, as the node's pre-hook. If it is taken, disable the node's
+        later hooks until `restore`, and return (None,), so that autograd adds nothing. Otherwise
+        return None."""
         (gradient,) = gradients
         take = self._take()
         if take is None or not take(self, gradient):
@@ -162,8 +168,8 @@ class _Interception:
 
 
 def outputs_of_backward(outermost: Iterable[Any]) -> Iterable[Any]:
-    """The root tensors of the innermost backward on this thread: those of a recomputed part of the
-    model, or else `outermost`."""
+    """The root tensors of the innermost `torch.autograd.backward` on this thread's call stack:
+    those of a recomputed part of the model, or else `outermost`."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is torch.autograd.backward.__code__:
@@ -191,18 +197,19 @@ def edges_to(node: Any, outputs: Iterable[torch.Tensor | None]) -> Iterator[tupl
 
 
 def describe_hook(hook: Any) -> str:
-    """Format a hook for a message."""
+    """Format a hook, or a module that stands for its hooks, for a message."""
     if isinstance(hook, torch.nn.Module):
         return f"hooks of {type(hook).__module__}.{type(hook).__qualname__}"
     return f"the hook {describe_callable(hook)}"
 
 
 def _is_megatrons(hook: Any) -> bool:
+    """True if a hook is defined in the module of Megatron's DistributedDataParallel."""
     return bool(getattr(hook, "__module__", None) == _DISTRIBUTED)
 
 
 def _nothing(*_: Any) -> None:
-    pass
+    """Do nothing: a hook that gives access to a node's hooks."""
 
 
 # Products: weight gradients that a split backward leaves for W.
@@ -213,7 +220,8 @@ NO_BACKWARD = -1
 
 
 def is_delayed(parameter: torch.nn.Parameter) -> bool:
-    """True if Transformer Engine's `backward_dw` computes this parameter's gradient."""
+    """True if Transformer Engine's `backward_dw` computes this parameter's gradient, according to
+    its attribute `skip_backward_post_hook`."""
     return getattr(parameter, "skip_backward_post_hook", False)
 
 
@@ -226,7 +234,8 @@ class Product(Protocol):
     """Weight gradients that are not computed yet."""
 
     @property
-    def weights(self) -> Sequence[torch.nn.Parameter]: ...
+    def weights(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose gradients these are."""
 
     @property
     def backward(self) -> int:
@@ -256,7 +265,9 @@ def by_backward(products: Iterable[Product]) -> Iterable[list[Product]]:
 
 def gradients_of(products: Iterable[Product]) -> Iterator[Gradient]:
     """Yield one gradient per backward and parameter, computed on demand. As in autograd, gradients
-    of a parameter that a backward uses several times are summed first."""
+    of a parameter that a backward uses several times are summed first. If a fused kernel adds some
+    in place, autograd's own gradient is left out where Megatron's DistributedDataParallel would
+    ignore it."""
     for same in by_backward(products):
         total: dict[torch.nn.Parameter, torch.Tensor] = {}
         in_place = any(product.adds_in_place for product in same)
@@ -270,7 +281,8 @@ def gradients_of(products: Iterable[Product]) -> Iterator[Gradient]:
 
 
 def _ignores_autograd(weight: Any) -> bool:
-    """True if Megatron's DistributedDataParallel uses only the gradient of a fused kernel."""
+    """True if Megatron's DistributedDataParallel uses only the gradient of a fused kernel: the
+    weight has `grad_added_to_main_grad` and not `zero_out_wgrad`."""
     return hasattr(weight, "grad_added_to_main_grad") and not getattr(
         weight, "zero_out_wgrad", False
     )
@@ -289,9 +301,11 @@ class Arrived:
 
     @property
     def operands(self) -> tuple[torch.Tensor]:
+        """The stored copy of the gradient."""
         return (self._gradient,)
 
     def gradients(self) -> Iterator[Gradient]:
+        """Yield the weight with the stored copy of its gradient."""
         yield self.weights[0], self._gradient
 
 
@@ -305,17 +319,23 @@ class QueuedProducts:
 
     @property
     def weights(self) -> list[torch.nn.Parameter]:
+        """The layer's own parameters whose gradients `backward_dw` computes."""
         return delayed_weights(self.module)
 
     @property
     def adds_in_place(self) -> bool:
+        """True if the layer's fused kernel adds its gradients to `main_grad`."""
         return getattr(self.module, "fuse_wgrad_accumulation", False)
 
     @property
     def operands(self) -> Iterator[torch.Tensor]:
+        """The tensors in the stored products."""
         return tensors_in(self.items)
 
     def gradients(self) -> Iterator[Gradient]:
+        """Compute the products' gradients with the layer's `backward_dw`, and yield those that it
+        leaves in `.grad`. Puts the products back into the layer's queue, and disables its hooks for
+        DistributedDataParallel meanwhile. Earlier gradients in `.grad` are restored."""
         # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel.
         # These are disabled, because rrfp sums gradients and starts reductions itself.
         module, queue = self.module, self.module.wgrad_store.context
@@ -376,7 +396,9 @@ def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _can_defer(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
-    """True if W can compute the gradient of this parameter of the module."""
+    """True if W can compute the gradient of this parameter of the module: Transformer Engine delays
+    it, or it is the weight of one of Megatron's linear layers and Megatron does not defer it
+    itself."""
     if _has_store(module):
         return is_delayed(parameter)
     # An output layer that shares the embedding's weight on the same stage has no weight itself.
@@ -394,8 +416,8 @@ def _has_store(module: Any) -> bool:
 
 
 def unreachable_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
-    """The name of a weight whose product Transformer Engine stores, and a hook on the weight, which
-    would not see the gradient; None if there is no such hook."""
+    """The name of a weight of this chunk whose product Transformer Engine stores, and a hook on the
+    weight, which would not see the gradient; None if there is no such hook."""
     names = {weight: name for name, weight in chunk.named_parameters()}
     for module in chunk.modules():
         for weight in delayed_weights(module) if _has_store(module) else ():
@@ -443,7 +465,9 @@ class DeferredWeightGradients:
     @contextmanager
     def task(self, microbatch: int, outputs: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
         """Wrap this microbatch's forward, or its backward from `outputs`, which may recompute
-        forwards, so that weight gradients are deferred."""
+        forwards, so that weight gradients are deferred. After the block, take the products from the
+        queues of Transformer Engine's layers, and log one warning that names weights newly found
+        not to be deferrable."""
         running = self._microbatches.setdefault(microbatch, _Microbatch(microbatch))
         running.outputs = outputs
         self._running = running
@@ -471,11 +495,11 @@ class DeferredWeightGradients:
             yield from product.operands
 
     def run(self, microbatch: int) -> None:
-        """Compute this microbatch's weight gradients and add them.
+        """Compute this microbatch's weight gradients, add them, and forget its products.
 
-        Under sequence parallelism this gathers inputs again, in a collective.
-        DistributedDataParallel is not notified of the gradients; the caller must start their
-        reduction.
+        Hooks on a weight run now. Under sequence parallelism this gathers inputs again, in a
+        collective. DistributedDataParallel is not notified of the gradients; the caller must start
+        their reduction.
         """
         running = self._microbatches.pop(microbatch)
         by_weights: dict[tuple[torch.nn.Parameter, ...], list[Product]] = {}
@@ -508,8 +532,10 @@ class DeferredWeightGradients:
     def _defers(
         self, running: "_Microbatch", weight: Any, *, sequence_parallel: bool, sets: str | None
     ) -> bool:
-        """True if a use of a weight leaves its gradient to W. `sets` names a setting of the layer
-        that only Megatron's own function supports, if any."""
+        """True if a use of a weight leaves its gradient to W; the use is then counted. Otherwise
+        autograd adds the microbatch's gradients of this weight, unless an earlier use was deferred.
+        `sets` names a setting of the layer that only Megatron's own function supports, if any; it
+        prevents deferring, with a warning."""
         accumulator = self._accumulators.get(weight)
         if accumulator is None:
             return False
@@ -530,7 +556,9 @@ class DeferredWeightGradients:
         return False
 
     def _store(self, running: "_Microbatch", product: LinearProduct) -> None:
-        """Store a product of the running backward for W."""
+        """Store a product of the running backward for W. If a hook was registered on the weight
+        after the forward, add the gradient now instead, if possible. If the weight also gets other
+        gradients, store them one by one."""
         (weight,) = product.weights
         accumulator = self._accumulators[weight]
         has_others = torch._C._will_engine_execute_node(accumulator.node)
@@ -550,7 +578,8 @@ class DeferredWeightGradients:
         running.products.append(product)
 
     def _is_deferrable(self, accumulator: Accumulator) -> bool:
-        """True if W may compute this weight's gradient. Otherwise queues a warning."""
+        """True if W may compute this weight's gradient. Otherwise queues a warning: the weight got
+        another gradient than its layer's, or a hook would miss the gradient."""
         weight = accumulator.weight
         if weight in _WITH_OTHER_GRADIENTS:
             self._queue_warning(weight, "another gradient than its layer's")
@@ -562,19 +591,23 @@ class DeferredWeightGradients:
         return False
 
     def _is_hooked(self, weight: torch.nn.Parameter) -> bool:
+        """True if a deferred weight has a hook that is not Megatron's. False for weights that
+        Transformer Engine delays."""
         accumulator = self._accumulators.get(weight)
         return accumulator is not None and accumulator.hook() is not None
 
     def _add_in_backward(self, running: "_Microbatch", weight: torch.nn.Parameter) -> None:
-        """Let autograd add this weight's gradient in the running backward."""
+        """Let autograd add this weight's gradient, until the task ends. Does nothing if it does so
+        already."""
         if weight not in running.added:
             running.undeferred.add(weight)
             running.added.add(weight)
             running.adding.enter_context(self._sums[weight].adding(running.number))
 
     def _take(self, accumulator: Accumulator, gradient: torch.Tensor | None) -> bool:
-        """Store for W the gradient that autograd is about to add to a deferred weight. Returns True
-        if autograd must not add it."""
+        """Store for W the gradient that autograd is about to add to a deferred weight. Return True
+        if autograd must not add it; False outside of tasks and for weights that are not
+        deferred."""
         running, weight = self._running, accumulator.weight
         if running is None or weight in running.undeferred:
             return False
@@ -594,13 +627,17 @@ class DeferredWeightGradients:
         *,
         is_first: bool = False,
     ) -> None:
+        """Store a copy of a gradient from autograd among the products for W, last or with
+        `is_first` first. In later steps the weight is not deferred, because it gets other gradients
+        than its layer's."""
         _WITH_OTHER_GRADIENTS[weight] = True
         arrived = Arrived(weight, gradient)
         running.products.insert(0 if is_first else len(running.products), arrived)
 
     def _separate(self, running: "_Microbatch", accumulator: Accumulator) -> None:
         """Store a weight's other gradients one by one as they arrive after a product, because
-        autograd would add each to the earlier ones."""
+        autograd would add each to the earlier ones. Hooks do so until the task ends. Do nothing if
+        this backward has done so, or if others came before."""
         weight, number = accumulator.weight, torch._C._current_graph_task_id()
         came_before = any(
             isinstance(product, Arrived)
@@ -625,7 +662,9 @@ class DeferredWeightGradients:
             running.adding.callback(handle.remove)
 
     def _add(self, products: Iterable[Product]) -> None:
-        """Add gradients as autograd does, and run the weights' hooks."""
+        """Compute the gradients of these products and add them now, as autograd does. A weight's
+        hooks run; for gradients that a fused kernel adds in place, they get zeros, as in
+        Megatron."""
         for group in by_backward(products):
             for parameter, gradient in gradients_of(group):
                 if self._is_hooked(parameter):
@@ -640,11 +679,13 @@ class DeferredWeightGradients:
                     torch.autograd.backward([weight], [torch.zeros_like(weight)])
 
     def _queue_warning(self, weight: torch.nn.Parameter, reason: str) -> None:
+        """Queue a warning about a weight, at most once per weight in this process."""
         if weight not in _REPORTED:
             _REPORTED[weight] = True
             self._unreported.append(f"{self._names[weight]} has {reason}")
 
     def _report(self) -> None:
+        """Log the queued warnings as one: it names the first weight and counts the others."""
         if self._unreported:
             first, *others = self._unreported
             more = f" (and {len(others)} more weights as well)" if others else ""
