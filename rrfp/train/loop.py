@@ -344,7 +344,7 @@ _MIN_MICROBATCHES = 32
 
 
 class OwnSchedule(Schedule, Protocol):
-    """A schedule function that has no other caller."""
+    """A schedule function that only one caller uses and closes."""
 
     def close(self) -> None:
         """Close the schedule's links to other ranks."""

@@ -156,7 +156,8 @@ class LayoutSettings:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas: as given, or else the fewest that, times --cp, --ep divides."""
+        """Data-parallel replicas: as given, or else the smallest number whose product with --cp is
+        a multiple of --ep."""
         return self.dp if self.dp is not None else self.ep // math.gcd(self.ep, self.cp)
 
     @property
@@ -428,7 +429,8 @@ class TrainSettings:
 
     @property
     def effective_policy(self) -> Policy:
-        """The policy in effect. Raises UsageError for a hint that does not fit the shape."""
+        """The policy in effect, with its usual limit for steps of this shape. Raises UsageError for
+        a hint that does not fit the shape."""
         return self.policy.of_shape(self.shape)
 
     @property

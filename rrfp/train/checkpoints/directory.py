@@ -442,9 +442,10 @@ class CheckpointDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory's lock in the block, after removing unfinished checkpoints of earlier
-        runs. Raise UsageError if another run does not release it within 30 s, or if other users can
-        write here. A file system without locks counts as locked."""
+        """Hold the directory's lock in the block, with this process named in the lock file, after
+        removing unfinished checkpoints of earlier runs. Raise UsageError if another run does not
+        release it within 30 s, or if other users can write here. A file system without locks counts
+        as locked."""
         try:
             self._check_is_own()
             lock = self._open_lock()

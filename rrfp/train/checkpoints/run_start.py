@@ -239,8 +239,8 @@ def has_trained_all(settings: TrainSettings) -> bool:
 
 
 def _check_separate(save: Path, out: Path | None) -> None:
-    """Raise UsageError if --save lies below an entry that the run in --out creates or removes, or
-    --out below an entry that saving does. Without --out nothing is checked."""
+    """Raise UsageError if --save lies in an entry of --out that the run creates and removes, or
+    --out in an entry of --save that is a checkpoint's. Without --out nothing is checked."""
     if out is None:
         return
     checkpoints, run = save.resolve(), out.resolve()
@@ -304,8 +304,8 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
 
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:
-    """True if a directory is that of a run with these checkpoints. One without `run.json` counts if
-    it has nothing but checkpoints, as after a launcher was killed early."""
+    """True if a directory is that of a run that saves to --save, by its `run.json`. One without
+    `run.json` counts if it has nothing but checkpoints, as after a launcher was killed early."""
     assert settings.run.save is not None
     description, save = RunDir(run).run_json, settings.run.save.resolve()
     described_save = read_description(description).get("settings", {}).get("save")

@@ -292,8 +292,8 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 def _token_range(data: Path, dtype: npt.DTypeLike) -> tuple[int, int]:
-    """Read a whole .bin in parts; return its lowest token, at most 0, and its highest, at least
-    0."""
+    """Read a whole .bin in parts; return its lowest and its highest token, counting 0 as one of
+    them."""
     tokens = np.memmap(data, dtype, mode="r")
     lowest = highest = 0
     for start in range(0, len(tokens), _SCAN_TOKENS):

@@ -112,7 +112,7 @@ def _plain(value: object) -> object:
 
 
 def _from_plain(value: object) -> object:
-    """Convert JSON of `_plain` back."""
+    """Convert the JSON of `_plain` back to plain values, tuples and lists."""
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()

@@ -164,8 +164,8 @@ def _silencing_torch_log() -> Iterator[None]:
 def _environments(
     settings: TrainSettings, environment: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
-    """Return the environment variables of this host's ranks, by rank: `environment` and those of
-    torch's launcher."""
+    """Return the environment variables of this host's ranks, by rank: RANK and the others of
+    torch's launcher, OMP_NUM_THREADS (1 unless the user has set it), and `environment`."""
     own, place = local_ranks(settings), launcher_place(settings)
     # A host may have several launchers. Without their number, at least those before are known.
     num_launchers = 1 if place is None else place.local_count or place.local_index + 1
@@ -191,8 +191,9 @@ def _first_failure(
     limits: CgroupLimits | None = None,
 ) -> RrfpError:
     """Return, as an error, the failure that caused the others: first a kill from outside, then a
-    rank's own error, a hang, silence, and a lost peer. `reason_elsewhere` waits for a reason from
-    another host. `num_steps` are the steps of the run, if its ranks count them."""
+    rank's own error, a hang, silence, and a lost peer, each time the earliest. `reason_elsewhere`
+    waits for a reason from another host. `num_steps` are the steps of the run, if its ranks count
+    them."""
 
     def precedence(rank: int) -> tuple[int, float]:
         failure, report = failures[rank], failures[rank].report

@@ -69,9 +69,9 @@ class CgroupLimits:
         return f"the kernel's OOM killer{where}"
 
     def note(self, reason: str | None) -> str:
-        """Return a clause with the limit that explains a failure, or an empty text. `reason` is the
-        error of the failed process: the limit of processes explains only a refused process or
-        thread, or no error."""
+        """Return a clause that explains a failure by the OOM killer, or by the limit of processes
+        if `reason` is None or reports a refused process or thread; else an empty text. `reason` is
+        the error of the failed process, if it reported one."""
         if killer := self.killer():
             return f"; {killer} has killed a process of this run, or one beside it"
         is_other = reason is not None and not _REFUSED.search(reason)
@@ -251,6 +251,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
+        """The number of the process."""
         return self._process.pid
 
     @property

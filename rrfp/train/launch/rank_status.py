@@ -208,9 +208,9 @@ def format_position(frames: Iterable[Frame]) -> str:
 
 
 def infer_waits(frames: Iterable[Frame]) -> Waits:
-    """Infer the target of a main thread's wait from its frames, innermost first, up to the first
-    frame outside of libraries: other ranks if a frame is in their code, perhaps others if one is in
-    a library or calls something named `wait`."""
+    """Infer the target of a main thread's wait from its frames, up to the first one outside of
+    libraries: OTHERS if one is in torch.distributed or rrfp's runtime, else PERHAPS if one calls
+    `wait` or is in a library other than torch and Megatron, else NOTHING."""
     waits = Waits.NOTHING
     for frame in frames:
         if _WAITS_FOR_RANKS.search(frame.file):

@@ -365,8 +365,9 @@ class Watchdog:
         return None
 
     def _is_inert(self, watched: _WatchedRank) -> bool:
-        """True if a main thread hangs on its own. No other rank of the host may be at work: this
-        one might wait for it in a way that its stack does not show."""
+        """True if a main thread that waits for no other rank has not run for `silence_s`, while
+        every rank of the host has stood still or waited for as long: this one might wait for
+        another in a way that its stack does not show."""
         return (
             watched.page.waits is not Waits.OTHERS
             and watched.inert_s >= self._silence_s

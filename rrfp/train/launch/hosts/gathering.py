@@ -208,19 +208,21 @@ class _Transfer:
             _log.warning("%s; %s", problem, self._describe_loss())
 
     def _transfer(self) -> None:
-        """Transfer pieces until all are transferred."""
+        """Transfer pieces until all are transferred; subclasses define how."""
         raise NotImplementedError
 
     def _stall_reason(self) -> str:
-        """Return the reason to stop waiting for the thread; empty while it makes progress."""
+        """Return the reason to stop waiting for the thread, or an empty text while it makes
+        progress; subclasses define it."""
         raise NotImplementedError
 
     def _describe_loss(self) -> str:
-        """Describe the records that are missing if the transfer stops now."""
+        """Describe the records that are missing if the transfer stops now; subclasses define it."""
         raise NotImplementedError
 
     def _close(self) -> None:
-        """Release what the thread has opened, and let it open nothing more."""
+        """Release what the thread has opened, and let it open nothing more; here there is nothing
+        to release."""
 
 
 class _Sender(_Transfer):

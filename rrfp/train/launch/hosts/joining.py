@@ -161,9 +161,9 @@ class LauncherGpus:
 
 
 def check_gpus_distinct(launchers: Sequence[LauncherGpus], own: int) -> None:
-    """Raise UsageError if two ranks of the run use the same GPU, or as one of too few GPUs if a
-    host has more ranks than that. `launchers` are in the order of their ranks, and `own` is the
-    index of this one."""
+    """Raise UsageError if two ranks of the run use the same GPU; if their host has more ranks than
+    GPUs, the error says so. `launchers` are in the order of their ranks, and `own` is the index of
+    this one."""
     users: dict[str, int] = {}
     for rank, (gpu, host) in enumerate((gpu, each.host) for each in launchers for gpu in each.used):
         other = users.setdefault(gpu, rank)
