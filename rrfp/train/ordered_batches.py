@@ -68,8 +68,8 @@ class OrderedBatches:
 
     def batches(self, step: int) -> list[Batch]:
         """Load a step's batches and return those of this replica in the order in which they enter:
-        planned, as --admit says, or its share of a global batch that is balanced over the
-        replicas."""
+        planned, as --admit says (both set `order`), or its share of a global batch that is balanced
+        over the replicas."""
         groups = step_groups(None, None)
         num = self._num_microbatches
         if self._admission.balances:

@@ -475,7 +475,7 @@ class TrainSettings:
         return cls(**{**_read(table, path), **flags})
 
     def described(self) -> dict[str, object]:
-        """Return every setting by its flag as a JSON value, with the policy in effect and the
+        """Return every setting by its flag as a JSON value, with the values of the policy and the
         resolved hint, number of replicas and number of steps."""
         values = self.by_flag() | self.policy.described()
         values |= {"dp": self.layout.num_replicas, "steps": self.num_steps}

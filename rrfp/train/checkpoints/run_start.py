@@ -271,9 +271,9 @@ def _new_run(settings: TrainSettings, *, is_made: bool = False) -> RunDir:
 def _run_of(
     settings: TrainSettings, checkpoint: Checkpoint, report: Callable[[str], None]
 ) -> RunDir | None:
-    """Return the directory of the resumed run: --out, or else that of the checkpoint's run. Return
-    None if it does not exist or saves elsewhere; `report` receives the reason. Raise UsageError if
-    --out holds another run."""
+    """Return the directory of the resumed run: --out, or else that of the checkpoint's run; None if
+    it does not exist. One that saves elsewhere counts as missing, and as an error, UsageError, if
+    --out names it. `report` receives the reason why the checkpoint's run is not used."""
     if settings.run.out is not None:
         return _run_at(settings, settings.run.out)
     path = Path(checkpoint.manifest.run)

@@ -76,8 +76,8 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def reseed_random_states(settings: TrainSettings, layout: Layout, step: int) -> None:
     """Set the random states of a rank that starts after `step` steps of another layout: advance
-    Megatron's named states by these steps or, with --dispatch megatron, seed all states from the
-    run's seed and the step."""
+    Megatron's named states by these steps or, with --dispatch megatron, seed torch's and Megatron's
+    from the run's seed and the step."""
     if settings.policy.dispatch is Dispatch.MEGATRON:
         digest = hashlib.sha256(f"{settings.run.seed} {step}".encode()).digest()
         seed_random_states(settings.changed(seed=int.from_bytes(digest[:4], "big")), layout)

@@ -98,13 +98,10 @@ _DRAWN = "scenes drawn at run time"
 
 
 def data_contents(settings: TrainSettings) -> dict[str, str]:
-    """Identify the data by content, wherever the files lie, by flag. `data` is a SHA-256 of what an
-    index has: for text the number of tokens of each document, for images their captions, paths and
-    sizes, not every byte. Scenes are only named.
-
-    A tokenizer adds the SHA-256 of its file and the token `end_of_document`. Raise UsageError for
-    unusable data.
-    """
+    """Return digests that identify the data by content, by flag, wherever the files lie. `data` is
+    a SHA-256 of the number of tokens of each document or, for images, of captions, paths and sizes,
+    not of every byte; drawn scenes are only named. A tokenizer adds the SHA-256 of its file and the
+    token `end_of_document`. Raise UsageError for unusable data."""
     if settings.model.kind is ModelKind.VLM:
         documents = open_documents(settings)
         return {"data": documents.digest() if isinstance(documents, PictureFolder) else _DRAWN}

@@ -134,8 +134,9 @@ def is_frozen(pid: int) -> bool:
 
 
 def signal_main_thread(pid: int, number: signal.Signals) -> None:
-    """Send a signal to the main thread of a process. If it is stopped, it handles the signal before
-    it continues; a signal sent to the process goes to the thread that continues first."""
+    """Send a signal to the main thread of a process, or to the process before glibc 2.30. A stopped
+    main thread handles it before it continues; one sent to the process goes to the thread that
+    continues first."""
     try:
         libc.call("tgkill", pid, pid, int(number))
     except AttributeError:  # before glibc 2.30
@@ -298,9 +299,9 @@ class Watchdog:
         return None
 
     def _observe(self, watched: _WatchedRank, elapsed_s: float) -> None:
-        """Compare a rank with the last check and update how long it has been silent, inert and
-        waiting. A check adds at most 2 s. A debugger, or a first or failed snapshot, sets all to
-        0."""
+        """Compare a rank with the last check and update how long it has been silent (no heartbeat,
+        no work), inert (its main thread has not run) and waiting for ranks. A check adds at most 2
+        s. A debugger, or a first or failed snapshot, sets all to 0."""
         last, now = watched.now, take_snapshot(watched.pid)
         watched.now = now
         beats, last_beats = watched.page.beats, watched.beats
@@ -339,8 +340,9 @@ class Watchdog:
         )
 
     def _hang_of(self, rank: int) -> Hang | None:
-        """Return the hang of a rank, with the limit for its kind; None unless it has been observed
-        for `silence_s` seconds."""
+        """Return the hang of a rank, with the limit for its kind: silence, an inert main thread, or
+        a deadlock of all ranks, whichever applies first. None unless it has been observed for
+        `silence_s` seconds."""
         watched, silence_s = self._ranks[rank], self._silence_s
         if watched.now is None:
             return None

@@ -82,7 +82,7 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port."""
+        """The port, as a number."""
         return int(self.given.rpartition(":")[2])
 
     def listen(self) -> socket.socket:

@@ -150,7 +150,7 @@ def _decode_token(value: object) -> str:
     """Read a token of hexadecimal digits, which becomes a part of a path. Raise ValueError for
     anything else."""
     token = text(value)
-    bytes.fromhex(token)  # it becomes a part of a path
+    bytes.fromhex(token)
     return token
 
 
@@ -309,7 +309,7 @@ class _Sender(_Transfer):
         return True
 
     def _put(self, piece: bytes) -> None:
-        """Put a piece into the store; first wait while 16 pieces are in flight."""
+        """Put a piece into the store; first wait while more than 16 pieces are in flight."""
         self._await_received(self._num_sent - _MAX_IN_FLIGHT)
         self._store.set(f"{self._key}/{self._num_sent}", piece)
         self._num_sent += 1

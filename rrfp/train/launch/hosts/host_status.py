@@ -160,7 +160,7 @@ class HostHeartbeat:
 
     def reason(self) -> RrfpError | None:
         """Wait up to 8 s for the reason why ranks here have lost peers on another host: that host's
-        failure, or its silence, here for as little as 4 s; None if there is no such reason."""
+        failure, or its silence for over 4 s; None if there is no such reason."""
         _await(lambda: self.lost() is not None, _REASON_S)
         overdue = [host for host in self._others if self._silent_for_s(host) > _OVERDUE_S]
         return self.lost() or (self._silence_error(overdue[0]) if overdue else None)
@@ -305,8 +305,8 @@ class HostHeartbeat:
                 self._receive(host, data)
 
     def _receive(self, host: int, data: bytes) -> None:
-        """Keep a host's status and, if its beat number is new, the time of its arrival. Invalid
-        data is kept as an error for `lost`, not raised."""
+        """Keep a host's status and the time of its arrival, if its beat number is new. Invalid data
+        is kept as an error for `lost`, not raised."""
         try:
             status = HostStatus.decode(data)
         except ValueError as error:

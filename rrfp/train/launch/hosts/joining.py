@@ -94,8 +94,8 @@ _SHOWN_DIGITS = 12
 
 
 def common_settings(settings: TrainSettings, data: str) -> dict[str, object]:
-    """Collect the settings and file digests of this host that must equal those of host 0. `data` is
-    the digest of its training data."""
+    """Collect the settings and file digests of this host that must equal those of host 0, which
+    leaves out a few such as --out and paths of data. `data` is the digest of its training data."""
     paths = {
         "hint": order_file(settings.hint.name),
         "admit": admission_file(settings.step.admit),
