@@ -70,8 +70,8 @@ class CgroupLimits:
 
     def note(self, reason: str | None) -> str:
         """Return a clause that explains a failure by the OOM killer, or by the limit of processes
-        if `reason` is None or reports a refused process or thread; else an empty text. `reason` is
-        the error of the failed process, if it reported one."""
+        if no error or a refused process or thread was reported; else an empty text. `reason` is the
+        error of the failed process, or None."""
         if killer := self.killer():
             return f"; {killer} has killed a process of this run, or one beside it"
         is_other = reason is not None and not _REFUSED.search(reason)
