@@ -30,16 +30,17 @@ from rrfp.train.settings import (
 
 
 def check_gpus(num_ranks: int, run: RunSettings) -> None:
-    """Raise UsageError if this process' ranks need a GPU each and it sees too few. Ranks of other
-    processes on this host are compared later (`rrfp.train.launch.hosts.joining`). The first call
-    takes seconds."""
+    """Raise UsageError if CUDA cannot be used, or if this process sees fewer GPUs than `num_ranks`,
+    its own ranks, without --share-gpu. Ranks of other processes on this host are compared later
+    (`rrfp.train.launch.hosts.joining`). The first call takes seconds."""
     num_gpus = len(visible_gpus())
     if num_ranks > num_gpus and not run.share_gpu:
         raise too_few_gpus(num_ranks, num_gpus, "this host")
 
 
 def too_few_gpus(num_ranks: int, num_gpus: int, where: str) -> UsageError:
-    """The error of ranks that cannot have a GPU each."""
+    """Make the UsageError that says that the ranks at `where` cannot have a GPU each; the caller
+    raises it."""
     return UsageError(
         f"{num_ranks} ranks on {where} take a GPU each and it has {num_gpus}; start fewer, or let "
         "them share with --share-gpu, for trials"
@@ -48,7 +49,8 @@ def too_few_gpus(num_ranks: int, num_gpus: int, where: str) -> UsageError:
 
 @cache
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process and its ranks see. Raises UsageError where CUDA cannot be used."""
+    """Return the GPUs that this process and its ranks see, looked up once per process. Raise
+    UsageError if CUDA cannot be used."""
     presence = check_cuda()
     if presence.problem is not None:
         raise UsageError(presence.problem)
@@ -56,7 +58,8 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_index(local_rank: int, num_gpus: int) -> int:
-    """The index of the GPU of a rank, by its number on the host."""
+    """Return the index of a rank's GPU, from its number on the host. Ranks beyond the last GPU
+    start over at GPU 0."""
     return local_rank % num_gpus
 
 
@@ -70,8 +73,9 @@ _PLAIN_RUN = RunSettings()
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Raise UsageError if these settings cannot run. Does not check that the hint fits the shape,
-    and that the data exist."""
+    """Raise UsageError for the first setting out of its range, for settings that do not work
+    together, and for a host without enough open files, a temporary directory or, with --device
+    cuda, GPUs. Does not check that the hint fits the shape or that the data exist."""
     for flag, value in settings.by_flag().items():
         DECLARED[flag].check(value)
     for conflicts in (
@@ -97,6 +101,8 @@ def check_settings(settings: TrainSettings) -> None:
 
 
 def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
+    """Raise UsageError unless stages divide the layers (without --layout), heads divide the hidden
+    size into even parts, and --tp divides the heads."""
     _require(
         layout.stages is not None or model.layers % (layout.pp * layout.chunks) == 0,
         f"{model.layers} layers do not divide by {layout.pp} pipeline ranks"
@@ -121,7 +127,8 @@ def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
 
 
 def _check_split(settings: TrainSettings) -> None:
-    """Raise UsageError if --layout does not fit the layers and stages."""
+    """Raise UsageError unless --layout has an entry per stage, adds up to --layers, and gives every
+    stage but the first and the last a layer."""
     layout, num_layers, split = settings.layout, settings.model.layers, settings.split
     num_stages = layout.pp * layout.chunks
     _require(
@@ -142,6 +149,9 @@ def _check_split(settings: TrainSettings) -> None:
 
 
 def _check_hosts(world_size: int, run: RunSettings) -> None:
+    """Raise UsageError if the hosts do not divide the ranks, this host has too few cores for its
+    ranks, --node-rank or --rdzv-endpoint is invalid, or several hosts lack --rdzv-endpoint or
+    --out."""
     _require(
         world_size % run.nnodes == 0,
         f"{world_size} ranks do not divide over {run.nnodes} hosts; change --nnodes",
@@ -176,6 +186,7 @@ def _check_hosts(world_size: int, run: RunSettings) -> None:
 
 
 def _require(holds: bool, sentence: str) -> None:
+    """Raise UsageError with the sentence unless `holds`."""
     if not holds:
         raise UsageError(sentence)
 
@@ -184,7 +195,8 @@ def _require(holds: bool, sentence: str) -> None:
 
 
 def _run_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Conflicts about placement, checkpoints, traces, network and --dispatch megatron."""
+    """Yield an error sentence for each conflict about placement, checkpoints, the disk budget of
+    the trace, the network, and what --dispatch megatron does not support."""
     layout, run, step = s.layout, s.run, s.step
     if layout.placement == Placement.V and layout.chunks != 2:
         yield f"--placement v takes 2 chunks per rank, not {layout.chunks}; add --chunks 2"
@@ -229,7 +241,8 @@ def _run_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _device_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Conflicts about devices, data planes, TLS and missing packages."""
+    """Yield an error sentence for each conflict about devices, data planes, TLS, and packages that
+    these need and that are not installed."""
     layout, run = s.layout, s.run
     is_megatron, is_cuda = s.policy.dispatch == Dispatch.MEGATRON, run.device == DeviceKind.CUDA
     if layout.transport == TransportName.CUDA_IPC and run.device == DeviceKind.CPU:
@@ -287,7 +300,8 @@ def _device_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _step_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Conflicts about admission and replicas."""
+    """Yield an error sentence for each conflict about admission, its costs, and balancing over
+    replicas."""
     step = s.step
     if step.admit == Admit.PLAN and step.admit_across != AdmitAcross.NONE:
         yield (
@@ -309,7 +323,8 @@ def _step_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _model_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Conflicts between the model and its parallel layout."""
+    """Yield an error sentence for each conflict between the model and its parallel layout. Every
+    --cp above 1 is one."""
     layout, experts, length = s.layout, s.model.num_experts, s.data.seq_length
     if layout.cp > 1:
         yield (
@@ -358,7 +373,8 @@ def _model_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _data_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Conflicts between data, model and tied embeddings."""
+    """Yield an error sentence for each conflict about the data or tied embeddings: those of --model
+    vlm, or image settings that another model does not use."""
     layout, data, kind = s.layout, s.data, s.model.kind
     if data.end_of_document is not None and data.tokenizer is None:
         yield "--end-of-document names a token of a tokenizer; add --tokenizer or leave it out"
@@ -389,7 +405,7 @@ def _data_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _vlm_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Conflicts of --model vlm."""
+    """Yield an error sentence for each setting that --model vlm does not support."""
     layout, data = s.layout, s.data
     if s.shape.num_stages == 1:
         yield (

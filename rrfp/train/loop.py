@@ -80,8 +80,8 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run a step of a schedule on these microbatches, in their order. Returns the losses on the
-    last stage's rank, and an empty list on others."""
+    """Copy the microbatches to the model's device and run a step of a schedule on them, in their
+    order. Return the losses on the last stage's rank, and an empty list on others."""
     on_device = [_on_device(batch, model.device) for batch in batches]
     return schedule(
         forward_step_func=model.forward_step,
@@ -95,6 +95,7 @@ def run_schedule(
 
 
 def _on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy the tensors of a batch to a device."""
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -137,8 +138,9 @@ class Trainer:
         self._pace = pace
 
     def train_step(self, step: int) -> StepResult:
-        """Run one step on every rank. Raises RrfpError if the loss or the gradient is not
-        finite."""
+        """Run one step with the optimizer's update, every rank at once; return the loss, gradient
+        norm and tokens, the same on all ranks. The learning rate warms up over the first 10 steps.
+        Raise RrfpError, after the update, if the loss or the gradient norm is not finite."""
         settings, model = self._settings, self._model
         start_ns = self._begin_phase(Phase.DATA, step)
         batches = self._batches.batches(step)
@@ -168,15 +170,18 @@ class Trainer:
         return StepResult(loss, float(grad_norm), int(tokens))
 
     def _begin_phase(self, phase: Phase, step: int) -> int:
+        """Record that a phase of the step begins now, and return this time in ns."""
         start_ns = self._clock()
         self._record(BegunRecord(start_ns, start_ns, step, phase))
         return start_ns
 
     def _finish_phase(self, phase: Phase, start_ns: int, step: int) -> None:
+        """Record a phase of the step that began at `start_ns` and ends now."""
         self._record(PhaseRecord(start_ns, self._clock(), step, phase))
 
     def _shared(self, losses: list[dict[str, torch.Tensor]], tokens: float) -> tuple[float, float]:
-        """Share the step's loss and tokens, which only the last stage knows, with every rank."""
+        """Return the step's loss and tokens on every rank: the last stage's ranks average the
+        losses and sum the tokens over the replicas, and one of them broadcasts both."""
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:
@@ -222,13 +227,16 @@ class StepReports:
         self._transport = TransportLog(default_store(), "train", run, layout.rank, ranks)
 
     def log_transport(self, report: StepReport) -> None:
-        """Log the planes that carry the tensors; Megatron's own schedule has none."""
+        """Publish the data planes that carry this rank's tensors, once; rank 0 writes those of all
+        ranks to `run.json` when all have published. Do nothing for Megatron's own schedule, which
+        has no planes."""
         if report.planes is not None:
             self._transport.publish(report.planes)
 
     def write(self, step: int, result: StepResult, report: StepReport, seconds: float) -> None:
-        """Write a finished step that took `seconds` in all; every rank calls this. The next steps
-        are planned under its policy."""
+        """Gather a finished step's figures from all ranks and write its files on rank 0: a line of
+        metrics, its microbatch order, and its policy if that has changed. Later steps are planned
+        under its policy. Every rank calls this; `seconds` is the time of the whole step."""
         plan, policy = self._batches.plan_figures(), report.policy
         hint, choice = f"{self._settings.hint.name} {self._settings.policy.dispatch}", None
         if policy is not None:
@@ -262,7 +270,8 @@ class StepReports:
         self._batches.write_step()
 
     def _gather(self, summary: StepSummary) -> torch.Tensor:
-        """Gather the figures of a step from all ranks, a row each."""
+        """All-gather the figures of a step, a row of float64 numbers for each rank, with times on
+        rank 0's clock. Resets the peak of this rank's GPU memory."""
         tally = PaceTally() if self._pace is None else self._pace.tally
         # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
         own = torch.tensor(
@@ -284,7 +293,9 @@ class StepReports:
         return torch.stack(ranks)
 
     def _figures(self, ranks: torch.Tensor) -> dict[str, object]:
-        """The figures of a step in a line of `metrics.jsonl`, from those of all ranks."""
+        """Compute the entries of `metrics.jsonl` that summarize all ranks: the bubble fraction
+        (None with --no-trace) and, per pipeline rank, busy time and memory peaks; None for memory
+        that no rank reports."""
         pp = self._layout.pp
         window_ns = float(ranks[:, 1].max() - ranks[:, 0].min())
         # Pipeline rank varies slowest in the numbering of ranks.
@@ -303,19 +314,21 @@ class StepReports:
         }
 
     def copy_metrics_to(self, path: Path) -> None:
-        """Write all lines so far into another file, on rank 0. May raise OSError."""
+        """Write all lines of `metrics.jsonl` so far into a new file, on rank 0; do nothing on
+        others. May raise OSError."""
         if self._metrics is not None:
             self._metrics.copy_to(path)
 
     def close(self) -> None:
-        """Write pending lines and close the files."""
+        """Close the files after writing pending lines, and end the planner's process."""
         self._batches.close()
         if self._metrics is not None:
             self._metrics.close()
 
 
 def _bytes_on_gpu(device: torch.device) -> tuple[int, int]:
-    """The bytes of this rank's tensors now, and their peak since the last call; 0 on a CPU."""
+    """Return the bytes of this rank's tensors on its GPU, and their peak since the last call, which
+    starts a new peak; zeros on a CPU."""
     if device.type == "cpu":
         return 0, 0
     found = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -331,9 +344,11 @@ _MIN_MICROBATCHES = 32
 
 
 class OwnSchedule(Schedule, Protocol):
-    """A schedule function that has no other caller."""
+    """A schedule function that only one caller uses and closes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the schedule's links to other ranks."""
+        ...
 
 
 class Evaluation:
@@ -361,15 +376,16 @@ class Evaluation:
         ]
 
     def is_due(self, step: int) -> bool:
-        """True if the held-out data are evaluated after this step."""
+        """True after the last step and after every `heldout_every` steps; without that setting,
+        only after the last one."""
         settings = self._settings
         is_last = step + 1 == settings.num_steps
         every = settings.run.heldout_every
         return is_last or (every is not None and (step + 1) % every == 0)
 
     def loss(self) -> float:
-        """Return the mean over all labels that count, the same on every rank. Raises RrfpError if
-        it is not finite."""
+        """Run forwards only and return the mean loss over all held-out labels that count, the same
+        on every rank; all ranks call this. Raise RrfpError if it is not finite."""
         layout = self._layout
         for chunk in self._model.chunks:
             chunk.eval()
@@ -392,8 +408,8 @@ class Evaluation:
         self._schedule.close()
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the sum and the number of the losses of some microbatches; zeros except on the
-        last stage."""
+        """Run the forwards of some microbatches; return the sum of their label losses and the
+        number of labels that count. Both are zero except on the last stage's rank."""
         losses = run_schedule(
             self._schedule, self._settings, self._model, batches, forward_only=True
         )
@@ -413,7 +429,8 @@ launcher knows more of the cause."""
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train this rank's chunks through all remaining steps. Raises whatever training raises."""
+    """Train this rank's chunks through all remaining steps, recording them unless --no-trace is
+    set. Rank 0 writes `run.json` first. Raise whatever training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     info = introduce(layout)
     with session_of(run, settings, layout) as session:
@@ -432,7 +449,9 @@ def _train(
     info: RankInfo,
     recorder: Recorder,
 ) -> None:
-    """Set up this rank's training, run its steps, and close all of its files and links."""
+    """Set up this rank's training, run its remaining steps with their evaluations, metrics and
+    checkpoints, and close its files and links. It ends early after the checkpoint that SIGTERM asks
+    for."""
     recorder.begin(session.first_step, Doing.SETTING_UP)
     pace = pace_of(settings, layout)
     data = open_data(settings)
@@ -488,8 +507,8 @@ def checkpoints_of(
     model: ModelChunks,
     reports: StepReports,
 ) -> "RunCheckpoints | None":
-    """Open the checkpoints of a run, or return None if it saves none. The model of a resumed run is
-    loaded."""
+    """Make the object that saves the run's checkpoints, or return None without --save. If the run
+    resumes, load its checkpoint into the model."""
     if settings.run.save is None:
         return None
     # Imported late: Megatron's checkpoints are slow to import.
@@ -504,8 +523,8 @@ def evaluation_of(
     model: ModelChunks,
     heldout: Callable[[int], Batch] | None,
 ) -> Evaluation | None:
-    """Make the evaluation of held-out data, or return None without such data. It has its own links,
-    so that its steps are numbered separately; it is neither paced nor recorded."""
+    """Make the evaluation of held-out data, or return None without such data. Its own schedule and
+    links number its steps separately; it is neither paced nor recorded."""
     if heldout is None:
         return None
     schedule = schedule_of(settings, layout.pp_rank, discard)
@@ -513,8 +532,9 @@ def evaluation_of(
 
 
 def introduce(layout: Layout) -> RankInfo:
-    """Publish this rank's place and host; all ranks call it. Returns them, with the offset of this
-    rank's clock to rank 0's host."""
+    """Publish this rank's place in the layout, host and process number, and return them with its
+    clock's offset to rank 0's host. All ranks call this. Raise PeerLostError if a rank does not
+    within 60 s."""
     own = RankInfo(
         rank=layout.rank,
         pp_rank=layout.pp_rank,
@@ -535,7 +555,8 @@ def introduce(layout: Layout) -> RankInfo:
 
 
 def _introduced(layout: Layout) -> list[RankInfo]:
-    """The published places and hosts of all ranks, by rank."""
+    """Wait up to 60 s for what all ranks have published of their places and hosts, and return it by
+    rank."""
     return introduction.wait_for_rank_infos(
         default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_INTRODUCTION_S
     )
@@ -548,8 +569,9 @@ def schedule_of(
     delays: Delays | None = None,
     pace: Pace | None = None,
 ) -> NativeSchedule | ForwardBackward:
-    """Make the function that runs this run's steps, paced if `pace` is given: Megatron's own, or
-    the drop-in, which `delays` can slow down."""
+    """Make the function that runs this run's steps: Megatron's own schedule with --dispatch
+    megatron, else rrfp's drop-in, which `delays` can slow down. Either is paced if `pace` is
+    given."""
     if settings.policy.dispatch == Dispatch.MEGATRON:
         on_gpu = settings.run.device is DeviceKind.CUDA
         return NativeSchedule(pp_rank, record, CudaTimer() if on_gpu else None, pace=pace)

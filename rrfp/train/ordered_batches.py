@@ -67,7 +67,9 @@ class OrderedBatches:
         self._file: StepFile | None = None
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the step's batches."""
+        """Load a step's batches and return those of this replica in the order in which they enter:
+        planned, as --admit says (both set `order`), or its share of a global batch that is balanced
+        over the replicas."""
         groups = step_groups(None, None)
         num = self._num_microbatches
         if self._admission.balances:
@@ -93,23 +95,25 @@ class OrderedBatches:
         return [given[index] for index in self.order]
 
     def look_at(self, step: int) -> list[Batch]:
-        """Load the batches of a step to come, as given, and keep them for that step."""
+        """Load the batches of a step to come, in the data's order, and keep them for that step
+        instead of any kept before."""
         self._next = step, self._load(step)
         return self._next[1]
 
     def follow(self, policy: StepPolicy) -> None:
-        """Plan the next steps under the policy of the step that has ended, on all ranks: the hint
-        `auto` may have changed it."""
+        """Plan the next steps under the policy and shape of the step that has ended, on all ranks:
+        the hint `auto` may have changed them."""
         self._policy, self._shape = policy.policy, policy.shape
 
     def plan_figures(self) -> dict[str, object] | None:
-        """The search for the order of the step that began last, for `metrics.jsonl`; None if the
-        order was not planned."""
+        """Return figures about the search for the last step's order, for `metrics.jsonl`; None if
+        the order was not planned."""
         return None if self._planner is None else self._planner.figures
 
     def open_file(self, run: RunDir, first_step: int) -> None:
-        """Open the run's file of orders or assignments on rank 0, if steps are planned or balanced.
-        It keeps its lines of the steps before `first_step`."""
+        """Open the run's file of orders or assignments on rank 0, if steps are planned or balanced;
+        else do nothing. Lines of the steps before `first_step` stay, and missing ones get the
+        data's order."""
         if self._layout.rank > 0 or (self._planner is None and not self._admission.balances):
             return
         num, dp = self._num_microbatches, self._layout.dp
@@ -120,7 +124,8 @@ class OrderedBatches:
             self._file = StepFile(run.admission, [range(num)] * dp, first_step)
 
     def write_step(self) -> None:
-        """Write the line of the step that has ended; all ranks call this together."""
+        """Write the line of the step that has ended on rank 0, with the orders of all replicas, if
+        `open_file` has opened a file. All ranks call this together."""
         layout, orders = self._layout, self._admission.assignment
         if self._planner is not None:
             orders = [self.order]
@@ -130,18 +135,20 @@ class OrderedBatches:
             self._file.write(orders)
 
     def close(self) -> None:
-        """End the planner's process and close the file."""
+        """End the planner's process and close the file, if they exist."""
         if self._planner is not None:
             self._planner.close()
         if self._file is not None:
             self._file.close()
 
     def _given(self, step: int) -> list[Batch]:
-        """The step's batches in the order of the data."""
+        """Return the step's batches in the data's order: those that `look_at` kept for it, or
+        loaded now. Kept batches of another step are dropped."""
         ahead, self._next = self._next, None
         return ahead[1] if ahead is not None and ahead[0] == step else self._load(step)
 
     def _load(self, step: int) -> list[Batch]:
+        """Load the batches of a step, in the data's order."""
         return [self._batches.batch(step, index) for index in range(self._num_microbatches)]
 
 
@@ -154,7 +161,9 @@ class _StepBatches:
     given: Sequence[Batch]
 
     def items(self) -> Sequence[Batch]:
+        """Return the step's batches in the data's order."""
         return self.given
 
     def next_items(self) -> Sequence[Batch]:
+        """Load the next step's batches, in the data's order; `source` keeps them for that step."""
         return self.source.look_at(self.step + 1)

@@ -86,13 +86,15 @@ class StepPacer:
         """The tally of the step that began last."""
 
     def prepare(self, step: int) -> None:
-        """Draw the step's conditions before it begins, which takes some ms."""
+        """Draw the step's conditions before it begins, which takes some ms, and keep them for
+        `start_step`. Do nothing without modelled costs."""
         if self.modelled is not None:
             self._prepared = step, self.modelled.conditions(step, self.modelled.shape)
 
     def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
-        """Return the bytes that the step's microbatches keep on this rank's chunks; None if the
-        costs do not give them."""
+        """Return the bytes that the step's microbatches keep on this rank's chunks; None without
+        modelled costs or if the costs do not give them. Keeps the drawn conditions for
+        `start_step`."""
         if self.modelled is None:
             return None
         drawn = self._conditions(self.modelled, step, shape)
@@ -101,7 +103,8 @@ class StepPacer:
         return None if sizes is None else sizes.of(shape.stages_of(self._pp_rank))
 
     def _conditions(self, modelled: ModelledSteps, step: int, shape: Shape) -> Conditions:
-        """The conditions of a step of this shape: prepared ones, or drawn now."""
+        """Return the conditions of a step of this shape: those prepared for it, or else drawn
+        now."""
         if self._prepared is not None and self._prepared[0] == step:
             drawn = self._prepared[1]
             if drawn.shape == shape:
@@ -109,7 +112,8 @@ class StepPacer:
         return modelled.conditions(step, shape)
 
     def start_step(self, step: int, shape: Shape) -> "PacedStep":
-        """Return the pace of a step that begins now."""
+        """Return the pace of a step that begins now, and start a new tally. Tasks take their
+        modelled times or, without modelled costs, their real times lengthened by jitter."""
         self.tally = PaceTally()
         seed, replica, count = self._seed + step, self._replica, None
         known: TaskTimes | None = None
@@ -126,7 +130,8 @@ class StepPacer:
         )
 
     def _count(self, over_ns: int) -> None:
-        """Count a task whose work exceeded its modelled time by `over_ns` (negative: took less)."""
+        """Add a task to the tally; its work exceeded its modelled time by `over_ns` (negative: took
+        less)."""
         is_over = over_ns > 0
         self.tally += PaceTally(1, int(is_over), over_ns if is_over else 0)
 
@@ -136,11 +141,14 @@ _Model = Callable[[Task, int], int]
 
 
 def _modelled(drawn: Conditions) -> _Model:
+    """Make a model that gives each task its modelled time in ns, however long its work took."""
     times_ns = drawn.times.by_kind(split=drawn.shape.splits_backward)
     return lambda task, _: times_ns[task.kind][task.stage][task.microbatch]
 
 
 def _measured_model(jitter: Jitter, shape: Shape, seed: int, replica: int) -> _Model:
+    """Make a model that multiplies the time of a task's work by its stage's jitter factor. Raise
+    UsageError if the jitter names a pipeline rank or link that does not exist."""
     seconds_ns = [[NS_PER_S] * shape.num_microbatches] * shape.num_stages
     times = jitter.times(TaskTimes(seconds_ns, seconds_ns, seconds_ns), shape, seed, replica)
     # Factors that only lengthen are constant per rank.
@@ -179,6 +187,8 @@ class PacedStep:
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
+        """Run a task's work in the block, then sleep until its modelled time has passed, with
+        delays and stops added. Work that took longer is only counted."""
         start_ns = self._clock()
         yield
         worked_ns = self._clock() - start_ns
@@ -190,6 +200,8 @@ class PacedStep:
         self._sleep(start_ns + time_ns)
 
     def left_ns(self, task: Task, work_ns: int) -> int:
+        """Return the time in ns to add to a GPU task whose work takes `work_ns`, at least 0. Keeps
+        the task's whole modelled time until `worked` is called."""
         time_ns = self._model(task, work_ns)
         if self._stretch is not None:
             time_ns = self._stretch(self._clock() - self._start_ns, task, time_ns)
@@ -197,16 +209,22 @@ class PacedStep:
         return max(0, time_ns - work_ns)
 
     def worked(self, task: Task, worked_ns: int) -> None:
+        """Count by how many ns the work of a GPU task exceeded the time that `left_ns` gave it, and
+        forget that time."""
         over_ns = worked_ns - self._due_ns.pop(task)
         if self._count is not None:
             self._count(over_ns)
 
     def expected_ns(self, task: Task) -> int | None:
+        """Return the task's modelled time in ns before jitter; None if costs are not known in
+        advance."""
         if self._known_ns is None:
             return None
         return self._known_ns[task.kind][task.stage][task.microbatch]
 
     def message_ns(self, task: Task) -> int:
+        """Return the modelled time in ns of the message that a task waits for; the task must have
+        one from another rank."""
         link = self._shape.link(task)
         assert link is not None
         return self._links(*link, task)
@@ -221,10 +239,9 @@ def make_pace(
     pp_rank: int,
     dp_rank: int,
 ) -> StepPacer | None:
-    """Make the pace of one rank of a run, with `StepPacer`'s arguments; None if nothing is paced.
-
-    With a pace, the calling thread, and threads that it starts later, sleep precisely from now on.
-    """
+    """Make the pace of one rank of a run, with `StepPacer`'s arguments; return None if neither
+    costs nor jitter pace anything. With a pace, the calling thread, and threads that it starts
+    later, sleep precisely from now on."""
     if costs is None and not jitter.factors and not jitter.delays_tasks:
         return None
     reduce_timer_slack()
@@ -232,7 +249,8 @@ def make_pace(
 
 
 def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
-    """Make this rank's pace by the run's settings; None if they do not ask for one."""
+    """Make this rank's pace by the run's --pace and --jitter; return None if they do not ask for
+    one. Raise UsageError as `read_pace` does."""
     costs, jitter = read_pace(settings)
     costs = _balanced(costs, settings)
     admit = resolve_admission(settings.step.admit, settings.data.microbatches)
@@ -241,7 +259,8 @@ def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
 
 
 def _balanced(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
-    """The costs with the global batch balanced over the replicas, if the settings ask for it."""
+    """Wrap the costs so that the global batch is balanced over the replicas, if --admit-across asks
+    for it; else return them unchanged."""
     across = resolve_balancing(settings.step.admit_across)
     if costs is None or across is AdmitAcross.NONE:
         return costs
@@ -250,17 +269,15 @@ def _balanced(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:
-    """The shape of a step, with the kinds of its hint."""
+    """Return the shape of a step, with the task kinds of the run's hint."""
     shape = settings.shape
     return replace(shape, kinds=kinds_of(settings.hint.for_shape(shape)))
 
 
 def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
-    """Return the costs and the jitter that `pace` and `jitter` name.
-
-    Raises UsageError for unknown ones and for combinations that do not work, and RrfpError for a
-    run without a complete trace.
-    """
+    """Read the costs of --pace (None without it) and the jitter of --jitter. Raise UsageError for
+    unknown ones, jitter that needs --pace, and costs for another --tp, and RrfpError for costs of a
+    run without a complete trace."""
     jitter = parse_jitter(settings.run.jitter)
     if settings.run.pace is None:
         if jitter.needs_costs:
@@ -275,7 +292,8 @@ def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
 
 
 def check_pace(settings: "TrainSettings") -> None:
-    """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline."""
+    """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline, or
+    if --hold auto would apply this machine's memory to the sizes of the costs."""
     costs, jitter = read_pace(settings)
     costs = _balanced(costs, settings)
     admit = resolve_admission(settings.step.admit, settings.data.microbatches)

@@ -36,7 +36,8 @@ _VISION_SHARE = 3 / 8
 
 
 def num_vision_stages(num_stages: int) -> int:
-    """The number of vision stages of a multimodal model; they come first."""
+    """Return the number of vision stages of a multimodal model: 3/8 of its stages, rounded, and at
+    least 1. They come first."""
     return max(1, int(_VISION_SHARE * num_stages + 0.5))
 
 
@@ -137,11 +138,13 @@ class LayoutSettings:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas: as given, or else the smallest number that fits `ep`."""
+        """Data-parallel replicas: as given, or else the smallest number whose product with --cp is
+        a multiple of --ep."""
         return self.dp if self.dp is not None else self.ep // math.gcd(self.ep, self.cp)
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the run: pp x tp x cp x replicas."""
         return self.pp * self.tp * self.cp * self.num_replicas
 
 
@@ -185,7 +188,7 @@ class ModelSettings:
 
     @property
     def num_experts(self) -> int | None:
-        """Experts per layer; None if layers are dense."""
+        """Experts per layer: as given, or else 4 for --model moe; None if layers are dense."""
         if self.experts is None and self.kind is ModelKind.MOE:
             return _NUM_EXPERTS
         return self.experts
@@ -356,7 +359,9 @@ class TrainSettings:
         object.__setattr__(self, "policy", Policy(hint=hint, **knobs).with_usual_limit())
 
     def _set(self, flags: Mapping[str, Any], asked_hint: Hint | None) -> None:
-        """Set everything but the policy."""
+        """Set the groups of settings from values by flag, and the hint that was given, but not the
+        policy. Raise TypeError for an unknown flag, and UsageError for a text that is not one of
+        the choices."""
         given: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for flag, value in flags.items():
             if flag not in DECLARED:
@@ -368,8 +373,8 @@ class TrainSettings:
         object.__setattr__(self, "asked_hint", asked_hint)
 
     def _hint_under(self, dispatch: Dispatch) -> Hint:
-        """The given hint, or the dispatch's default. Raises UsageError for a hint that Megatron's
-        schedules do not run."""
+        """Return the given hint, or the dispatch's default. Raise UsageError if --dispatch megatron
+        gets a hint other than that of its own schedule."""
         if dispatch is not Dispatch.MEGATRON:
             return self.asked_hint or HINTS["bf"]
         hint = self.asked_hint or self.megatron_hint
@@ -381,11 +386,13 @@ class TrainSettings:
         return hint
 
     def changed(self, **flags: Any) -> Self:
-        """A copy of these settings with some flags changed."""
+        """Make a copy of these settings with some flags changed. Raise UsageError as the
+        constructor does."""
         return type(self)(**{**self.by_flag(), **flags})
 
     def by_flag(self) -> dict[str, Any]:
-        """Every setting by its flag."""
+        """Return the value of every setting by its flag; `hint` is the one that was given, or
+        None."""
         values = {
             flag: getattr(getattr(self, declared.group), declared.field)
             for flag, declared in DECLARED.items()
@@ -399,31 +406,32 @@ class TrainSettings:
 
     @property
     def megatron_hint(self) -> Hint:
-        """The hint of Megatron-Core's own schedule."""
+        """The hint of Megatron-Core's own schedule: 1f1b, or interleaved with several chunks."""
         return HINTS["1f1b" if self.layout.chunks == 1 else "interleaved"]
 
     @property
     def effective_policy(self) -> Policy:
-        """The policy in effect. Raises UsageError for a hint that does not fit the shape."""
+        """The policy in effect, with its usual limit for steps of this shape. Raises UsageError for
+        a hint that does not fit the shape."""
         return self.policy.of_shape(self.shape)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run: as given, or enough to see the loss fall."""
+        """Steps of the run: as given, or else 60, and 240 for --model vlm."""
         if self.run.steps is not None:
             return self.run.steps
         return _NUM_IMAGE_STEPS if self.model.kind is ModelKind.VLM else _NUM_STEPS
 
     @property
     def shape(self) -> Shape:
-        """The pipeline of a step."""
+        """The pipeline of a step: its ranks, microbatches, chunks and placement."""
         layout = self.layout
         return Shape(layout.pp, self.data.microbatches, layout.chunks, layout.placement)
 
     @property
     def split(self) -> tuple[int, ...]:
-        """The number of layers of each stage, in model order: as given, or equal. Raises UsageError
-        for an invalid text."""
+        """The number of layers of each stage, in model order: those of --layout, or else equal
+        ones. Raises UsageError for an invalid --layout."""
         stages = self.layout.stages
         if stages is None:
             num_stages = self.layout.pp * self.layout.chunks
@@ -433,11 +441,8 @@ class TrainSettings:
     @classmethod
     def from_toml(cls, path: Path, **flags: Any) -> Self:
         """Read a TOML file with the names of flags, at top level or in tables by group; `flags`
-        take precedence.
-
-        Relative paths in the file are relative to the current directory, as on the command line.
-        Raises UsageError for a file that cannot be read, an unknown name or a wrong type.
-        """
+        take precedence. Relative paths are relative to the current directory. Raise UsageError for
+        a file that cannot be read, an unknown name, a name given twice, or a wrong type."""
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -452,7 +457,8 @@ class TrainSettings:
         return cls(**{**_read(table, path), **flags})
 
     def described(self) -> dict[str, object]:
-        """Every setting by its flag as a JSON value, with hint, replicas and steps resolved."""
+        """Return every setting by its flag as a JSON value, with the values of the policy and the
+        resolved hint, number of replicas and number of steps."""
         values = self.by_flag() | self.policy.described()
         values |= {"dp": self.layout.num_replicas, "steps": self.num_steps}
         return {
@@ -460,12 +466,13 @@ class TrainSettings:
         }
 
     def to_json(self) -> str:
-        """These settings as text, for `from_json`."""
+        """Return these settings as a JSON text for `from_json`, with the whole policy."""
         return json.dumps(self.described() | self.policy.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read the text of `to_json`. The policy is read as a whole, not from its flags."""
+        """Read the text of `to_json`. The policy is read as a whole, not computed from its
+        flags."""
         values = json.loads(text)
         policy = Policy.from_json(values)
         of_policy = policy.to_json()
@@ -500,7 +507,8 @@ DECLARED: dict[str, Declared] = {
 
 
 def _read(table: Mapping[str, object], path: Path) -> dict[str, object]:
-    """The settings of a parsed TOML file by flag. Raises UsageError."""
+    """Return the settings of a parsed TOML file by flag. Raise UsageError, naming the file, for an
+    unknown name, a name given twice or in another group's table, or a value of a wrong type."""
     values: dict[str, object] = {}
     for key, value in _entries(table, path):
         flag = key.replace("-", "_")
@@ -517,8 +525,8 @@ def _read(table: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def _entries(table: Mapping[str, object], path: Path) -> Iterator[tuple[str, object]]:
-    """The settings of a file, at top level and in tables. Raises UsageError for a setting in the
-    table of another group."""
+    """Yield the names and values of a file's settings, at top level and in tables; names are not
+    checked. Raise UsageError for a setting in the table of another group."""
     for key, value in table.items():
         if not isinstance(value, dict) or key not in _TABLES.values():
             yield key, value

@@ -71,13 +71,15 @@ class Manifest:
     """The SHA-256 of each file, in hexadecimal; empty if an older version saved it."""
 
     def to_json(self) -> str:
-        """The text of the file, which ends with its own digest."""
+        """Return the JSON text of the file, which ends with its own SHA-256."""
         values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         return _sealed(json.dumps(values, indent=2).encode().removesuffix(b"\n}")).decode()
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read a checkpoint's manifest. Raises OSError, or ValueError with the problem."""
+        """Read a checkpoint's manifest and check its format, its version, its own SHA-256 (absent
+        in version 1) and its fields, but no other file. Raise OSError, or ValueError with the
+        problem."""
         data = _read_small_file(directory / FILE)
         try:
             found = parsed(data)
@@ -117,7 +119,8 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _read_small_file(path: Path) -> bytes:
-    """Read a regular file. Raises OSError, and ValueError for another kind or one too large."""
+    """Read a regular file of at most 64 MiB, without following a link. Raise OSError, and
+    ValueError for another kind or one too large."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -138,10 +141,9 @@ _THREADS_PER_CORE = 2
 
 
 def problem_of(directory: Path, *, with_content: bool) -> tuple[Manifest | None, str]:
-    """Check a checkpoint; returns its manifest and a problem, which is empty if it is whole.
-
-    `with_content` also compares the digests of the files, which reads all of them.
-    """
+    """Check a checkpoint's owner and permissions, its manifest, and the names and sizes of its
+    files; with `with_content` also their SHA-256, which reads all of them. Return the manifest
+    (None if it cannot be read) and the problem, empty if the checkpoint is whole."""
     try:
         # The owner of the directory of the checkpoints can replace everything in it.
         owners = {os.geteuid(), 0, directory.parent.stat().st_uid}
@@ -163,7 +165,7 @@ def problem_of(directory: Path, *, with_content: bool) -> tuple[Manifest | None,
 
 def missing_part(found: Mapping[str, int], manifest: Manifest) -> str:
     """Describe the first file of a manifest that is missing in `found` (sizes by name) or has
-    another size; empty if none."""
+    another size; empty if none. Other files in `found` are ignored."""
     for name, size in manifest.files.items():
         if name not in found:
             return f"{name} is missing"
@@ -173,7 +175,8 @@ def missing_part(found: Mapping[str, int], manifest: Manifest) -> str:
 
 
 def _problem_of_files(directory: Path, manifest: Manifest, owners: Collection[int]) -> str:
-    """Describe how the files differ from the manifest in names, sizes or access; empty if not."""
+    """Describe the first file below a checkpoint that others can change, that is missing or of
+    another size, or that the manifest does not list; empty if none."""
     found = {}
     for name, status in files_in(directory):
         foreign = why_foreign(status, owners)
@@ -187,8 +190,8 @@ def _problem_of_files(directory: Path, manifest: Manifest, owners: Collection[in
 
 
 def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every entry below a directory, with its relative path; links are not followed. May raise
-    OSError."""
+    """Yield the relative path and status of every file and directory below a directory. Links are
+    not followed. May raise OSError."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -200,8 +203,9 @@ def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def why_foreign(status: os.stat_result, owners: Collection[int]) -> str | None:
-    """The clause that says why users other than `owners` can change a file or directory; None if
-    they cannot. As in Debian's ssh, a group whose only member is the owner does not count."""
+    """Return the clause that says why users other than `owners` can change a file or directory, or
+    that it is neither; None if they cannot. As in Debian's ssh, a group whose only member is the
+    owner does not count."""
     if status.st_uid not in owners:
         return f"belongs to user {status.st_uid}"
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -216,7 +220,8 @@ def why_foreign(status: os.stat_result, owners: Collection[int]) -> str | None:
 
 @cache
 def _is_only_member(user: int, group: int) -> bool:
-    """True if a user is the only member of a group."""
+    """True if a user is the only member of a group, counting users whose primary group it is; False
+    if either is unknown."""
     try:
         name, members = pwd.getpwuid(user).pw_name, {*grp.getgrgid(group).gr_mem}
     except KeyError:
@@ -225,8 +230,8 @@ def _is_only_member(user: int, group: int) -> bool:
 
 
 def digest_of(path: Path, stop: Event | None = None) -> str:
-    """The SHA-256 of a file. Stops early, with a useless result, once `stop` is set. May raise
-    OSError."""
+    """Compute the SHA-256 of a file, in hexadecimal. Stop early, with a useless result, once `stop`
+    is set. May raise OSError."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while (stop is None or not stop.is_set()) and (size := file.readinto(piece)):
@@ -235,7 +240,8 @@ def digest_of(path: Path, stop: Event | None = None) -> str:
 
 
 def _problem_of_content(directory: Path, digests: Mapping[str, str]) -> str:
-    """Describe the first file found that differs from its digest; empty if none does."""
+    """Describe the first file found that cannot be read or differs from its digest; empty if none.
+    Reads all files, in several threads."""
     stop = Event()
     num_threads = max(1, min(len(digests), _THREADS_PER_CORE * num_cores()))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="rrfp-digest") as pool:
@@ -282,18 +288,19 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Number of finished steps, which is also the index of the next step."""
         return self.manifest.step
 
 
 class CheckpointDir:
-    """The directory that `--save` names."""
+    """The directory of a run's checkpoints, which `--save` names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def prepare(self) -> None:
-        """Create the directory and check that this user, and no other, can write there. Raises
-        UsageError."""
+        """Create the directory and check that this user, and no other, can write there. Raise
+        UsageError if not, or if the path is itself a checkpoint."""
         try:
             if (self.path / FILE).exists():
                 parent = self.path.resolve().parent
@@ -312,7 +319,8 @@ class CheckpointDir:
             ) from None
 
     def _check_is_own(self) -> None:
-        """Raise UsageError if other users can replace its entries. May raise OSError."""
+        """Raise UsageError if other users can replace its entries, and OSError if this user cannot
+        write there. Creates a directory for the trial and removes it."""
         probe = self.path / f"{_SAVING}probe-{uuid.uuid4().hex}"
         probe.mkdir(_MODE)
         try:
@@ -332,12 +340,13 @@ class CheckpointDir:
             shutil.rmtree(probe, ignore_errors=True)
 
     def owns(self, name: str) -> bool:
-        """True if an entry of this name may be replaced or removed with a checkpoint."""
+        """True if saving may create or remove an entry of this name: a checkpoint, complete or not,
+        or the lock file."""
         return bool(_WHOLE.fullmatch(name)) or name.startswith((_SAVING, _REMOVING, LOCK))
 
     def path_of(self, name: str) -> Path:
-        """The path of a checkpoint, complete or being written. Raises ValueError for any other
-        name: a name from another rank could lead out of this directory."""
+        """Return the path of a checkpoint, complete or being written, which need not exist. Raise
+        ValueError for any other name: a name from another rank could lead out of this directory."""
         if not _SAVED.fullmatch(name):
             raise ValueError(f"'{name[:100]}' is not the name of a checkpoint")
         return self.path / name
@@ -345,9 +354,9 @@ class CheckpointDir:
     def newest(
         self, report: Callable[[str], None] = lambda _: None, *, with_content: bool = True
     ) -> Checkpoint | None:
-        """The newest whole checkpoint, or None. `report` receives a sentence about each newer one
-        that is not whole, and a warning if the result has no digests. The result may be loaded only
-        if checked `with_content`, which reads all of it."""
+        """Find the newest whole checkpoint, or return None. `report` receives a sentence about each
+        newer one that is not whole, and a warning if the result has no digests. The result may be
+        loaded only if checked `with_content`, which reads all of it."""
         found = next(self._whole(report, with_content=with_content), None)
         if found is not None and not found.manifest.digests:
             report(no_digests_warning(found.path))
@@ -356,7 +365,9 @@ class CheckpointDir:
     def _whole(
         self, report: Callable[[str], None] = lambda _: None, *, with_content: bool
     ) -> Iterator[Checkpoint]:
-        """The whole checkpoints, newest first."""
+        """Yield the whole checkpoints, newest first; `report` receives a sentence about each that
+        is not whole and is skipped. Raise UsageError if the directory cannot be listed; a missing
+        one has none."""
         for _, path in sorted(self._named(), reverse=True):
             found = _check(path, with_content=with_content)
             if isinstance(found, Checkpoint):
@@ -365,8 +376,9 @@ class CheckpointDir:
                 report(f"the checkpoint {path} is not whole ({found}) and is passed over")
 
     def begin(self, step: int) -> Path:
-        """Create a directory to write the checkpoint of `step` into. Raises OSError if the disk
-        lacks space even for its manifest."""
+        """Create and return a directory to write the checkpoint of `step` into, under the name of
+        an unfinished one. Raise OSError, and leave nothing, if the disk lacks space even for its
+        manifest."""
         path = self.path / f"{_SAVING}{step}-{uuid.uuid4().hex}"
         path.mkdir(_MODE)
         probe = path / f"{_SAVING}probe"
@@ -379,14 +391,15 @@ class CheckpointDir:
         return path
 
     def is_saving(self, step: int) -> bool:
-        """True if the checkpoint of `step` is being written, or was when its run died."""
+        """True if an unfinished checkpoint of `step` exists: it is being written, or its run
+        died."""
         return any(self.path.glob(f"{_SAVING}{step}-*"))
 
     def finish(self, saving: Path, manifest: Manifest) -> Path:
         """Complete a checkpoint whose files are written: sync them, write the manifest, and rename
-        the directory; returns its new path. `manifest` lists the files of all ranks; other files,
-        and missing digests, are added. Raises RrfpError if a listed file is missing, and may raise
-        OSError."""
+        the directory, replacing one of the same step; return its new path. `manifest` lists the
+        files of all ranks; other files, and missing digests, are added. Raise RrfpError if a listed
+        file is missing, and OSError."""
         files = {
             name: status.st_size
             for name, status in files_in(saving)
@@ -417,19 +430,22 @@ class CheckpointDir:
         return path
 
     def remove_older(self, keep: int) -> None:
-        """Remove all whole checkpoints except the newest `keep`. Failures are ignored."""
+        """Remove all whole checkpoints except the newest `keep`; damaged ones stay. Failures are
+        ignored."""
         for checkpoint in [*self._whole(with_content=False)][keep:]:
             with suppress(OSError):
                 self._remove(checkpoint.path)
 
     def discard(self, saving: Path) -> None:
-        """Remove a checkpoint that will not be finished."""
+        """Remove the directory of a checkpoint that will not be finished; errors are ignored."""
         shutil.rmtree(saving, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory's lock, and remove unfinished checkpoints of earlier runs. Raises
-        UsageError if another run does not release it in time, or if other users can write here."""
+        """Hold the directory's lock in the block, with this process named in the lock file, after
+        removing unfinished checkpoints of earlier runs. Raise UsageError if another run does not
+        release it within 30 s, or if other users can write here. A file system without locks counts
+        as locked."""
         try:
             self._check_is_own()
             lock = self._open_lock()
@@ -459,14 +475,15 @@ class CheckpointDir:
                 file.truncate(0)
 
     def remove_abandoned(self) -> None:
-        """Remove unfinished checkpoints of earlier runs, unless a run saves here now."""
+        """Remove unfinished checkpoints of earlier runs, unless a run holds the lock. Errors are
+        ignored."""
         with suppress(OSError), self._open_lock() as file:
             if _try_lock(file.fileno()):
                 self._remove_unfinished()
 
     def _open_lock(self) -> IO[str]:
-        """Open the lock file. No other user may open it, because every reader can lock it. May
-        raise OSError."""
+        """Open the lock file, creating it if it is missing, for this user only: every reader could
+        lock it. May raise OSError, also for a link."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.open(self.path / LOCK, flags, 0o600)
         status = os.fstat(lock)
@@ -479,12 +496,15 @@ class CheckpointDir:
         return os.fdopen(lock, "a+", encoding="utf-8", errors="replace")
 
     def _remove_unfinished(self) -> None:
+        """Remove what interrupted saves and removals have left; errors of single entries are
+        ignored. The caller holds the lock."""
         for entry in [*self.path.iterdir()]:
             if entry.name.startswith((_SAVING, _REMOVING)):
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _named(self) -> list[tuple[int, Path]]:
-        """The directories with the name of a complete checkpoint, with their steps."""
+        """List the directories with the name of a complete checkpoint, with their steps, in any
+        order; none if this directory is missing. Raise UsageError if it cannot be listed."""
         try:
             entries = [*self.path.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -501,16 +521,16 @@ class CheckpointDir:
         ]
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint, renamed first so that an interrupted removal leaves no half of
-        it."""
+        """Remove a checkpoint, renamed first so that an interrupted removal leaves no half of it.
+        Only the renaming may raise OSError."""
         doomed = self.path / f"{_REMOVING}{uuid.uuid4().hex}"
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def whole_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory. If it is not whole, raises RrfpError naming the damage and the
-    newest whole checkpoint beside it."""
+    """Return the checkpoint in a directory, after reading and checking all of it. If it is not
+    whole, raise RrfpError naming the damage and the newest whole checkpoint beside it."""
     found = _check(path, with_content=True)
     if isinstance(found, Checkpoint):
         return found
@@ -520,7 +540,8 @@ def whole_checkpoint(path: Path) -> Checkpoint:
 
 
 def no_digests_warning(path: Path) -> str:
-    """The warning about a checkpoint of an older version."""
+    """Format the warning that a checkpoint of an older version has no digests, so that damage would
+    not be noticed."""
     return (
         f"the checkpoint {path} has no digests, as an older rrfp saved it: damage to its files "
         "would not be noticed"
@@ -528,7 +549,8 @@ def no_digests_warning(path: Path) -> str:
 
 
 def _check(path: Path, *, with_content: bool) -> Checkpoint | str:
-    """The checkpoint in a directory, or the reason why it is not whole."""
+    """Return the checkpoint in a directory, or the reason why it is not whole, such as a name with
+    another step than its manifest."""
     manifest, problem = problem_of(path, with_content=with_content)
     if manifest is None or problem:
         return problem
@@ -539,8 +561,8 @@ def _check(path: Path, *, with_content: bool) -> Checkpoint | str:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Try to lock a file: True if locked, False if another process holds the lock, None if the file
-    system has no locks."""
+    """Try to lock a file without waiting: True if locked, False if another process holds the lock,
+    None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -551,7 +573,8 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _describe_holder(content: str) -> str:
-    """Describe the process that holds a lock, from the content of the lock file."""
+    """Describe the process that holds a lock, from the content of the lock file. If that is
+    unreadable, or its process of this host has ended, the holder is described as unknown."""
     match = re.fullmatch(r"process (\d+) of (.+)\n", content)
     if match is None:
         return "a process that does not say which it is"
@@ -561,7 +584,8 @@ def _describe_holder(content: str) -> str:
 
 
 def _deny_others_writing(path: Path) -> None:
-    """Remove the write permission of group and others, which the umask may have left."""
+    """Remove the write permission of group and others from a file, which the umask may have
+    left."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & _OTHERS_WRITE:
         path.chmod(mode & ~_OTHERS_WRITE)

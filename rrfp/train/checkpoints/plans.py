@@ -57,7 +57,8 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 @contextmanager
 def exchanging_plans() -> Iterator[None]:
-    """Let torch's object collectives exchange plans as JSON in the block, among all ranks."""
+    """Replace torch's object collectives in the block by functions that exchange plans as JSON,
+    among all ranks and without pickling."""
     # torch declares none of these names as assignable.
     module: Any = dist
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
@@ -71,7 +72,8 @@ def exchanging_plans() -> Iterator[None]:
 
 
 def _all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """Replaces `all_gather_object`."""
+    """Gather the plans of all ranks as JSON, in place of `all_gather_object`. Raise RrfpError for a
+    group of some ranks only."""
     _check(group)
     object_list[:] = all_gather_json(encode_plan(obj), decode_plan)
 
@@ -79,7 +81,9 @@ def _all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
 def _gather(
     obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None, **_: Any
 ) -> None:
-    """Replaces `gather_object`."""
+    """Gather the plans of all ranks as JSON, in place of `gather_object`: every rank receives them,
+    and one that gives a list keeps them. Raise RrfpError for a group of some ranks or a `dst` other
+    than 0."""
     _check(group, dst)
     found = all_gather_json(encode_plan(obj), decode_plan)
     if object_gather_list is not None:
@@ -93,7 +97,8 @@ def _scatter(
     group: Any = None,
     **_: Any,
 ) -> None:
-    """Scatter plans from rank 0 to all ranks as JSON, in place of `scatter_object_list`."""
+    """Broadcast rank 0's list of plans as JSON and keep this rank's item, in place of
+    `scatter_object_list`. Raise RrfpError for a group of some ranks or a `src` other than 0."""
     _check(group, src)
     values = scatter_object_input_list or []
     own = broadcast_json([encode_plan(each) for each in values], items)[dist.get_rank()]
@@ -101,7 +106,8 @@ def _scatter(
 
 
 def _broadcast(object_list: list[Any], src: int = 0, group: Any = None, **_: Any) -> None:
-    """Replaces `broadcast_object_list`."""
+    """Broadcast rank 0's list of plans as JSON into every rank's list, in place of
+    `broadcast_object_list`. Raise RrfpError for a group of some ranks or a `src` other than 0."""
     _check(group, src)
     values = [encode_plan(each) for each in object_list] if dist.get_rank() == src else []
     object_list[:] = [decode_plan(each) for each in broadcast_json(values, items)]
@@ -116,7 +122,8 @@ _COLLECTIVES = {
 
 
 def _check(group: Any, rank: int | None = _COORDINATOR) -> None:
-    """Raise RrfpError unless the group has all ranks and `rank` is the coordinator."""
+    """Raise RrfpError unless the group has all ranks and `rank` is the coordinator, rank 0, or
+    None."""
     is_whole = group is None or dist.get_world_size(group) == dist.get_world_size()
     if not is_whole or rank not in (None, _COORDINATOR):
         raise RrfpError(
@@ -126,7 +133,8 @@ def _check(group: Any, rank: int | None = _COORDINATOR) -> None:
 
 
 def encode_plan(value: Any) -> object:
-    """Convert a value of a plan to JSON. Raises RrfpError for a type that plans do not have."""
+    """Convert a value of a plan to JSON; an exception keeps its type's name and first line only.
+    Raise RrfpError for a type that plans do not have."""
     is_plain = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
     if value is None or is_plain:
         return value
@@ -160,7 +168,8 @@ def encode_plan(value: Any) -> object:
 
 
 def decode_plan(value: object) -> Any:
-    """Convert the result of `encode_plan` back. Raises ValueError for anything else."""
+    """Convert the result of `encode_plan` back; exceptions become RuntimeErrors with their text.
+    Raise ValueError for anything else."""
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise ValueError("it has a list without its kind")
@@ -204,8 +213,8 @@ def decode_plan(value: object) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Describe why saving or loading failed. torch's CheckpointException has the failures of
-    several ranks; the lowest rank's is described."""
+    """Describe why saving or loading failed. For torch's CheckpointException, which has the
+    failures of several ranks, describe that of the lowest rank."""
     if not isinstance(error, CheckpointException):
         return _describe(error)
     rank, (of_rank, _) = min(error.failures.items())
@@ -215,11 +224,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def _describe(error: BaseException) -> str:
+    """Format an error as the name of its type and its first line."""
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
 def _checkpoint_exception(failures: dict[int, str]) -> CheckpointException:
-    """torch's exception with the failures of ranks, given as text."""
+    """Make torch's exception with the failures of ranks, given as text. Raise ValueError without
+    any."""
     if not failures:
         raise ValueError("it has a failure of no rank")
     stack = traceback.StackSummary()
@@ -229,7 +240,7 @@ def _checkpoint_exception(failures: dict[int, str]) -> CheckpointException:
 
 
 def _construct(kind: Any, parts: dict[str, Any]) -> Any:
-    """Construct a data class. Raises ValueError for wrong parts."""
+    """Construct a data class. Raise ValueError for parts that it does not accept."""
     try:
         return kind(**parts)
     except (TypeError, ValueError, AttributeError, mapping.CheckpointingException) as error:
@@ -237,7 +248,7 @@ def _construct(kind: Any, parts: dict[str, Any]) -> Any:
 
 
 def _decode_integers(value: object) -> list[int]:
-    """Read a list of integers. Raises ValueError for anything else."""
+    """Read a list of integers. Raise ValueError for anything else."""
     found = items(value)
     if not all(type(each) is int for each in found):
         raise ValueError("it has a size that is not of integers")

@@ -57,6 +57,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of a checkpoint and refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that checkpoint metadata may name, or a dtype of torch. Raise
+        UnpicklingError for any other name."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and name.isidentifier():
             found = getattr(torch, name, None)
@@ -67,8 +69,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_metadata(file: IO[bytes]) -> Metadata:
-    """Replaces `pickle.load` for the metadata of a checkpoint. Raises UnpicklingError for anything
-    else."""
+    """Unpickle the metadata of a checkpoint, as data only, in place of `pickle.load`. Raise
+    UnpicklingError for anything else, and for metadata that names a file outside of its
+    directory."""
     found = _MetadataUnpickler(file).load()
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
@@ -81,7 +84,8 @@ def _load_metadata(file: IO[bytes]) -> Metadata:
 
 @contextmanager
 def loading_data_only() -> Iterator[None]:
-    """Make torch and Megatron read a checkpoint's files in the block as data only."""
+    """Make torch and Megatron read a checkpoint's files in the block as data only, by a patch of
+    torch and environment variables, both restored afterwards."""
     module: Any = filesystem
     original, before = module.pickle, {name: os.environ.get(name) for name in _DATA_ONLY}
     module.pickle = SimpleNamespace(load=_load_metadata)
@@ -98,9 +102,8 @@ def loading_data_only() -> Iterator[None]:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read every parameter and every tensor of the optimizer's state, by its name in the whole
-    model (`rrfp.train.checkpoints.tensors`). Two runs have trained the same if these are bitwise
-    equal. Raises RrfpError for a checkpoint that is not whole, and torch's errors for unreadable
-    files."""
+    model (see `rrfp.train.checkpoints.tensors`). Warn if the checkpoint has no digests. Raise
+    RrfpError if it is not whole, and torch's errors for unreadable files."""
     if not whole_checkpoint(path).manifest.digests:
         _log.warning(no_digests_warning(path))
     reader = FileSystemReader(path)
@@ -117,7 +120,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def differences(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that are missing on one side or not bitwise equal."""
+    """Return the sorted names of the tensors that are missing on one side or not bitwise equal. Two
+    runs without differences have trained the same."""
     return sorted(
         name
         for name in first.keys() | second.keys()

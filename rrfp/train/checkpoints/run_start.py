@@ -25,8 +25,9 @@ from rrfp.train.settings import DECLARED, ModelKind, TrainSettings, num_vision_s
 def write_description(
     run: RunDir, settings: TrainSettings, ranks: Sequence[RankInfo], first_step: int = 0
 ) -> None:
-    """Write `run.json` for a session that starts at `first_step`. `ranks` is empty while unknown.
-    The entry of a tokenizer has its digest and vocabulary."""
+    """Write `run.json` for a session that starts at `first_step`: settings, policy, `ranks` (empty
+    while unknown), network and tokenizer. With a tokenizer, text that is not in the cache is
+    encoded first."""
     # The launcher, which writes the file first, has not created the network yet.
     network = describe_network()
     tokenizer = None if settings.data.tokenizer is None else cached_tokens(settings.data).tokenizer
@@ -68,7 +69,8 @@ _SHA256_DIGITS, _SHOWN_DIGITS = 64, 12
 
 
 def check_unused(save: Path, found: Checkpoint | None) -> None:
-    """Raise UsageError if the directory of a new run has a checkpoint."""
+    """Raise UsageError if `found`, a checkpoint in the --save directory of a new run, is not
+    None."""
     if found is not None:
         raise UsageError(
             f"{save} has the checkpoint of step {found.step} of another run; go on from it with "
@@ -79,8 +81,9 @@ def check_unused(save: Path, found: Checkpoint | None) -> None:
 def check_continues(
     settings: TrainSettings, contents: Mapping[str, str], checkpoint: Checkpoint
 ) -> None:
-    """Raise UsageError, naming the setting and both values, if these settings and data cannot
-    continue the training of the checkpoint, or have fewer steps than it has."""
+    """Raise UsageError, naming the setting and both values, if these settings or the content of
+    their data cannot continue the training of the checkpoint, or have fewer steps than it has. The
+    microbatches may change if all replicas together keep their number."""
     current, saved = settings.described(), checkpoint.manifest.settings
     where = f"the checkpoint {checkpoint.path}"
     for flag in _SAME:
@@ -120,7 +123,8 @@ def check_continues(
 
 
 def _problem_of_settings(saved: Mapping[str, Any]) -> str:
-    """Describe an invalid setting of a checkpoint that `_COMPUTED` needs; empty if none."""
+    """Describe the first invalid or missing setting of a checkpoint that `_COMPUTED` needs; empty
+    if none."""
     for flag in ("dp", "microbatches", "pp", "chunks", "layers"):
         if type(saved.get(flag)) is not int:
             return f"its {flag} is {saved.get(flag)!r:.40}"
@@ -128,10 +132,12 @@ def _problem_of_settings(saved: Mapping[str, Any]) -> str:
 
 
 def _global_batch(settings: Mapping[str, Any]) -> int:
+    """Return the number of microbatches of all replicas together."""
     return int(settings["dp"] * settings["microbatches"])
 
 
 def _vision_layers(settings: Mapping[str, Any]) -> int:
+    """Return the number of layers on vision stages; 0 unless the model is `vlm`."""
     if settings["model"] != ModelKind.VLM:
         return 0
     num_stages = settings["pp"] * settings["chunks"]
@@ -153,7 +159,7 @@ _COMPUTED: tuple[tuple[str, Callable[[Mapping[str, Any]], int], str], ...] = (
 
 
 def _shown(value: object) -> str:
-    """A value for messages; a digest is shortened."""
+    """Format a value for messages: a SHA-256 is cut to 12 digits, and None is 'not given'."""
     if isinstance(value, str) and len(value) == _SHA256_DIGITS:
         return f"{value[:_SHOWN_DIGITS]}..."
     return "not given" if value is None else str(value)
@@ -170,18 +176,21 @@ class RunStart:
 
     @property
     def metrics(self) -> Path:
-        """The file with the metrics of earlier steps: the run's, or else the checkpoint's."""
+        """The file with the metrics of earlier steps: the run's, or, if that is missing and the run
+        resumes, the checkpoint's copy."""
         if self.checkpoint is None or self.run.metrics.exists():
             return self.run.metrics
         return self.checkpoint.path / METRICS
 
 
 def start_or_resume(settings: TrainSettings, report: Callable[[str], None]) -> RunStart:
-    """Create the run's directory, or find the one to resume; creates none if all steps are trained.
-    `report` receives sentences for the user about the resumption.
+    """Create the run's directory, or with --resume find that of the newest whole checkpoint's run;
+    create none if it has trained all steps. Creates the --save directory too, and removes
+    unfinished checkpoints there. `report` receives sentences for the user about the resumption.
 
-    Raises UsageError if checkpoints cannot be written, if some exist without `--resume`, or if
-    these settings cannot continue them."""
+    Raise UsageError if checkpoints cannot be written, if some exist without --resume, or if these
+    settings cannot continue them.
+    """
     save, out, resumes = settings.run.save, settings.run.out, settings.run.resume
     if save is None:
         return RunStart(_new_run(settings))
@@ -213,8 +222,8 @@ def start_or_resume(settings: TrainSettings, report: Callable[[str], None]) -> R
 
 
 def has_trained_all(settings: TrainSettings) -> bool:
-    """True if `--resume` finds no step left to train, so that host 0 waits for no other host.
-    Raises UsageError if these settings cannot continue the checkpoint."""
+    """True if --resume finds no step left to train, so that host 0 waits for no other host; always
+    False without it. Raise UsageError if these settings cannot continue the checkpoint."""
     if settings.run.save is None or not settings.run.resume:
         return False
     directory = CheckpointDir(settings.run.save)
@@ -230,8 +239,8 @@ def has_trained_all(settings: TrainSettings) -> bool:
 
 
 def _check_separate(save: Path, out: Path | None) -> None:
-    """Raise UsageError if checkpoints lie among files that the run removes, or the other way
-    round."""
+    """Raise UsageError if --save lies in an entry of --out that the run creates and removes, or
+    --out in an entry of --save that is a checkpoint's. Without --out nothing is checked."""
     if out is None:
         return
     checkpoints, run = save.resolve(), out.resolve()
@@ -252,8 +261,8 @@ def _check_separate(save: Path, out: Path | None) -> None:
 
 
 def _new_run(settings: TrainSettings, *, is_made: bool = False) -> RunDir:
-    """Create the run's directory and `run.json`. `is_made` states that this call has already
-    created the directory."""
+    """Create the run's directory and its `run.json`. Raise UsageError if --out exists, unless
+    --force is set or `is_made` states that this call has already created it."""
     run = create_run_dir(settings.run.out, settings.run.force or is_made, settings.hint.name)
     write_description(run, settings, ())
     return run
@@ -262,8 +271,9 @@ def _new_run(settings: TrainSettings, *, is_made: bool = False) -> RunDir:
 def _run_of(
     settings: TrainSettings, checkpoint: Checkpoint, report: Callable[[str], None]
 ) -> RunDir | None:
-    """The directory of the resumed run: `--out`, or else the directory of the checkpoint's run.
-    None if it does not exist. Raises UsageError if `--out` holds another run."""
+    """Return the directory of the resumed run: --out, or else that of the checkpoint's run; None if
+    it does not exist. One that saves elsewhere counts as missing, and as an error, UsageError, if
+    --out names it. `report` receives the reason why the checkpoint's run is not used."""
     if settings.run.out is not None:
         return _run_at(settings, settings.run.out)
     path = Path(checkpoint.manifest.run)
@@ -279,7 +289,8 @@ def _run_of(
 
 
 def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
-    """The existing directory of `--out`, or None. Raises UsageError if it holds another run."""
+    """Return the existing directory of --out, where others may no longer write; None if it is not
+    given or does not exist. Raise UsageError if it is a file or holds another run."""
     if out is None or not out.exists():
         return None
     if not out.is_dir():
@@ -293,8 +304,8 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
 
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:
-    """True if a directory is that of a run with these checkpoints. One without `run.json` counts if
-    it has nothing but checkpoints, as after a launcher was killed early."""
+    """True if a directory is that of a run that saves to --save, by its `run.json`. One without
+    `run.json` counts if it has nothing but checkpoints, as after a launcher was killed early."""
     assert settings.run.save is not None
     description, save = RunDir(run).run_json, settings.run.save.resolve()
     described_save = read_description(description).get("settings", {}).get("save")

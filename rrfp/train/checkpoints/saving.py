@@ -59,18 +59,19 @@ class Session:
 
     @property
     def first_step(self) -> int:
+        """Index of the session's first step: 0 without a checkpoint."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 @contextmanager
 def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator[Session]:
-    """Begin the next session of the run in this directory, and lock its checkpoints until the
-    block ends. Every rank calls it.
+    """Begin the next session of the run in this directory and yield it; every rank calls this.
+    Without --save, only yield a session from the seed.
 
-    The metrics become those of the resumed checkpoint. Without `--save` nothing is done.
-
-    Rank 0 chooses the checkpoint for all ranks, because only the holder of the directory's lock can
-    be sure that no other one is being completed.
+    Rank 0 locks the checkpoints until the block ends and, with --resume, chooses the newest whole
+    one for all ranks; the lock ensures that no other one is being completed. The run's metrics
+    become those of that checkpoint, or empty. Raise UsageError if the run cannot continue it, or
+    without --resume if --save has one, and RrfpError on a rank that cannot read it.
     """
     if settings.run.save is None:
         yield Session(run)
@@ -112,7 +113,8 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
 
 
 def _newest(directory: CheckpointDir, *, is_rank_0: bool) -> Checkpoint | None:
-    """The newest whole checkpoint, on rank 0; the other ranks wait and return None."""
+    """Return the newest whole checkpoint, or None, on rank 0; the other ranks wait for its search
+    and return None."""
     with ThreadPoolExecutor(1, thread_name_prefix="rrfp-checkpoint") as pool:
         searches = [pool.submit(directory.newest)] if is_rank_0 else []
         is_busy = True
@@ -122,8 +124,8 @@ def _newest(directory: CheckpointDir, *, is_rank_0: bool) -> Checkpoint | None:
 
 
 def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
-    """Replace a run's metrics by those in a checkpoint; remove them without one. May raise
-    OSError."""
+    """Replace a run's metrics by those in a checkpoint; empty an existing file if `checkpoint` is
+    None. May raise OSError."""
     if checkpoint is None:
         if run.metrics.exists():
             with open_whole(run.metrics):
@@ -172,12 +174,13 @@ class Saver:
 
     @property
     def is_pending(self) -> bool:
-        """True if a checkpoint was begun and not finished; equal on all ranks."""
+        """True if a checkpoint was begun and `finish` has not run since; equal on all ranks."""
         return self._pending is not None
 
     def save(self, step: int) -> None:
-        """Begin the checkpoint after `step` steps, and finish it unless the run saves in the
-        background. Sets `failure`."""
+        """Finish the last checkpoint, begin the one after `step` steps, and finish it too unless
+        the run saves in the background. A full disk only sets `failure` and warns. Raise RrfpError
+        if the checkpoint cannot be planned, or as `finish` does."""
         self.finish()
         self.failure = ""
         saving = self._begin(step)
@@ -206,7 +209,9 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and complete it."""
+        """Wait for the checkpoint that is being written, if any, and complete it; rank 0 then
+        removes older ones. If a rank could not write, set `failure` and warn. Raise RrfpError if
+        files are missing from rank 0's directory or this rank takes over an hour."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -234,7 +239,8 @@ class Saver:
             self._fail(sentence, pending.saving)
 
     def _fail(self, sentence: str, saving: Path | None) -> None:
-        """Discard this checkpoint and warn; all ranks continue without it."""
+        """Record the failure, remove this checkpoint's directory if it has one, and warn on rank 0;
+        all ranks continue without it."""
         if saving is not None:
             self._directory.discard(saving)
         self.failure = sentence
@@ -244,8 +250,8 @@ class Saver:
             )
 
     def _await(self, pending: "_Pending", own: "_Thread | None") -> None:
-        """Wait until a thread of this rank, and those of all others, have ended. Raises RrfpError
-        if this rank's takes too long."""
+        """Wait until a thread of this rank (None: none), and those of all others, have ended; every
+        rank calls this. Raise RrfpError if this rank's takes over an hour."""
         deadline_s = time.monotonic() + _WRITING_S
         is_busy = True
         while is_busy:
@@ -260,7 +266,8 @@ class Saver:
                 )
 
     def _gather_written(self, pending: "_Pending") -> tuple[str, dict[str, "_WrittenFile"]]:
-        """Gather the first rank's problem, if any, and the files of all ranks."""
+        """Gather from all ranks the lowest rank's problem, empty if no rank has one, and the files
+        written, by name."""
         sentence = self._problem_of(pending, pending.writing)
         own = [[name, written.size, written.digest] for name, written in pending.files.items()]
         gathered = all_gather_json([sentence, own], _decode_written)
@@ -269,10 +276,12 @@ class Saver:
 
     @property
     def _is_async(self) -> bool:
+        """True if the run saves in the background (--save-async)."""
         return self._settings.run.save_async
 
     def _begin(self, step: int) -> Path | None:
-        """Create a directory on rank 0 for all ranks to write into; None if that fails."""
+        """Create a directory on rank 0 and return its path on all ranks, which write into it. If
+        that fails, set `failure`, warn, and return None."""
         name = sentence = ""
         if self._layout.rank == 0:
             try:
@@ -290,7 +299,8 @@ class Saver:
         return saving
 
     def _request(self, saving: Path) -> Any:
-        """Plan the checkpoint with all ranks. Returns Megatron's AsyncRequest."""
+        """Plan with all ranks how to save tensors and random states, and return Megatron's
+        AsyncRequest, which writes later."""
         from megatron.core import dist_checkpointing
 
         save = dist_checkpointing.save
@@ -309,7 +319,8 @@ class Saver:
         files: Mapping[str, "_WrittenFile"],
         last_writes: Sequence[Callable[[], None]],
     ) -> None:
-        """Write the manifest, rename the directory, and remove older checkpoints."""
+        """Write the last files and the manifest, rename the directory, and remove older
+        checkpoints, on rank 0. Raise RrfpError if files of other ranks are missing, and OSError."""
         for write in last_writes:
             write()
         manifest = Manifest(
@@ -325,7 +336,8 @@ class Saver:
         self._directory.remove_older(self._settings.run.keep)
 
     def _problem_of(self, pending: "_Pending", thread: "_Thread | None") -> str:
-        """Describe what failed on this rank or in its thread; empty if nothing."""
+        """Describe the error that ended this rank's thread or, without one, kept it from copying
+        the metrics; empty if nothing failed."""
         if thread is None or thread.error is None:
             return pending.problem
         if _is_permanent(thread):
@@ -333,7 +345,8 @@ class Saver:
         return self._describe_failure(pending.step, thread.error)
 
     def _describe_failure(self, step: int, error: BaseException) -> str:
-        """Describe why a checkpoint could not be written, with advice."""
+        """Describe why the checkpoint of a step could not be written, with advice about the
+        disk."""
         reason = _reason_of_disk(error) or reason_of(error)
         advice = "make room there" if _is_full(error) else "see whether it has room and is writable"
         return (
@@ -354,6 +367,8 @@ class _Thread(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Do the work, and keep the exception that ends it, even SystemExit, in `error` instead of
+        raising it."""
         try:
             self._work()
         except BaseException as error:  # including SystemExit
@@ -386,8 +401,9 @@ class _Pending:
 def _start_writing(
     step: int, saving: Path, request: Any, problem: str, *, is_staged: bool
 ) -> _Pending:
-    """Start writing the files of Megatron's AsyncRequest. If staged, the tensors are copied first,
-    and training may change them meanwhile."""
+    """Start a thread that writes the files of Megatron's AsyncRequest, and return the pending
+    checkpoint. If staged, the tensors are copied first, so that training may change them
+    meanwhile."""
     arguments = [*request.async_fn_args]
     names = [str(name) for _, name, _ in arguments[1]] if arguments else []
     files: dict[str, _WrittenFile] = {}
@@ -406,18 +422,19 @@ def _start_writing(
 
 
 def _is_permanent(thread: "_Thread | None") -> bool:
-    """True if later checkpoints would fail too: files are not in the directory of rank 0."""
+    """True if the thread failed with an RrfpError, so that later checkpoints would fail too: files
+    are not in the directory of rank 0."""
     return thread is not None and isinstance(thread.error, RrfpError)
 
 
 def _decode_problem(value: object) -> tuple[str, bool]:
-    """Read a problem, and True if it is permanent."""
+    """Read a problem, and True if it is permanent. Raise ValueError for anything else."""
     sentence, is_permanent = items(value, 2)
     return text(sentence), bool(integer(is_permanent))
 
 
 def _decode_written(value: object) -> tuple[str, list[tuple[str, _WrittenFile]]]:
-    """Read the problem of a rank and its files by name."""
+    """Read the problem of a rank and its files by name. Raise ValueError for anything else."""
     sentence, files = items(value, 2)
     found = (items(each, 3) for each in items(files))
     return text(sentence), [
@@ -426,7 +443,7 @@ def _decode_written(value: object) -> tuple[str, list[tuple[str, _WrittenFile]]]
 
 
 def _reason_of_disk(error: BaseException) -> str | None:
-    """Why a file could not be written; None for an error of another kind. torch raises a
+    """Return why a file could not be written; None for an error of another kind. torch raises a
     RuntimeError, sometimes with the system's error as its cause and sometimes without it."""
     os_error = _find_os_error(error)
     if os_error is not None:
@@ -443,7 +460,7 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _find_os_error(error: BaseException | None) -> OSError | None:
-    """The first OSError in the chain of causes of an error, itself included."""
+    """Return the first OSError in the chain of causes of an error, itself included, or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -472,8 +489,9 @@ class RunCheckpoints:
         self._saver = Saver(directory, session, settings, layout, tensors, copy_metrics)
 
     def finish_step(self, step: int) -> bool:
-        """Save after a step if a checkpoint is due. Returns True if the run ends here because a
-        rank received SIGTERM. A failed write is only warned of."""
+        """Finish a background checkpoint that all ranks have written, and save if one is due: every
+        `save_every` steps, after the last step, or after SIGTERM at any rank, for which it returns
+        True and the run ends here. A failed write is only warned of."""
         is_asked, is_busy = agree_on_stop(is_busy=self._saver.is_writing)
         if self._saver.is_pending and not is_busy:
             self._saver.finish()
@@ -485,7 +503,7 @@ class RunCheckpoints:
         return is_asked
 
     def close(self) -> None:
-        """Finish the last checkpoint. Raises RrfpError if it could not be written."""
+        """Finish the last checkpoint. Raise RrfpError if it could not be written."""
         self._saver.finish()
         if self._saver.failure:
             raise RrfpError(self._saver.failure + GO_ON)

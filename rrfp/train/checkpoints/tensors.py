@@ -44,8 +44,8 @@ from rrfp.train.settings import DeviceKind, TrainSettings
 
 
 def captured_random_states(layout: Layout) -> ShardedObject:
-    """This rank's random states: torch's, NumPy's and Python's, its GPU's if it has one, and
-    Megatron's named ones."""
+    """Capture this rank's random states for a checkpoint: torch's, NumPy's and Python's, its GPU's
+    if it has one, and Megatron's named ones."""
     state: Any = np.random.get_state()
     _, keys, place, has_gauss, gauss = state
     version, numbers, next_gauss = random.getstate()
@@ -62,7 +62,8 @@ def captured_random_states(layout: Layout) -> ShardedObject:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the random states of this rank."""
+    """Set this rank's random states of torch, NumPy, Python and Megatron, and its GPU's if
+    captured."""
     torch.set_rng_state(states["torch"])
     if "gpu" in states:
         torch.cuda.set_rng_state(states["gpu"])
@@ -74,7 +75,9 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def reseed_random_states(settings: TrainSettings, layout: Layout, step: int) -> None:
-    """Set the random states of a rank that starts after `step` steps of another layout."""
+    """Set the random states of a rank that starts after `step` steps of another layout: advance
+    Megatron's named states by these steps or, with --dispatch megatron, seed torch's and Megatron's
+    from the run's seed and the step."""
     if settings.policy.dispatch is Dispatch.MEGATRON:
         digest = hashlib.sha256(f"{settings.run.seed} {step}".encode()).digest()
         seed_random_states(settings.changed(seed=int.from_bytes(digest[:4], "big")), layout)
@@ -83,7 +86,8 @@ def reseed_random_states(settings: TrainSettings, layout: Layout, step: int) -> 
 
 
 def _sharded_states(layout: Layout, data: object) -> ShardedObject:
-    """Random states (None: to be loaded) under this rank's place in its layout."""
+    """Wrap random states (None: to be loaded) with a key for the layout and this rank's place in
+    it."""
     return ShardedObject(
         f"random_states.{layout_name(layout)}",
         data,
@@ -93,11 +97,13 @@ def _sharded_states(layout: Layout, data: object) -> ShardedObject:
 
 
 def layout_name(layout: Layout) -> str:
-    """The name of the layouts that can share random states; GPUs have states of another kind."""
+    """Return the name that layouts share if they can share random states: the numbers of ranks,
+    with a suffix on GPUs, which have states of another kind."""
     return f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}{'-gpu' if _has_gpu(layout) else ''}"
 
 
 def _has_gpu(layout: Layout) -> bool:
+    """True if this rank trains on a GPU."""
     return layout.device.type == "cuda"
 
 
@@ -117,7 +123,8 @@ class LoadTarget:
     """The part of the flattened loaded tensor that belongs to the target; None means all of it."""
 
     def finish(self, loaded: torch.Tensor) -> None:
-        """Copy the loaded values to the target, unless they were read into it."""
+        """Copy the loaded values, or the `part` of them that belongs to the target, to the target,
+        unless they were read into it."""
         if self.part is not None:
             loaded = loaded.flatten()[self.part]
         if loaded.data_ptr() != self.target.data_ptr():
@@ -134,7 +141,8 @@ class TrainedTensors:
         self._layout = layout
 
     def saved(self) -> list[ShardedTensor]:
-        """This rank's tensors for a checkpoint. Every rank calls it."""
+        """Return this rank's parameters and optimizer state for a checkpoint. Every rank calls
+        this: the state of a distributed optimizer is gathered."""
         parameters = self._parameters()
         found = [*parameters.values()]
         for optimizer in self._optimizers:
@@ -146,8 +154,8 @@ class TrainedTensors:
 
     @torch.no_grad()
     def load_targets(self, optimizer_step: int) -> list[LoadTarget]:
-        """The tensors that this rank reads from a checkpoint after `optimizer_step` updates.
-        Creates the optimizer's state."""
+        """List the tensors that this rank reads from a checkpoint after `optimizer_step` updates,
+        and where their values go. Replaces the optimizer's state by zeros."""
         parameters = self._parameters()
         found = [
             LoadTarget(sharded, parameter.detach()) for parameter, sharded in parameters.items()
@@ -162,8 +170,8 @@ class TrainedTensors:
         return found
 
     def _parameters(self) -> "_Parameters":
-        """This rank's parameters as parts of the whole model's. Created for each call, because
-        `dist_checkpointing` changes its arguments."""
+        """Map this rank's parameters to their parts of the whole model's. Created for each call,
+        because `dist_checkpointing` changes its arguments."""
         return {
             parameter: _sharded(name, parameter, chunk.module, self._settings, self._layout)
             for chunk in self._model.chunks
@@ -175,7 +183,8 @@ _Parameters = dict[torch.nn.Parameter, ShardedTensor]
 
 
 def _whole_states(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTensor]:
-    """The state of an optimizer that is whole on each replica."""
+    """Yield Adam's moments, and the fp32 copies of bf16 parameters, of an optimizer that is whole
+    on each replica."""
     for parameter, main in _main_parameters(optimizer):
         state = optimizer.optimizer.state[main]
         for name in _MOMENTS:
@@ -185,8 +194,8 @@ def _whole_states(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTe
 
 
 def _gathered(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTensor]:
-    """The state of a distributed optimizer, gathered whole on each replica, in Megatron's format
-    for resharding."""
+    """Gather the state of a distributed optimizer, whole on each replica, in Megatron's format for
+    resharding; yield Adam's moments and, for bf16, the fp32 copies."""
     by_key = {f"{number}": sharded for number, sharded in enumerate(parameters.values())}
     found = optimizer.sharded_param_state_fully_reshardable(by_key, False, {})
     for tensors in found.values():
@@ -196,8 +205,8 @@ def _gathered(optimizer: Any, parameters: _Parameters) -> Iterator[ShardedTensor
 
 
 def _parts_to_load(optimizer: Any, parameters: _Parameters) -> Iterator[LoadTarget]:
-    """This replica's parts of the state of a distributed optimizer. (Megatron's own loading expects
-    the state of Transformer Engine's Adam.)"""
+    """Yield this replica's parts of the state of a distributed optimizer as load targets.
+    (Megatron's own loading expects the state of Transformer Engine's Adam.)"""
     for parameter, main in _divided_parameters(optimizer):
         place = optimizer._get_model_param_range_map(parameter)["param"]
         part = slice(place.start, place.end)
@@ -213,7 +222,8 @@ def _parts_to_load(optimizer: Any, parameters: _Parameters) -> Iterator[LoadTarg
 def _sharded(
     name: str, parameter: Any, chunk: Any, settings: TrainSettings, layout: Layout
 ) -> ShardedTensor:
-    """A parameter as a part of the whole model's parameter."""
+    """Wrap a parameter as a part of the whole model's parameter of that name: this rank's slice,
+    and which replica of it this is."""
     cuts = []
     is_cut = getattr(parameter, "tensor_model_parallel", False) and layout.tp > 1
     if is_cut:
@@ -234,13 +244,15 @@ def _sharded(
 
 
 def _of_state(sharded: ShardedTensor, name: str, data: torch.Tensor) -> ShardedTensor:
-    """A tensor of the optimizer's state for a parameter, sharded as the parameter is."""
+    """Wrap a tensor of the optimizer's state under a key with its own and its parameter's name,
+    sharded as the parameter is."""
     key = f"optimizer.state.{name}.{sharded.key}"
     return replace(sharded, key=key, data=data, dtype=data.dtype)
 
 
 def _chained(optimizer: Any) -> list[Any]:
-    """The optimizers of a rank; with experts there are two."""
+    """List the optimizers of a rank, without stubs that have no parameters; with experts there are
+    two."""
     return [
         each
         for each in getattr(optimizer, "chained_optimizers", [optimizer])
@@ -249,7 +261,8 @@ def _chained(optimizer: Any) -> list[Any]:
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Each parameter of an undivided optimizer, with the parameter that Adam updates for it."""
+    """Yield each parameter of an undivided optimizer with the parameter that Adam updates for it:
+    its fp32 copy if it is bf16, else itself."""
     if not hasattr(optimizer, "fp32_from_float16_groups"):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
@@ -264,13 +277,15 @@ def _main_parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _divided_parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Each parameter of which this replica updates a part, with the part that Adam updates."""
+    """Yield each parameter of which this replica updates a part, with the part that Adam
+    updates."""
     for parameter, (group, place) in optimizer.model_param_group_index_map.items():
         yield parameter, optimizer.optimizer.param_groups[group]["params"][place]
 
 
 def _make_states(optimizer: Any, step: int) -> None:
-    """Create Adam's state, which its first update would create, as of `step` updates."""
+    """Set Adam's state, which its first update would create, to zero moments after `step` updates.
+    Any existing state is replaced."""
     for group in optimizer.optimizer.param_groups:
         for main in group["params"]:
             optimizer.optimizer.state[main] = {
@@ -282,12 +297,10 @@ def _make_states(optimizer: Any, step: int) -> None:
 def load(
     checkpoint: Checkpoint, settings: TrainSettings, layout: Layout, tensors: TrainedTensors
 ) -> None:
-    """Load parameters, the optimizer's state and random states into a model of any layout. Every
-    rank calls it.
-
-    Raises RrfpError if the checkpoint cannot be read or does not fit the model, and torch's errors
-    if another rank is lost meanwhile.
-    """
+    """Load parameters, the optimizer's state and random states into a model of any layout; every
+    rank calls this. In another layout the random states are seeded instead. Raise RrfpError if the
+    checkpoint cannot be read or does not fit, and torch's errors if another rank is lost
+    meanwhile."""
     from megatron.core import dist_checkpointing
 
     prepare_checkpoints()
@@ -321,7 +334,7 @@ def load(
 
 
 def _saved_layout_name(checkpoint: Checkpoint) -> str:
-    """The `layout_name` of the run that saved a checkpoint."""
+    """Return the `layout_name` of the run that saved a checkpoint, from its settings."""
     saved = checkpoint.manifest.settings
     on_gpu = saved.get("device") == DeviceKind.CUDA
     return f"pp{saved['pp']}-tp{saved['tp']}-dp{saved['dp']}{'-gpu' if on_gpu else ''}"

@@ -31,7 +31,7 @@ class Batches(Protocol):
     """The batches of one data-parallel replica."""
 
     def batch(self, step: int, microbatch: int) -> Batch:
-        """This microbatch of the step; equal arguments give equal batches, on every rank."""
+        """Return this microbatch of the step; equal arguments give equal batches, on every rank."""
         ...
 
 
@@ -43,10 +43,11 @@ class Data(Protocol):
 
     @property
     def heldout(self) -> Callable[[int], Batch] | None:
-        """Function from a number to a microbatch of held-out data; None if nothing is held out."""
+        """A function from a number to a microbatch of held-out data; None if nothing is held
+        out."""
 
     def batches(self, dp_rank: int) -> Batches:
-        """The batches of a replica. Raises UsageError if there is not enough data for one."""
+        """Return the batches of a replica. Raise UsageError if there is not enough data for one."""
         ...
 
 
@@ -65,7 +66,8 @@ class TextData:
         self.vocab_size = self._corpus.vocab_size
 
     def batches(self, dp_rank: int) -> "TextBatches":
-        """The batches of a replica. Raises UsageError if the text is too short for one sample."""
+        """Return the batches of a replica. Raise UsageError if the text is too short for one
+        sample."""
         return TextBatches(self._corpus, self._settings, dp_rank)
 
 
@@ -91,7 +93,8 @@ class TextBatches:
         )
 
     def batch(self, step: int, microbatch: int) -> Batch:
-        """This microbatch of the step; equal arguments give equal batches, on every rank."""
+        """Make this microbatch of the step from the next samples of the seeded order; equal
+        arguments give equal batches, on every rank."""
         settings = self._settings
         first = (
             step * settings.layout.num_replicas + self._dp_rank
@@ -108,11 +111,13 @@ class TextBatches:
         return _batch(rows, length)
 
     def _sample(self, index: int) -> int:
-        """The sample at an index of the endless sequence of samples."""
+        """Return the number of the sample at an index of the endless, seeded sequence of
+        samples."""
         return sample_at(index, self._num_samples, self._settings.run.seed)
 
     def _window(self, index: int) -> Tokens:
-        """The `seq_length` + 1 tokens of a sample of the packed documents."""
+        """Return the `seq_length` + 1 tokens of the sample at an index; they may belong to several
+        documents."""
         start = self._sample(index) * self._settings.data.seq_length
         stop = start + self._settings.data.seq_length + 1
         first = int(np.searchsorted(self._ends, start, side="right"))
@@ -127,7 +132,8 @@ class TextBatches:
         return np.concatenate(parts)
 
     def _document(self, index: int) -> Tokens:
-        """At most `seq_length` + 1 tokens of one document, from a random start if it is longer."""
+        """Return at most `seq_length` + 1 tokens of the document at an index, from a seeded random
+        start if it is longer."""
         document = int(self._long_enough[self._sample(index)])
         length = int(self._corpus.lengths[document])
         spare = length - (self._settings.data.seq_length + 1)
@@ -139,7 +145,8 @@ class TextBatches:
 
 
 def _batch(rows: list[Tokens], length: int) -> Batch:
-    """Pad rows of tokens to `length` + 1 and make inputs, labels and mask of them."""
+    """Pad rows of tokens to `length` + 1 with token 0 and make inputs, labels (the next tokens) and
+    mask of them. Padding does not count in the mask."""
     # Padding is token 0, which every vocabulary has.
     padded = np.zeros((len(rows), length + 1), np.int64)
     counts = np.zeros((len(rows), length), np.float32)
@@ -190,12 +197,12 @@ class ImageData:
         self._settings = settings
 
     def batches(self, dp_rank: int) -> "ImageBatches":
-        """The batches of a replica."""
+        """Return the batches of a replica."""
         return ImageBatches(self._documents, self._settings, dp_rank)
 
     def heldout(self, index: int) -> ImageBatch:
-        """A microbatch of held-out images, without plain texts, which images do not help
-        predict."""
+        """Make a microbatch of `max_images` held-out images with captions, without plain texts,
+        which images do not help predict."""
         settings = self._settings
         first = index * settings.data.max_images
         documents = [
@@ -214,7 +221,7 @@ class ImageBatches:
         self._dp_rank = dp_rank
 
     def batch(self, step: int, microbatch: int) -> ImageBatch:
-        """This microbatch of the step; equal arguments give equal batches, on every rank."""
+        """Make this microbatch of the step; equal arguments give equal batches, on every rank."""
         settings = self._settings
         number = (
             step * settings.layout.num_replicas + self._dp_rank
@@ -223,7 +230,9 @@ class ImageBatches:
         return pack_documents(list(self._draw(number, rng)), settings)
 
     def _draw(self, number: int, rng: np.random.Generator) -> Iterator[Document]:
-        """Draw the documents of a microbatch."""
+        """Draw the documents of a microbatch: a random number of images, up to `max_images`, and a
+        plain text if there are no images or, otherwise, in a quarter of the cases. Data without
+        plain texts give at least one image."""
         most, has_texts = self._settings.data.max_images, self._documents.has_texts
         num_images = int(rng.integers(0 if has_texts else 1, most + 1))
         # Every microbatch has its own range of image numbers.
@@ -238,7 +247,8 @@ _TEXT_SHARE = 0.25
 
 
 def pack_documents(documents: list[Document], settings: TrainSettings) -> ImageBatch:
-    """Pack one or more documents end to end. A text is cut after `seq_length` tokens."""
+    """Pack one or more documents end to end into one row, padded to a multiple of --tp. Each text
+    is cut after `seq_length` tokens, and --blank-images makes all patches gray."""
     rows: list[Integers] = []  # tokens, labels, counts, positions and document ids of each document
     patches, counts, places, slots = [], [], [], []
     start = 0
@@ -282,7 +292,8 @@ def pack_documents(documents: list[Document], settings: TrainSettings) -> ImageB
 
 
 def cut_patches(pixels: Pixels, patch_size: int) -> tuple[Pixels, Integers]:
-    """The patches of an image, row by row, and the row and column of each."""
+    """Cut an image into patches, row by row; return their values, flattened, and the row and column
+    of each."""
     num_rows, num_columns = (edge // patch_size for edge in pixels.shape[:2])
     patches = pixels.reshape(num_rows, patch_size, num_columns, patch_size, 3).swapaxes(1, 2)
     places = np.indices((num_rows, num_columns)).reshape(2, -1).T
@@ -290,7 +301,8 @@ def cut_patches(pixels: Pixels, patch_size: int) -> tuple[Pixels, Integers]:
 
 
 def open_data(settings: TrainSettings) -> Data:
-    """Open the training data. Raises UsageError if there are no usable data."""
+    """Open the training data: images with --model vlm, else text. Raise UsageError if they are
+    unusable."""
     if settings.model.kind == ModelKind.VLM:
         return ImageData(open_documents(settings), settings)
     return TextData(settings)

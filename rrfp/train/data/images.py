@@ -56,11 +56,11 @@ class Documents(Protocol):
     """True if there are plain texts."""
 
     def picture(self, part: Part, index: int) -> Document:
-        """The image of this number, with its caption; the sequence is endless."""
+        """Return the image with this number, and its caption; the sequence is endless."""
         ...
 
     def text(self, index: int) -> Document:
-        """The plain text of this number, for training."""
+        """Return the plain text with this number, for training."""
         ...
 
 
@@ -118,26 +118,27 @@ class PictureFolder:
         self._pixels = lru_cache(maxsize=_NUM_CACHED)(self._read)
 
     def picture(self, part: Part, index: int) -> Document:
-        """The image of this number in the endless sequence of the part's captions. Raises
-        UsageError if it cannot be decoded."""
+        """Return the image with this number in the endless sequence of the part's captions, and its
+        caption. Decoded images are cached. Raise UsageError if it cannot be decoded."""
         captions = self._captions[part]
         line = captions[sample_at(index, len(captions), self._seed)]
         return Document(line.text, self._pixels(line))
 
     def text(self, index: int) -> Document:
-        """The text of this number in the endless sequence of plain texts."""
+        """Return the text with this number in the endless sequence of plain texts."""
         return Document(self._texts[sample_at(index, len(self._texts), self._seed)].text)
 
     def check(self) -> None:
-        """Raise UsageError for an image whose header already shows that it cannot be used."""
+        """Open all images, and raise UsageError for one whose header already shows that it cannot
+        be used."""
         for captions in self._captions.values():
             for line in captions:
                 with _open_image(line):
                     pass
 
     def digest(self) -> str:
-        """The SHA-256 of the captions and texts, in order, and of the images' relative paths and
-        sizes in bytes."""
+        """Return the SHA-256 of the captions and texts, in order, and of the images' relative paths
+        and sizes in bytes. Pixels are not read."""
         digest = hashlib.sha256()
         for line in self._lines:
             parts: list[object] = [hashlib.sha256(line.text).hexdigest()]
@@ -148,7 +149,7 @@ class PictureFolder:
 
     def _read(self, line: _Line) -> Pixels:
         """Read an image, scale it down to the largest size, and crop it around its center to whole
-        patches."""
+        patches. Raise UsageError if it is damaged."""
         with _open_image(line) as opened:
             try:
                 with _ignoring_warnings():
@@ -179,6 +180,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _band_to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to RGB of 8 bits: 16-bit grays are scaled down, and transparent parts show a
+    gray ground."""
     if image.mode.startswith("I;16"):
         grays, transparent = np.asarray(image), image.info.get("transparency")
         image = Image.fromarray(np.rint(grays / 257).astype(np.uint8))
@@ -192,21 +195,23 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _whole_patches(edge: int, patch_size: int) -> slice:
-    """The largest centered part of an edge that is a whole number of patches."""
+    """Return the largest centered part of an edge that is a whole number of patches, in pixels."""
     spare = edge % patch_size
     return slice(spare // 2, spare // 2 + edge - spare)
 
 
 @contextmanager
 def _ignoring_warnings() -> Iterator[None]:
-    """Ignore Pillow's warnings of large and damaged images, which raise UsageError here."""
+    """Ignore Pillow's warnings of large and damaged images in the block; these raise UsageError
+    here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _open_image(line: _Line) -> Image.Image:
-    """Open the image of a line. Raises UsageError if its header shows that it cannot be used."""
+    """Open the image of a line without decoding it. Raise UsageError for an unknown format, too
+    many pixels, or values of more than 16 bits."""
     assert line.image is not None
     try:
         with _ignoring_warnings():
@@ -232,7 +237,8 @@ def _open_image(line: _Line) -> Image.Image:
 
 
 def _lines(folder: Path) -> Iterator[_Line]:
-    """Read the lines of all `.jsonl` files under a folder, ordered by file name."""
+    """Read the lines of all `.jsonl` files under a folder, ordered by file name; blank ones are
+    skipped. Raise UsageError without such files, and for an unreadable file or an invalid line."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
@@ -260,7 +266,8 @@ def _lines(folder: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes, place: str, root: Path) -> _Line:
-    """Read a line of JSON. Raises UsageError for an invalid one or a missing image."""
+    """Read a line of JSON with a text and perhaps an image. Raise UsageError for an empty text, or
+    an image that is missing or outside of the folder `root`."""
     values, text = parse_json_line(line, place)
     if not text.strip():
         raise UsageError(f"{place}: the field 'text' is empty; write a caption or remove the line")
@@ -332,7 +339,8 @@ class Scenes:
         self._settings = settings
 
     def picture(self, part: Part, index: int) -> Document:
-        """The scene of this number. Its edges are between half and all of `image_size`."""
+        """Draw the scene with this number, the same every time, with its caption. Its edges are
+        between half and all of `image_size`."""
         patch_size = self._settings.data.patch_size
         rng = np.random.default_rng((self._settings.run.seed, _PICTURES, part, index))
         most = self._settings.data.image_size // patch_size
@@ -342,7 +350,7 @@ class Scenes:
         return Document(scene.caption, draw_picture(rng, scene, height, width))
 
     def text(self, index: int) -> Document:
-        """The plain text of this number."""
+        """Draw the plain text with this number, the same every time."""
         return Document(draw_text(np.random.default_rng((self._settings.run.seed, _TEXTS, index))))
 
 
@@ -362,7 +370,7 @@ class Scene:
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    """Draw a random scene; its form and its ground have different colors."""
+    """Draw a random scene: color, form, side and ground. Form and ground have different colors."""
     color, ground = rng.choice(list(COLORS), 2, replace=False).tolist()
     return Scene(color, FORMS[rng.integers(len(FORMS))], SIDES[rng.integers(len(SIDES))], ground)
 
@@ -374,8 +382,8 @@ def draw_text(rng: np.random.Generator) -> bytes:
 
 
 def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int) -> Pixels:
-    """Draw the picture of a scene, with a random size and height of the form, and noise. `height`
-    and `width` are in pixels."""
+    """Draw the picture of a scene, with a random size and vertical position of the form, and noise.
+    `height` and `width` are in pixels."""
     picture = np.full((height, width, 3), COLORS[scene.ground])
     rows, columns = np.mgrid[0:height, 0:width] + 0.5
     radius = rng.uniform(*_RADIUS) * min(height, width)
@@ -390,7 +398,8 @@ def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int
 def _covers(
     form: str, y: npt.NDArray[np.float64], x: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.bool_]:
-    """Mask of the points inside a form of radius 1 around the origin."""
+    """Compute the mask of the points inside a form of radius 1 around the origin; any form but a
+    square or disc is a cross."""
     match form:
         case "square":
             inside = np.maximum(abs(y), abs(x)) <= 1.0

@@ -24,7 +24,8 @@ from rrfp.train.settings import DataSettings, ModelKind, TrainSettings
 
 
 def open_documents(settings: TrainSettings) -> Documents:
-    """The images and texts of a multimodal run. Raises UsageError if the folder has none."""
+    """Open the images and texts of a multimodal run: the folder of --data or, without it, scenes
+    drawn at run time. Raise UsageError if these cannot be used."""
     return (
         Scenes(settings)
         if settings.data.path is None
@@ -34,10 +35,8 @@ def open_documents(settings: TrainSettings) -> Documents:
 
 def open_corpus(data: DataSettings) -> Corpus:
     """Open the text of a run; without a path, Python's standard library. Text has one token per
-    byte or the tokens of its tokenizer; a Megatron .bin/.idx pair has its own.
-
-    Raises UsageError if there is no text to train on.
-    """
+    byte, or those of its tokenizer, encoded now if the cache lacks them; a Megatron .bin/.idx pair
+    has its own. Raise UsageError if there is no text to train on."""
     prefix = _pair_of(data)
     if prefix is not None:
         return IndexedCorpus(prefix)
@@ -48,11 +47,9 @@ def open_corpus(data: DataSettings) -> Corpus:
 
 
 def document_lengths(data: DataSettings, report: Callable[[str], None] | None = None) -> Tokens:
-    """The `lengths` of the corpus of `open_corpus`, without torch. `report` receives sentences
-    about text that is encoded first.
-
-    Raises UsageError as `open_corpus` does, as far as that is possible without torch.
-    """
+    """Return the `lengths` of the corpus of `open_corpus`, without torch. Text for a tokenizer is
+    encoded first, if the cache lacks it; `report` receives sentences about that. Raise UsageError
+    as `open_corpus` does, as far as that is possible without torch."""
     prefix = _pair_of(data)
     if prefix is not None:
         return indexed_documents(prefix).lengths
@@ -62,8 +59,8 @@ def document_lengths(data: DataSettings, report: Callable[[str], None] | None = 
 
 
 def check_data(settings: TrainSettings, report: Callable[[str], None] | None = None) -> None:
-    """Raise UsageError if the data are unusable, as far as headers show. Encodes text for a
-    tokenizer; `report` receives sentences about that."""
+    """Raise UsageError if the data are unusable, as far as headers show, or too few for a sample.
+    Text for a tokenizer is encoded into the cache; `report` receives sentences about that."""
     if settings.model.kind == ModelKind.VLM:
         documents = open_documents(settings)
         if isinstance(documents, PictureFolder):
@@ -77,8 +74,8 @@ def check_data(settings: TrainSettings, report: Callable[[str], None] | None = N
 
 
 def _pair_of(data: DataSettings) -> Path | None:
-    """The prefix of the .bin/.idx pair, or None for text. Raises UsageError for a pair with a
-    tokenizer."""
+    """Return the prefix of the .bin/.idx pair that --data names, or None for text. Raise UsageError
+    for a pair with a tokenizer."""
     prefix = None if data.path is None else indexed_prefix(data.path)
     if prefix is not None and data.tokenizer is not None:
         raise UsageError(
@@ -88,6 +85,8 @@ def _pair_of(data: DataSettings) -> Path | None:
 
 
 def _byte_corpus(data: DataSettings) -> ByteCorpus:
+    """Read all text into memory, with a token per byte; empty documents are dropped. Raise
+    UsageError if no text is left."""
     documents = (text.stream.read() for text in read_texts(data.path, data.text_key))
     found = tuple(document for document in documents if document)
     if not found:
@@ -99,13 +98,10 @@ _DRAWN = "scenes drawn at run time"
 
 
 def data_contents(settings: TrainSettings) -> dict[str, str]:
-    """Identify the data by content, wherever the files lie, by the flags of their settings.
-
-    `data` is a SHA-256 over an index of the documents, not over every byte: for text the number of
-    tokens of each, for images their captions, paths and sizes in bytes. `tokenizer` is the SHA-256
-    of its file, `end_of_document` the token. Drawn scenes follow from the settings and are only
-    named. Raises UsageError for unusable data.
-    """
+    """Return digests that identify the data by content, by flag, wherever the files lie. `data` is
+    a SHA-256 of the number of tokens of each document or, for images, of captions, paths and sizes,
+    not of every byte; drawn scenes are only named. A tokenizer adds the SHA-256 of its file and the
+    token `end_of_document`. Raise UsageError for unusable data."""
     if settings.model.kind is ModelKind.VLM:
         documents = open_documents(settings)
         return {"data": documents.digest() if isinstance(documents, PictureFolder) else _DRAWN}

@@ -45,8 +45,8 @@ class Text(NamedTuple):
 
 
 def text_files(path: Path | None) -> list[Path]:
-    """The text files of --data, in the same order on every machine; None means Python's standard
-    library. Raises UsageError for files that are no text."""
+    """List the text files of --data, in the same order on every machine; None means Python's
+    standard library. Hidden files are skipped. Raise UsageError for files that are no text."""
     if path is None:
         return list(_library_files())
     if not path.is_dir():
@@ -72,9 +72,9 @@ def text_files(path: Path | None) -> list[Path]:
 
 
 def read_texts(path: Path | None, text_key: str) -> Iterator[Text]:
-    """Read the documents of `text_files`; some may be empty. `text_key` is the field of JSONL and
-    the column of Parquet. Raises UsageError, naming the place, for a document that cannot be
-    read."""
+    """Yield the documents of `text_files`, some perhaps empty: a line of JSONL, a row of Parquet,
+    else a file. `text_key` is the field of JSONL and the column of Parquet. Raise UsageError,
+    naming the place, for a document that cannot be read."""
     for file in text_files(path):
         try:
             if path is None:
@@ -93,13 +93,15 @@ def read_texts(path: Path | None, text_key: str) -> Iterator[Text]:
 
 
 def check_regular_file(path: Path) -> None:
-    """Raise UsageError for a pipe or a device, which may never end and can be read only once."""
+    """Raise UsageError for a pipe or a device, which may never end and can be read only once. A
+    missing file passes."""
     if path.exists() and not path.is_file():
         raise UsageError(f"the data {path} is not a regular file; save its text to one first")
 
 
 def check_link_inside(path: Path, folder: Path) -> None:
-    """Raise UsageError for a link to a file outside of the user's folder, which may be no data."""
+    """Raise UsageError for a link to a file outside of the user's folder, which may be no data.
+    Anything but a link passes."""
     if not path.is_symlink():
         return
     target = Path(os.path.realpath(path))
@@ -111,8 +113,9 @@ def check_link_inside(path: Path, folder: Path) -> None:
 
 
 def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """All files and links below a folder that are not hidden, in the same order on every machine.
-    Links to folders are not followed. Raises UsageError for a folder that cannot be read."""
+    """Yield all files and links below a folder that are not hidden or in a folder named in `skips`,
+    in the same order on every machine. Links to folders are not followed. Raise UsageError for a
+    folder that cannot be read."""
     for where, folders, files in os.walk(folder, onerror=_refuse):
         links = {name for name in folders if Path(where, name).is_symlink()}
         folders[:] = sorted(
@@ -124,7 +127,8 @@ def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[P
 
 
 def _refuse(error: OSError) -> NoReturn:
-    """Raise UsageError for a folder that cannot be read."""
+    """Raise UsageError for a folder that cannot be read, or `error` itself if too many files are
+    open."""
     if is_of_too_many(error):
         raise error
     raise UsageError(f"cannot read the data {error.filename}: {error.strerror}; check --data")
@@ -133,8 +137,8 @@ def _refuse(error: OSError) -> NoReturn:
 def parse_json_line(
     line: bytes, place: str, text_key: str = "text", *, names_key: bool = False
 ) -> tuple[dict[str, Any], bytes]:
-    """The fields of a line of JSON, and the bytes of its text. Raises UsageError, naming the place
-    and the existing fields, if the text is missing; with `names_key` the advice mentions
+    """Return the fields of a line of JSON, and the bytes of its text. Raise UsageError, naming the
+    place and the existing fields, if the text is missing; with `names_key` the advice mentions
     --text-key."""
     try:
         value = json.loads(line)
@@ -155,6 +159,8 @@ def parse_json_line(
 
 
 def _json_texts(path: Path, text_key: str) -> Iterator[Text]:
+    """Yield the texts of a JSONL file's lines; blank lines are skipped. Raise UsageError for an
+    invalid line."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -165,6 +171,8 @@ def _json_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 
 def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
+    """Yield the texts of a Parquet file's rows. Raise UsageError if the column is missing or not
+    text, a row has none, or the file is invalid or claims more rows than bytes."""
     # Imported late: only Parquet needs it.
     import polars as pl
 
@@ -202,7 +210,8 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 
 def _library_files() -> Iterator[Path]:
-    """Python files of the standard library, up to `_MAX_LIBRARY_BYTES`."""
+    """Yield Python files of the standard library, without tests, up to `_MAX_LIBRARY_BYTES` in
+    all."""
     num_bytes = 0
     for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
@@ -214,6 +223,6 @@ def _library_files() -> Iterator[Path]:
 
 
 def _definitions(file: Path) -> Iterator[Text]:
-    """The definitions of a Python file."""
+    """Yield the parts of a Python file, split before each definition, as documents."""
     for text in _DEFINITION.split(file.read_bytes()):
         yield Text(str(file), io.BytesIO(text))

@@ -39,8 +39,8 @@ _GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
 
 
 def sample_at(index: int, num_samples: int, seed: int) -> int:
-    """The sample at an index of the endless sequence of samples. Each epoch visits all samples in
-    long strides, from its own start."""
+    """Return the number of the sample at an index of the endless sequence of samples. Each epoch
+    visits all samples once, in long strides, from a start that the seed determines."""
     epoch, place = divmod(index, num_samples)
     start, stride = _start_and_stride(seed, epoch, num_samples)
     return (start + place * stride) % num_samples
@@ -48,9 +48,9 @@ def sample_at(index: int, num_samples: int, seed: int) -> int:
 
 @lru_cache(maxsize=8)
 def _start_and_stride(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
-    """The first sample and the stride of an epoch. The stride is coprime to the number of samples,
-    so every sample appears once, and near the golden section, so successive samples are far
-    apart."""
+    """Return the first sample and the stride of an epoch. The stride is coprime to the number of
+    samples, so every sample appears once, and near the golden section, so successive samples are
+    far apart."""
     stride = round(num_samples * _GOLDEN_SECTION)
     while math.gcd(stride, num_samples) != 1:
         stride += 1
@@ -72,7 +72,7 @@ class Corpus(Protocol):
     """The number of tokens of each document, at least 1."""
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
-        """The tokens of a document from `start` up to, excluding, `stop`."""
+        """Return the tokens of a document from `start` up to, excluding, `stop`."""
         ...
 
 
@@ -86,14 +86,17 @@ class ByteCorpus:
         self.lengths: Tokens = np.array([len(document) + 1 for document in documents], np.int64)
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
+        """Return the bytes of a document from `start` up to `stop` as tokens, followed by
+        `DOCUMENT_END` if `stop` lies beyond the text."""
         text = self._documents[document]
         tokens = np.frombuffer(text[start:stop], np.uint8).astype(np.int64)
         return np.append(tokens, DOCUMENT_END) if stop > len(text) else tokens
 
 
 def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -> int:
-    """The number of samples: windows of `seq_length` + 1 tokens or, with variable lengths,
-    documents of at least two tokens. Raises UsageError if it is 0."""
+    """Return the number of samples: windows of `seq_length` + 1 tokens that share one token with
+    the next or, with variable lengths, documents of at least two tokens. Raise UsageError if it is
+    0."""
     num_tokens = int(lengths.sum())
     if variable_lengths:
         num_samples = int((lengths > 1).sum())
@@ -144,7 +147,8 @@ class IndexedCorpus:
         self.vocab_size = self._find_vocab_size(prefix) if vocab_size is None else vocab_size
 
     def _find_vocab_size(self, prefix: Path) -> int:
-        """One more than the highest token of the pair. Raises UsageError for invalid tokens."""
+        """Read every token of the pair and return one more than the highest. Raise UsageError for a
+        negative or too large token."""
         data = with_suffix(prefix, ".bin")
         lowest, highest = _token_range(data, self._dataset.index.dtype)
         if lowest < 0 or highest >= MAX_VOCAB_SIZE:
@@ -155,6 +159,8 @@ class IndexedCorpus:
         return highest + 1
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
+        """Read the tokens of a document from `start` up to, excluding, `stop`, across its
+        sequences."""
         # Sequences are stored end to end, so a read may continue into the next one.
         first = int(self._first_sequences[document])
         tokens: Tokens = self._dataset.get(first, start, stop - start).astype(np.int64)
@@ -162,8 +168,8 @@ class IndexedCorpus:
 
 
 def indexed_prefix(path: Path) -> Path | None:
-    """The prefix of a pair, if the path is one of its files or, as in Megatron's options, the
-    prefix itself; else None."""
+    """Return the prefix of a pair if the path is one of its files by suffix or, as in Megatron's
+    options, the prefix of an existing .bin; else None."""
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
     if not path.exists() and with_suffix(path, ".bin").exists():
@@ -181,7 +187,8 @@ class IndexedDocuments(NamedTuple):
 
 
 def indexed_documents(prefix: Path) -> IndexedDocuments:
-    """Read the index of a pair. Raises UsageError if the pair is incomplete or damaged."""
+    """Read the index of a pair and return its non-empty documents. Raise UsageError if the pair is
+    incomplete, damaged or without text."""
     data, index = (with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
     for file in (data, index):
         if not file.is_file():
@@ -203,7 +210,8 @@ def indexed_documents(prefix: Path) -> IndexedDocuments:
 
 
 def _read_index(path: Path) -> tuple[IndexedDocuments, int]:
-    """The non-empty documents, and the bytes per token. (Megatron's own reader fails on a truncated
+    """Read a .idx; return its non-empty documents and the bytes per token. Raise UsageError for
+    anything but a whole index with integer tokens. (Megatron's own reader fails on a truncated
     index in ways that cannot all be caught.)"""
     with path.open("rb") as index:
         head = index.read(_INDEX_HEAD.size)
@@ -237,7 +245,8 @@ def _group_sequences(
     bounds: Tokens,
     token_bytes: int,
 ) -> IndexedDocuments:
-    """Group sequences into documents. Raises UsageError for an inconsistent index."""
+    """Group sequences into documents, and drop empty documents. Raise UsageError for an
+    inconsistent index."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if (lengths < 0).any() or not np.array_equal(starts_bytes, offsets[:-1] * token_bytes):
@@ -256,7 +265,7 @@ def _group_sequences(
 
 
 def token_type(vocab_size: int) -> type[np.integer[Any]]:
-    """The smallest token type for a vocabulary of `vocab_size`."""
+    """Return the smallest token type, uint16 or int32, for a vocabulary of `vocab_size`."""
     return next(each for _, each in _WRITTEN_TYPES if vocab_size - 1 <= np.iinfo(each).max)
 
 
@@ -266,8 +275,9 @@ def write_index(
     lengths: npt.NDArray[np.int32],
     bounds: Tokens,
 ) -> None:
-    """Write the .idx of a .bin with tokens of `dtype`. `lengths` are the numbers of tokens of the
-    sequences; `bounds` the first sequence of each document, and the end of the last."""
+    """Write a new .idx for a .bin with tokens of `dtype`, uint16 or int32. `lengths` are the
+    numbers of tokens of the sequences; `bounds` the first sequence of each document, and the end of
+    the last."""
     (number,) = (number for number, each in _WRITTEN_TYPES if each is dtype)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     with create_new(with_suffix(prefix, ".idx")) as index:
@@ -277,12 +287,13 @@ def write_index(
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """Append a suffix; `Path.with_suffix` would replace the part after a dot in the prefix."""
+    """Append a suffix to a path's name; `Path.with_suffix` would replace the part after a dot."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def _token_range(data: Path, dtype: npt.DTypeLike) -> tuple[int, int]:
-    """The lowest and the highest token of a .bin."""
+    """Read a whole .bin in parts; return its lowest and its highest token, counting 0 as one of
+    them."""
     tokens = np.memmap(data, dtype, mode="r")
     lowest = highest = 0
     for start in range(0, len(tokens), _SCAN_TOKENS):
@@ -333,13 +344,14 @@ class Tokenizer:
         """The tokens after a text, the last of which ends the document."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without `first` and `last`. May raise any exception of the
-        library."""
+        """Encode each text as a list of tokens, without `first` and `last`. May raise any exception
+        of the library."""
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
 
     def _special_tokens(self, vocabulary: dict[str, int]) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer adds before and after a text."""
+        """Find the special tokens that the tokenizer adds before and after a text, by encoding a
+        trial text. Raise UsageError if it encodes none."""
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
         # Found by encoding a text that has at least one ordinary token.
@@ -353,8 +365,8 @@ class Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file of a tokenizer: the path itself, or the tokenizer.json in that folder. Raises
-    UsageError if it does not exist."""
+    """Return the file of a tokenizer: the path itself, or the tokenizer.json in that folder. Raise
+    UsageError if it does not exist; nothing is downloaded."""
     if not path.exists():
         raise UsageError(
             f"there is no file or folder {path}, and no tokenizer is downloaded by its name; give "
@@ -373,8 +385,8 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def configured_end_token(file: Path) -> str | None:
-    """The token that ends a text by the configuration files beside a tokenizer's file, or None.
-    Raises UsageError for a file that cannot be read."""
+    """Return the token that ends a text by the configuration files beside a tokenizer's file; None
+    if none names one. Raise UsageError for a file that cannot be read."""
     for name in _CONFIGURATIONS:
         beside = file.with_name(name)
         if beside.is_file():
@@ -387,7 +399,8 @@ def configured_end_token(file: Path) -> str | None:
 
 
 def _end_token(file: Path, vocabulary: dict[str, int], asked: str | None) -> str:
-    """The token that ends a document: as asked for, as configured, or one with a usual name."""
+    """Return the token that ends a document: the one asked for, else the configured one, else one
+    with a usual name. Raise UsageError if all are missing or the vocabulary lacks it."""
     token = configured_end_token(file) if asked is None else asked
     if token is None:
         token = next((each for each in _USUAL_END_TOKENS if each in vocabulary), None)
@@ -405,6 +418,8 @@ def _end_token(file: Path, vocabulary: dict[str, int], asked: str | None) -> str
 
 
 def _read_json_fields(file: Path) -> dict[str, Any]:
+    """Read the JSON object in a tokenizer's file. Raise UsageError if it cannot be read or is
+    anything else."""
     text = read_text(str(file), "tokenizer")
     try:
         found = json.loads(text)
@@ -416,7 +431,8 @@ def _read_json_fields(file: Path) -> dict[str, Any]:
 
 
 def _open_tokenizer(file: Path) -> Any:
-    """Load a tokenizer without truncation and padding. Raises UsageError for one that is random."""
+    """Load a tokenizer, with truncation and padding off. Raise UsageError for a file of anything
+    else or one that leaves merges out by chance, and RrfpError if the library is missing."""
     definition = _read_json_fields(file)
     model = definition.get("model")
     dropout = model.get("dropout") if isinstance(model, dict) else None
@@ -469,10 +485,10 @@ class CachedTokens(NamedTuple):
 
 
 def cached_tokens(data: DataSettings, report: Callable[[str], None] | None = None) -> CachedTokens:
-    """The tokens of text data, encoded now unless they are in the cache. `report` receives
-    sentences before and after encoding.
+    """Return the tokens of text data from the user's cache, after encoding them into it if they are
+    not there. `report` receives sentences before and after encoding.
 
-    Raises UsageError for unusable data or an unusable tokenizer, and RrfpError if the library is
+    Raise UsageError for unusable data or an unusable tokenizer, and RrfpError if the library is
     missing or the cache cannot be written.
     """
     assert data.tokenizer is not None
@@ -516,7 +532,7 @@ def cached_tokens(data: DataSettings, report: Callable[[str], None] | None = Non
 
 
 def _find(prefix: Path, tokenizer: Path) -> CachedTokens | None:
-    """The entry of the cache with this prefix; None if it is missing or damaged."""
+    """Return the entry of the cache with this prefix; None if it is missing or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, UsageError):
         found = parsed(with_suffix(prefix, ".json").read_bytes())
         indexed_documents(prefix)
@@ -525,8 +541,9 @@ def _find(prefix: Path, tokenizer: Path) -> CachedTokens | None:
 
 
 def _key(data: DataSettings, file: Path, sha256: str) -> str:
-    """The name of a cache entry: a digest of everything on which the tokens depend, with the sizes
-    and modification times of the files."""
+    """Return the name of a cache entry: a digest of everything on which the tokens depend, with the
+    sizes and modification times of the data's files, not their contents. Raise UsageError if one
+    cannot be read."""
     states = [(str(each.resolve()), _state(each)) for each in text_files(data.path)]
     end = data.end_of_document or configured_end_token(file)
     parts = (_VERSION, _library(), sha256, end, data.text_key, data.path is None, states)
@@ -534,7 +551,8 @@ def _key(data: DataSettings, file: Path, sha256: str) -> str:
 
 
 def _state(file: Path) -> tuple[int, int]:
-    """The size and the modification time of a file."""
+    """Return the size and the modification time in ns of a file. Raise UsageError if it cannot be
+    read."""
     try:
         state = file.stat()
     except OSError as error:
@@ -543,6 +561,7 @@ def _state(file: Path) -> tuple[int, int]:
 
 
 def _digest(file: Path) -> str:
+    """Return the SHA-256 of the tokenizer's file. Raise UsageError if it cannot be read."""
     try:
         return sha256_of(file)
     except OSError as error:
@@ -552,7 +571,8 @@ def _digest(file: Path) -> str:
 
 
 def _library() -> str | None:
-    """The version of the library; another version may encode differently."""
+    """Return the version of the library `tokenizers`, another version of which may encode
+    differently; None if it is not installed."""
     try:
         return version("tokenizers")
     except PackageNotFoundError:
@@ -560,6 +580,8 @@ def _library() -> str | None:
 
 
 def _cache_directory() -> Path:
+    """Return the directory of the cache, in XDG_CACHE_HOME or else ~/.cache, without creating it.
+    Raise RrfpError if there is no home directory."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         cache = asked if asked.is_absolute() else Path.home() / ".cache"
@@ -571,6 +593,7 @@ def _cache_directory() -> Path:
 
 
 def _name(path: Path | None) -> str:
+    """Name the data for messages: its path, or Python's standard library for None."""
     return "Python's standard library" if path is None else str(path)
 
 
@@ -586,7 +609,8 @@ class _Piece(NamedTuple):
 
 
 def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
-    """Encode all documents into a pair with a sequence per piece; returns the number of tokens."""
+    """Encode all documents into a new pair at `prefix`, with a sequence per piece; return the
+    number of tokens. Raise UsageError if the texts have no tokens or one cannot be encoded."""
     dtype = token_type(tokenizer.vocab_size)
     lengths, bounds = array("i"), array("q", [0])
     num_text_tokens = 0
@@ -611,7 +635,8 @@ def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
 
 
 def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> list[list[int]]:
-    """Encode pieces; on an error, encode them one by one to name the one that fails."""
+    """Encode pieces of text together; on an error, encode them one by one, to raise a UsageError
+    that names the one that fails."""
     try:
         return tokenizer.encode([piece.text for piece in batch])
     except Exception:
@@ -620,6 +645,7 @@ def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> list[list[int]]:
 
 
 def _encode_alone(tokenizer: Tokenizer, piece: _Piece) -> list[int]:
+    """Encode one piece of text. Raise UsageError with its place if the library raises anything."""
     try:
         (tokens,) = tokenizer.encode([piece.text])
     except Exception as error:
@@ -631,7 +657,8 @@ def _encode_alone(tokenizer: Tokenizer, piece: _Piece) -> list[int]:
 
 
 def _pieces(data: DataSettings) -> Iterator[_Piece]:
-    """The pieces of all documents with text, in order."""
+    """Yield the documents that have text in pieces of about 256 KiB, cut at ends of lines, in
+    order. Raise UsageError for text that is not UTF-8."""
     for place, stream in read_texts(data.path, data.text_key):
         start, begins = 0, True
         lines = stream.readlines(_PIECE_BYTES)
@@ -643,7 +670,8 @@ def _pieces(data: DataSettings) -> Iterator[_Piece]:
 
 
 def _decode(text: bytes, place: str, start: int) -> str:
-    """Decode UTF-8. Raises UsageError with the place and byte of an error."""
+    """Decode UTF-8 that begins at byte `start` of a document. Raise UsageError with the place and
+    byte of an error."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -654,7 +682,7 @@ def _decode(text: bytes, place: str, start: int) -> str:
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Group pieces into batches of about `_BATCH_BYTES` characters."""
+    """Group pieces into batches of at least `_BATCH_BYTES` characters; the last may have fewer."""
     batch: list[_Piece] = []
     num_characters = 0
     for piece in pieces:

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def broadcast_json(value: object, decode: Callable[[object], T]) -> T:
-    """Broadcast rank 0's value as JSON; returns `decode` of it on every rank and ignores the values
-    of other ranks. Raises RrfpError if it cannot be decoded (`decode` raises ValueError)."""
+    """Broadcast rank 0's value as JSON and return `decode` of it on every rank; the values of other
+    ranks are ignored. Raise RrfpError if it cannot be decoded (`decode` raises ValueError)."""
     is_source = dist.get_rank() == 0
     data = json.dumps(value).encode() if is_source else b""
     size = torch.tensor([len(data)])
@@ -31,7 +31,8 @@ def broadcast_json(value: object, decode: Callable[[object], T]) -> T:
 
 
 def all_gather_json(value: object, decode: Callable[[object], T]) -> list[T]:
-    """Gather the values of all ranks, by rank, as JSON. Raises what `broadcast_json` does."""
+    """Gather the values of all ranks as JSON and return `decode` of each, by rank. Raise what
+    `broadcast_json` does."""
     own = _as_tensor(json.dumps(value).encode())
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own.numel()]))
@@ -45,8 +46,8 @@ def all_gather_json(value: object, decode: Callable[[object], T]) -> list[T]:
 
 
 def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Gather the fp32 CPU tensors of all ranks on rank 0, by rank and name; returns [] on the
-    others. Every rank calls it."""
+    """Gather the fp32 CPU tensors of all ranks on rank 0, by rank and name; return [] on the
+    others. Every rank calls this."""
     shapes = all_gather_json(
         [[name, list(tensor.shape)] for name, tensor in own.items()], _decode_shapes
     )
@@ -73,8 +74,9 @@ def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 @contextmanager
 def no_object_collectives() -> Iterator[None]:
-    """Make torch's collectives raise RrfpError instead of unpickling. `all_gather_object`, which
-    Megatron's optimizer uses while it is built, exchanges plain values as JSON instead."""
+    """Make torch's collectives raise RrfpError in the block instead of unpickling.
+    `all_gather_object`, which Megatron's optimizer uses while it is built, exchanges plain values
+    as JSON instead."""
     # torch declares neither name as assignable.
     module: Any = dist.distributed_c10d
     originals = dist.all_gather_object, module._unpickler
@@ -92,6 +94,7 @@ def no_object_collectives() -> Iterator[None]:
 
 
 def _refuse(*_: object) -> NoReturn:
+    """Raise RrfpError, in place of unpickling an object."""
     raise RrfpError(
         "a collective of torch tried to unpickle an object, which could run any command; exchange "
         "tensors or JSON (rrfp.train.launch.collectives)"
@@ -99,7 +102,8 @@ def _refuse(*_: object) -> NoReturn:
 
 
 def _plain(value: object) -> object:
-    """Convert plain values to JSON that distinguishes tuples from lists."""
+    """Convert plain values to JSON that distinguishes tuples from lists. Raise RrfpError for other
+    values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
@@ -108,7 +112,7 @@ def _plain(value: object) -> object:
 
 
 def _from_plain(value: object) -> object:
-    """Convert JSON of `_plain` back."""
+    """Convert the JSON of `_plain` back to plain values, tuples and lists."""
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()
@@ -117,6 +121,7 @@ def _from_plain(value: object) -> object:
 
 
 def _decode_shapes(value: object) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of a rank's tensors by name. Raise ValueError for anything else."""
     shapes = {}
     for entry in items(value):
         name, shape = items(entry, 2)
@@ -127,11 +132,13 @@ def _decode_shapes(value: object) -> dict[str, tuple[int, ...]]:
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
+    """Copy bytes into a tensor of uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _read(buffer: torch.Tensor, rank: int, decode: Callable[[object], T]) -> T:
-    """Decode a buffer that a rank has sent. Raises RrfpError."""
+    """Decode a buffer that a rank has sent. Raise RrfpError, naming the rank, if `decode` raises
+    ValueError."""
     try:
         return decode(parsed(buffer.numpy().tobytes()))
     except ValueError as error:

@@ -51,10 +51,10 @@ def launch(
     work: str = TRAINING,
     warn: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run this host's ranks until they end. `work` names the module with their work; `warn`
-    receives their warnings.
+    """Run this host's ranks until they end, in the run's own network if it has one. `work` names
+    the module with their work; `warn` receives their warnings.
 
-    Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
+    Raise RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. After
     SIGTERM a run that saves checkpoints returns when the ranks have saved one, or raises
     StopRequestedError if they had not begun a step; it leaves the signal ignored. Must run on the
@@ -105,6 +105,8 @@ def launch(
 
 
 def _warn_of_open_ports(settings: TrainSettings, network: str) -> None:
+    """Warn, in one launcher per host, if the ports of gloo and of a store between hosts accept any
+    connection."""
     place = launcher_place(settings)
     if place is None or place.local_index == 0:  # once per host
         of_store = " and those of the run's store" if settings.run.nnodes > 1 else ""
@@ -124,8 +126,8 @@ class _OtherHosts(NamedTuple):
 def _open_store(
     settings: TrainSettings, run: RunDir, directory: Path, work: str
 ) -> Iterator[tuple[Mapping[str, str], _OtherHosts]]:
-    """Join the other hosts and keep the ranks' store open. Yields the variables that name it, and
-    the state of the other hosts, whose records go to host 0."""
+    """Join the other hosts, if any, and keep the ranks' store open, a file on a single host. Yield
+    the variables that name it, and the state of the other hosts, whose records go to host 0."""
     if settings.run.nnodes == 1:
         yield file_store(directory), _OtherHosts()
         return
@@ -148,7 +150,7 @@ def _open_store(
 @contextmanager
 def _silencing_torch_log() -> Iterator[None]:
     """Keep torch, imported in this block, from logging to stderr, unless the user's environment
-    asks for it. The launcher reports its failures as errors of one sentence."""
+    sets the level. The launcher reports its failures as errors of one sentence."""
     if _TORCH_LOG in os.environ:
         yield
         return
@@ -162,7 +164,8 @@ def _silencing_torch_log() -> Iterator[None]:
 def _environments(
     settings: TrainSettings, environment: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
-    """The environment variables of this host's ranks, by rank."""
+    """Return the environment variables of this host's ranks, by rank: RANK and the others of
+    torch's launcher, OMP_NUM_THREADS (1 unless the user has set it), and `environment`."""
     own, place = local_ranks(settings), launcher_place(settings)
     # A host may have several launchers. Without their number, at least those before are known.
     num_launchers = 1 if place is None else place.local_count or place.local_index + 1
@@ -187,8 +190,10 @@ def _first_failure(
     num_steps: int | None = None,
     limits: CgroupLimits | None = None,
 ) -> RrfpError:
-    """The failure that caused the others, as an error. `reason_elsewhere` waits for a reason from
-    another host. `num_steps` are the steps of the run, if its ranks count them."""
+    """Return, as an error, the failure that caused the others: first a kill from outside, then a
+    rank's own error, a hang, silence, and a lost peer, each time the earliest. `reason_elsewhere`
+    waits for a reason from another host. `num_steps` are the steps of the run, if its ranks count
+    them."""
 
     def precedence(rank: int) -> tuple[int, float]:
         failure, report = failures[rank], failures[rank].report
@@ -243,7 +248,8 @@ def _first_failure(
 
 
 def _describe_hang(failure: Failure, hang: Hang, log: Path) -> str:
-    """Describe where and why a rank hung, which ranks waited meanwhile, and where its stack is."""
+    """Describe where and why a killed rank hung, which ranks waited meanwhile, and where its stack
+    is."""
     seconds = f" for {hang.seen_s:.0f} s" if hang.seen_s >= 1 else ""
     fact = f"stood still {hang.stage}{seconds}{_at(hang, failure.stacks)}, and was killed"
     waited = ""
@@ -268,13 +274,14 @@ def _warn_of_hang(
 
 
 def _at(hang: Hang, stacks: str) -> str:
-    """The clause with the source line of a hang, if known."""
+    """Return the clause with the source line of a hang, from its stacks or else its status page;
+    empty if unknown."""
     place = format_position(frames_in_dump(stacks)) or hang.place
     return f", at {place}" if place else ""
 
 
 def _log_stacks(run: RunDir, rank: int, event: str, stacks: str) -> None:
-    """Append the stacks of a rank's threads to its log."""
+    """Append the stacks of a rank's threads to its log, if there are any; errors are ignored."""
     if stacks:
         # The run's directory may have been removed.
         with suppress(OSError), open_own(run.rank_log(rank)) as log:
@@ -282,12 +289,14 @@ def _log_stacks(run: RunDir, rank: int, event: str, stacks: str) -> None:
 
 
 def _note(limits: CgroupLimits | None, reason: str | None = None) -> str:
-    """The clause with the limit of the cgroup that explains a failure, or an empty text."""
+    """Return the clause with the limit of the cgroup that explains a failure; empty if there is no
+    such limit."""
     return "" if limits is None else limits.note(reason)
 
 
 def _killer(number: int, limits: CgroupLimits | None) -> str:
-    """The kernel's OOM killer if it killed the rank, else the name of the signal."""
+    """Name the sender of a signal that killed a rank: the kernel's OOM killer if it killed a
+    process of this cgroup, else the signal itself."""
     if limits is not None and number == signal.SIGKILL and (killer := limits.killer()):
         return killer
     try:

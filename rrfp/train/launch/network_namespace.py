@@ -25,6 +25,8 @@ _REQUEST = "16sh14x"
 
 
 def main() -> None:
+    """Create a network, write `ready`, and keep it until stdin ends; with arguments only enter
+    these namespaces. If the kernel refuses, exit with the refused call on stderr."""
     try:
         if paths := sys.argv[1:]:
             enter(paths)
@@ -38,8 +40,8 @@ def main() -> None:
 
 
 def enter(paths: Sequence[str]) -> None:
-    """Enter the namespaces at these paths, and drop the capabilities that a user namespace grants.
-    Raises OSError, which names the call."""
+    """Move this process into the namespaces at these paths. If there are two, the first is a user
+    namespace, whose capabilities are dropped. Raise OSError, which names the call."""
     with ExitStack() as opened:
         # All opened first: inside a user namespace the launcher's files cannot be opened.
         for namespace in [opened.enter_context(Path(path).open("rb")) for path in paths]:
@@ -50,7 +52,8 @@ def enter(paths: Sequence[str]) -> None:
 
 
 def _enter_new_network() -> None:
-    """Move this process to a new network namespace; users other than root need a user namespace."""
+    """Move this process to a new network namespace; users other than root get a new user namespace
+    too. Raise OSError."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # In a user namespace root would lose its access to other users' files.
@@ -63,7 +66,8 @@ def _enter_new_network() -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the C library. Raises OSError with its name if it fails."""
+    """Call a function of the C library. Raise OSError with its name if it returns anything but
+    0."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         code = ctypes.get_errno()
         reason = os.strerror(code)
@@ -73,7 +77,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _raise_loopback() -> None:
-    """Bring the loopback interface up."""
+    """Bring the loopback interface up. Raise OSError, which names the call."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_REQUEST, b"lo", 0))
         name, flags = struct.unpack(_REQUEST, answer)

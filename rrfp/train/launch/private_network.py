@@ -32,9 +32,9 @@ class NotPermittedError(Exception):
 
 @contextmanager
 def run_network(run: RunSettings) -> Iterator[dict[str, str]]:
-    """Create the run's network for as long as the block runs. Yields the variables that name it to
-    this host's ranks, or the reason why they use the host's. Raises UsageError if the user demands
-    a private network and this host does not permit one."""
+    """Create the run's network for as long as the block runs. Yield the variable that names it to
+    this host's ranks or has the reason why they use the host's network. Raise UsageError if
+    --network private is not permitted here."""
     if reason := _reason_for_host_network(run):
         yield {variables.NETWORK: f"{Network.HOST}: {reason}"}
         return
@@ -53,7 +53,8 @@ def run_network(run: RunSettings) -> Iterator[dict[str, str]]:
 
 
 def _reason_for_host_network(run: RunSettings) -> str:
-    """The reason why a run uses the network of its host; empty if it can have a private one."""
+    """Return the reason why a run uses the network of its host; empty if it may have a private
+    one."""
     if run.network is Network.HOST:
         return "--network host"
     if run.nnodes > 1:
@@ -65,8 +66,9 @@ def _reason_for_host_network(run: RunSettings) -> str:
 
 @contextmanager
 def created_network() -> Iterator[tuple[str, ...]]:
-    """Create a network with only loopback. Yields the paths of the namespaces to enter: the user
-    namespace, unless it is this process' own, and the network's. Raises NotPermittedError."""
+    """Create a network with only loopback by a short-lived process, and try to enter it. Yield the
+    paths of the namespaces to enter: the user namespace, unless it is this process' own, and the
+    network's. Raise NotPermittedError if that fails or takes over 10 s."""
     command = [sys.executable, "-I", "-S", network_namespace.__file__]
     with ExitStack() as held:
         try:
@@ -106,8 +108,8 @@ def created_network() -> Iterator[tuple[str, ...]]:
 
 
 def enter_network() -> None:
-    """Enter the network that the launcher names. Call this before the process starts a second
-    thread. Raises RrfpError if the kernel refuses."""
+    """Enter the private network that the launcher names; do nothing without one. Call this before
+    the process starts a second thread. Raise RrfpError if the kernel refuses."""
     kind, _, rest = os.environ.get(variables.NETWORK, "").partition(":")
     if kind != Network.PRIVATE:
         return
@@ -135,7 +137,7 @@ def warn_of_open_ports(network: str, ports: str) -> None:
 
 
 def describe_network() -> str:
-    """This rank's network, for `run.json`: `private`, or `host` with the reason; empty in the
-    launcher."""
+    """Return this rank's network, for `run.json`: `private`, or `host` with the reason; empty in
+    the launcher."""
     network = os.environ.get(variables.NETWORK, "")
     return Network.PRIVATE if network.startswith(f"{Network.PRIVATE}:") else network

@@ -46,7 +46,8 @@ _NUM_THREADS = 2
 @contextmanager
 def one_device_at(address: str) -> Iterator[None]:
     """Let all gloo groups created in the block share one device, which listens only at this address
-    of the host. Raises RrfpError if it cannot listen there."""
+    and refuses connections except while a group is created. Raise RrfpError if it cannot listen
+    there."""
     # torch declares neither these options nor that the name is assignable.
     module: Any = dist.distributed_c10d
     original: Any = module.ProcessGroupGloo
@@ -89,7 +90,7 @@ def one_device_at(address: str) -> Iterator[None]:
 
 
 def _listening_descriptors() -> set[int]:
-    """The descriptors of this process' listening TCP sockets."""
+    """Return the descriptors of this process' listening TCP sockets."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor of this iteration itself
@@ -107,8 +108,9 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
 
 
 def prepare_device(run: RunSettings) -> torch.device:
-    """Choose the device of this rank (by LOCAL_RANK), and prepare Megatron-Core, torch and CUDA for
-    it. Call this before any other use of Megatron-Core and CUDA."""
+    """Choose the device of this rank (by LOCAL_RANK), and patch and configure Megatron-Core, torch
+    and CUDA for it; a GPU computes deterministically where torch can. Call this before any other
+    use of Megatron-Core and CUDA."""
     if run.device is DeviceKind.CPU:
         prepare_cpu()
         return torch.device("cpu")
@@ -130,8 +132,8 @@ def prepare_device(run: RunSettings) -> torch.device:
 
 
 def backend_of(run: RunSettings) -> str:
-    """The backend of torch's groups. CPU tensors use gloo on every device. GPU tensors use NCCL, or
-    gloo if ranks share a GPU, which NCCL refuses."""
+    """Return the backend of torch's groups. CPU tensors use gloo on every device. GPU tensors use
+    NCCL, or gloo if ranks share a GPU, which NCCL refuses."""
     has_nccl = run.device is DeviceKind.CUDA and not run.share_gpu
     return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
@@ -162,18 +164,21 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the run."""
         return self.pp * self.tp * self.dp
 
     @property
     def rank(self) -> int:
+        """The global rank of this process."""
         return self.first_rank(self.pp_rank) + self.dp_rank * self.tp + self.tp_rank
 
     def first_rank(self, pp_rank: int) -> int:
-        """The smallest global rank of a pipeline rank."""
+        """Return the smallest global rank of a pipeline rank."""
         return pp_rank * self.dp * self.tp
 
     @property
     def num_stages(self) -> int:
+        """Number of stages: pipeline ranks times chunks."""
         return self.pp * self.chunks
 
     @property
@@ -188,6 +193,7 @@ class Layout:
 
     @property
     def _shape(self) -> Shape:
+        """The shape of the pipeline, with one microbatch, to look up stages and ranks."""
         return Shape(self.pp, 1, self.chunks, self.placement)
 
 
@@ -195,7 +201,8 @@ class Layout:
 def parallel_groups(
     settings: TrainSettings, timeout_s: float = 900.0, device: torch.device = _CPU
 ) -> Iterator[Layout]:
-    """Create the groups, seed the random states, and destroy the groups at the end.
+    """Create torch's and Megatron's groups, seed the random states, yield this rank's layout, and
+    destroy the groups at the end. Raise RrfpError if too many or too few ranks were started.
 
     RANK and WORLD_SIZE come from the environment, and the address of the store from rrfp's launcher
     or torchrun (MASTER_ADDR, MASTER_PORT). gloo listens at one address: loopback on a single host.
@@ -208,6 +215,8 @@ def parallel_groups(
 
 
 def _init_world(backend: str, timeout_s: float) -> None:
+    """Initialize torch's process group: with the store that rrfp's launcher has named, or else by
+    torchrun's variables."""
     timeout, store = timedelta(seconds=timeout_s), open_store(timeout_s)
     if store is None:
         dist.init_process_group(backend, timeout=timeout)
@@ -225,6 +234,8 @@ def _init_world(backend: str, timeout_s: float) -> None:
 def _megatron_groups(
     settings: TrainSettings, timeout_s: float, device: torch.device
 ) -> Iterator[Layout]:
+    """Create Megatron's groups and seed the random states; destroy these groups and torch's world
+    after the block. Raise RrfpError if the number of processes is not that of the ranks."""
     from rrfp.megatron.adapters.parallel_state import create_groups, destroy_groups
 
     parallel = settings.layout
@@ -265,7 +276,8 @@ def _megatron_groups(
 
 
 def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
-    """Set torch's and Megatron's random states from the run's seed; `parallel_groups` does too."""
+    """Set torch's and Megatron's random states from the run's seed and this pipeline rank;
+    `parallel_groups` does too."""
     from rrfp.megatron.adapters.global_state import seed_states
 
     seed = settings.run.seed + _SEED_STRIDE * layout.pp_rank
@@ -274,8 +286,8 @@ def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
 
 
 def virtual_pipeline_size(settings: TrainSettings) -> int | None:
-    """The number of chunks for Megatron's configuration. None unless chunks loop over several
-    ranks: Megatron supports neither a V nor chunks on a single rank."""
+    """Return the number of chunks for Megatron's configuration. None unless chunks loop over
+    several ranks: Megatron supports neither a V nor chunks on a single rank."""
     is_interleaved = (
         settings.layout.placement == Placement.LOOP
         and settings.layout.pp > 1

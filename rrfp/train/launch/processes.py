@@ -54,7 +54,8 @@ class CgroupLimits:
         self._kills, self._refusals = self._num_kills(), self._num_refusals()
 
     def killer(self) -> str | None:
-        """Describe the OOM killer and its limit if it has killed a process of the cgroup."""
+        """Describe the OOM killer, with its memory limit if known, if it has killed a process of
+        the cgroup since this object was created; else None."""
         if self._num_kills() <= self._kills:
             return None
         limits = (
@@ -68,8 +69,9 @@ class CgroupLimits:
         return f"the kernel's OOM killer{where}"
 
     def note(self, reason: str | None) -> str:
-        """A clause with the limit that explains a failure, or an empty text. `reason` is the error
-        of the failed process, if it reported one."""
+        """Return a clause that explains a failure by the OOM killer, or by the limit of processes
+        if no error or a refused process or thread was reported; else an empty text. `reason` is the
+        error of the failed process, or None."""
         if killer := self.killer():
             return f"; {killer} has killed a process of this run, or one beside it"
         is_other = reason is not None and not _REFUSED.search(reason)
@@ -81,7 +83,7 @@ class CgroupLimits:
         return f"; the cgroup has reached its limit{of} processes and threads (pids.max)"
 
     def _num_kills(self) -> int:
-        """Processes of the cgroup that the OOM killer has killed so far."""
+        """Return the number of processes of the cgroup that the OOM killer has killed so far."""
         return sum(
             _counted(path / name, "oom_kill")
             for path in self._memory[:1]
@@ -89,13 +91,15 @@ class CgroupLimits:
         )
 
     def _num_refusals(self) -> int:
-        """Refused processes and threads (pids.max) so far."""
+        """Return the number of processes and threads that the cgroups have refused so far
+        (pids.max)."""
         # By the kernel's version this is counted at the cgroup of the limit or of the process.
         return sum(_counted(path / "pids.events", "max") for path in self._pids)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The directory of this process' cgroup for a controller, then those of its visible parents."""
+    """Yield the directory of this process' cgroup for a controller, then those of its visible
+    parents; nothing if they are unknown."""
     with suppress(OSError, ValueError):
         own: dict[str, str] = {}
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -119,14 +123,15 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _counted(path: Path, name: str) -> int:
-    """The value of a name in a file of `name value` lines; 0 if missing."""
+    """Return the value of a name in a file of `name value` lines; 0 if it is missing or
+    unreadable."""
     with suppress(OSError, ValueError, KeyError):
         return int(dict(line.split(" ", 1) for line in path.read_text().splitlines())[name])
     return 0
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file, or None."""
+    """Return the number in a file; None if it is missing or holds something else."""
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return None
@@ -141,10 +146,8 @@ _PREFIX = "rrfp-run-"
 
 @contextmanager
 def launcher_directory() -> Iterator[Path]:
-    """Create a directory that only this user may enter, and remove it when the block ends.
-
-    First removes directories that killed launchers left behind.
-    """
+    """Create a locked directory that only this user may enter, and remove it when the block ends.
+    First removes directories that killed launchers left behind."""
     remove_abandoned()
     path, lock = _locked_directory()
     try:
@@ -155,7 +158,7 @@ def launcher_directory() -> Iterator[Path]:
 
 
 def _locked_directory() -> tuple[Path, int]:
-    """Create a directory and lock it; returns its path and the descriptor of the lock."""
+    """Create a temporary directory and lock it; return its path and the descriptor of the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary_directory()))
         # Another launcher may remove it as abandoned before it is locked.
@@ -168,7 +171,8 @@ def _locked_directory() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Remove the directories of this user's launchers that were killed."""
+    """Remove the directories of this user's launchers that were killed: those that no process has
+    locked. Errors are ignored."""
     for path in temporary_directory().glob(f"{_PREFIX}*"):
         # Another user's, locked, or gone meanwhile.
         with suppress(OSError):
@@ -214,7 +218,7 @@ class Failure:
 
 
 class RankProcess:
-    """The process of a rank, in its own session."""
+    """The process of a rank, in its own session, as its launcher started it."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], error_file: Path
@@ -247,12 +251,13 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
+        """The number of the process."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """True if it has ended; then its children are killed too, also stopped ones. A process
-        group keeps its number until the exit code of its leader is read."""
+        """True if it has ended; at the first such call its children are killed, also stopped ones.
+        A process group keeps its number until the exit code of its leader is read."""
         if self._exit_code is None:
             ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
             if os.waitid(os.P_PID, self.pid, ended) is not None:
@@ -261,12 +266,13 @@ class RankProcess:
         return self._exit_code is not None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal that does not end it."""
+        """Send it and its children a signal that is not meant to end it, unless it has ended."""
         if not self.has_ended:
             self._signal(number)
 
     def end(self, number: signal.Signals) -> None:
-        """Send it and its children a signal that ends them."""
+        """Send it and its children a signal that ends them, unless it has ended, and let a stopped
+        one continue. Does not wait."""
         if not self.has_ended:
             self._ended_by.add(number)
             self._signal(number)
@@ -274,8 +280,9 @@ class RankProcess:
             self._signal(signal.SIGCONT)
 
     def kill_hung(self, hang: Hang) -> None:
-        """Let it write the stacks of its threads, then kill it. If a signal has stopped it, it
-        continues for this moment."""
+        """Let it write the stacks of its threads, for up to 1.5 s and unless it has no heartbeat
+        yet, then kill it. If a signal has stopped it, it continues for this moment. Records the
+        hang."""
         self._hang = hang
         # Before its first heartbeat this signal would kill it.
         if self.page.beats and not self.has_ended:
@@ -286,7 +293,8 @@ class RankProcess:
         self.end(signal.SIGKILL)
 
     def stacks(self) -> str:
-        """The stacks of its threads now, requested without a signal, which could interrupt it."""
+        """Wait up to 2.5 s for the stacks of its threads and return them; empty if none arrive.
+        They are requested without a signal, which could interrupt it."""
         size = self._stacks_size()
         self.page.request_stacks(wanted=True)
         stacks = self._await_stacks(size, _STACKS_BY_BEAT_S)
@@ -294,11 +302,12 @@ class RankProcess:
         return stacks
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the file of its stacks; the process is not ended."""
         self._stacks.close()
 
     def failure(self) -> Failure | None:
-        """The failure of the rank; None if it runs or has succeeded."""
+        """Return the failure of the rank, with its report and hang; None if it runs, or has exited
+        with 0 after recording that it had finished."""
         has_failed = self.has_ended and (self._exit_code != 0 or not self.page.is_done)
         if self._hang is None and not has_failed:
             return None
@@ -326,10 +335,12 @@ class RankProcess:
         )
 
     def _stacks_size(self) -> int:
+        """Return the size in bytes of the file of its stacks."""
         return os.fstat(self._stacks.fileno()).st_size
 
     def _await_stacks(self, size: int, within_s: float) -> str:
-        """The text that it appends to a file of `size` bytes, once that stops growing."""
+        """Return the text that it appends to a file of `size` bytes, once that stops growing or the
+        time is over."""
         deadline_s = time.monotonic() + within_s
         before, now = -1, size
         while (now == size or now != before) and time.monotonic() < deadline_s:
@@ -339,6 +350,7 @@ class RankProcess:
         return os.pread(self._stacks.fileno(), now - size, size).decode(errors="replace")
 
     def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to its process group; do nothing if that is gone."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -346,7 +358,7 @@ class RankProcess:
 def start_rank(
     command: Sequence[str], environment: Mapping[str, str], error_file: Path
 ) -> RankProcess:
-    """Start the process of a rank. Raises RrfpError if it cannot be started."""
+    """Start the process of a rank. Raise RrfpError if it cannot be started."""
     try:
         return RankProcess(command, environment, error_file)
     except OSError as error:
@@ -385,20 +397,20 @@ def supervise_ranks(
     warn: Callable[[int, int, Hang, str], None] = lambda *_: None,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; returns the failures by rank.
+    until all have ended; return the failures by rank. When one rank fails or hangs for `silence_s`
+    seconds, the others are ended. A rank has failed unless it exits with 0 after recording that it
+    has finished.
 
-    A rank has failed unless it exits with 0 and has recorded that it has finished
-    (`rrfp.train.launch.rank_status.finish`). When one rank fails or hangs for `silence_s` seconds
-    (`rrfp.train.launch.watchdog`), the others are ended. `warn` receives rank, process number, hang
-    and stacks of a rank whose hang may last longer. `is_whole` states that the run has no other
-    ranks. `lost` returns an error once another host is lost; it is raised when all have ended.
+    Error files go to `directory`. `warn` receives rank, process number, hang and stacks of a rank
+    whose hang may last longer. `lost` returns an error once another host is lost, which is raised
+    when all have ended. `is_whole` states that the run has no other ranks. With `end_on_request`
+    the first SIGTERM is forwarded as a request to stop (`rrfp.train.launch.stopping`), and ignored
+    from then on.
 
-    Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request to stop
-    (`rrfp.train.launch.stopping`): the first one that arrives here is forwarded, and they end by
-    themselves; from then on this process ignores the signal. Raises StopRequestedError if it
-    arrives, here or at a rank, before any rank of a whole run has begun a step, SignalledError if
-    another signal asks this process to end, and RrfpError if a process cannot be started, or the
-    ranks do not stop when asked; no rank is left then. Must run on the main thread.
+    Raise StopRequestedError if it arrives, here or at a rank, before any rank of a whole run has
+    begun a step, SignalledError if another signal asks this process to end, and RrfpError if a
+    process cannot be started, or the ranks do not stop when asked; no rank is left then. Must run
+    on the main thread.
     """
     ranks: dict[int, RankProcess] = {}
     watchdog = Watchdog(silence_s, sees_all=is_whole)
@@ -436,8 +448,9 @@ def _watch(
     end_on_request: bool,
     is_whole: bool,
 ) -> dict[int, Failure]:
-    """Poll the ranks until all have ended or one has failed, then end the others. `received` grows
-    by each signal that this process receives. Raises and returns what `supervise_ranks` does."""
+    """Poll the ranks until all have ended or one has failed or hangs, then end the others.
+    `received` grows by each signal that this process receives. Raises and returns what
+    `supervise_ranks` does."""
     requested_s, check_s = math.inf, time.monotonic()
     while not (failures := _failures(ranks)):
         if end_on_request and is_whole and _is_asked_before_first_step(ranks, received):
@@ -485,7 +498,8 @@ def _check_for_hangs(
     now_s: float,
     warn: Callable[[int, int, Hang, str], None],
 ) -> None:
-    """Let the watchdog check the ranks that run, kill one at its limit, and warn of others."""
+    """Let the watchdog check the ranks that run, kill one whose hang is at its limit, and warn of
+    others with their stacks."""
     for rank, process in ranks.items():
         if process.has_ended:
             watchdog.remove(rank)
@@ -498,30 +512,36 @@ def _check_for_hangs(
 def _is_asked_before_first_step(
     ranks: Mapping[int, RankProcess], received: list[signal.Signals]
 ) -> bool:
-    """True if a request to stop arrived while there is nothing to save."""
+    """True if a request to stop, SIGTERM, arrived here or at a rank while all ranks are starting,
+    so that there is nothing to save."""
     pages = [process.page for process in ranks.values()]
     is_asked = {*received} == {signal.SIGTERM} or any(page.is_asked_to_end for page in pages)
     return is_asked and all(page.is_starting for page in pages)
 
 
 def _kill_hung(ranks: Mapping[int, RankProcess], found: tuple[int, Hang] | None) -> None:
+    """Kill the rank that the watchdog has found, with its stacks taken first; do nothing for
+    None."""
     if found is not None:
         rank, hang = found
         ranks[rank].kill_hung(hang)
 
 
 def _failures(ranks: Mapping[int, RankProcess]) -> dict[int, Failure]:
+    """Return the failures of the ranks that have failed, by rank."""
     failures = {rank: process.failure() for rank, process in ranks.items()}
     return {rank: failure for rank, failure in failures.items() if failure is not None}
 
 
 def _ending_signal(*, end_on_request: bool) -> signal.Signals:
-    """The signal that ends the other ranks at once: one that they do not handle."""
+    """Return the signal that ends the other ranks at once, because they do not handle it: SIGINT if
+    SIGTERM is a request to stop, else SIGTERM."""
     return signal.SIGINT if end_on_request else signal.SIGTERM
 
 
 def _end(ranks: Mapping[int, RankProcess], number: signal.Signals) -> None:
-    """Send every process a signal, and kill those that do not end in time."""
+    """Send every process a signal and wait up to 5 s until all have ended; then kill the rest and
+    wait up to 5 s more."""
     for each, timeout_s in ((number, _SHUTDOWN_S), (signal.SIGKILL, _KILL_S)):
         for process in ranks.values():
             process.end(each)
@@ -535,7 +555,7 @@ def _end(ranks: Mapping[int, RankProcess], number: signal.Signals) -> None:
 
 @contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Block a signal for this thread, and for processes that it starts."""
+    """Block a signal in the block, for this thread and for processes that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -545,8 +565,9 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def _recorded_signals(*, end_on_request: bool) -> Iterator[list[signal.Signals]]:
-    """Collect the signals that would end this process in a list, instead of ending. After the block
-    a request to stop comes too late and is ignored: it must not change how the run ended."""
+    """Collect the signals that would end this process, except ignored ones, in a list, instead of
+    ending. After the block SIGTERM is ignored with `end_on_request`: a request that comes too late
+    must not change how the run ended."""
     received: list[signal.Signals] = []
     handlers = {
         each: signal.signal(each, lambda number, _: received.append(signal.Signals(number)))

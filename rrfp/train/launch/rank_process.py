@@ -32,7 +32,9 @@ from rrfp.train.launch.stopping import ignore_sigterm, take_sigterm_as_request
 
 
 def main() -> None:
-    """Call `work(run, settings, layout)` of the module that the command line names."""
+    """Run one rank, with its output in its own log: enter the run's network, create the process
+    groups and call `work(run, settings, layout)` of the module that the command line names. A
+    failure is reported to the launcher and ends the process."""
     # The objects that torch and Megatron-Core create on import live until the end. Garbage
     # collection of them would take a third of a short run.
     gc.disable()
@@ -81,7 +83,8 @@ def main() -> None:
 
 
 def _fail(error: Exception | SystemExit) -> NoReturn:
-    """Report the failure and end this process without waiting for any other."""
+    """Log the failure, write it into the error file, and end this process with its exit code,
+    without waiting for any other. SystemExit writes no error file."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
     if isinstance(error, SystemExit):
         # The launcher reports the exit code. The interpreter exits with 1 after printing a text.
@@ -113,11 +116,13 @@ def _fail(error: Exception | SystemExit) -> NoReturn:
 
 
 def _end(exit_code: int) -> NoReturn:
+    """Flush the logs and end this process at once, without any cleanup."""
     logging.shutdown()
     os._exit(exit_code)
 
 
 def _redirect_output(path: Path) -> None:
+    """Append the output and errors of this process to a log file, creating its directory."""
     make_directory(path.parent)
     # Appended: the log of a resumed run has the output of all its sessions.
     log = open_own(path)

@@ -50,7 +50,8 @@ class Waits(IntEnum):
 
 
 class StatusPage:
-    """The status page of one rank, opened by the rank or by its launcher."""
+    """The status page of one rank: memory that it shares with its launcher, in which it writes its
+    state."""
 
     def __init__(self, descriptor: int) -> None:
         self._bytes = mmap.mmap(descriptor, _BYTES)
@@ -63,16 +64,18 @@ class StatusPage:
 
     @property
     def waits(self) -> Waits:
+        """The target of the main thread's wait at the last heartbeat."""
         return Waits(self._bytes[_WAITS])
 
     @property
     def place(self) -> str:
-        """The source line of the main thread at the last heartbeat."""
+        """The source line of the main thread at the last heartbeat; empty before."""
         return self._text(_PLACE)
 
     @property
     def stage(self) -> str:
-        """The current stage, such as `in step 7`; up to date between heartbeats too."""
+        """The current stage, such as `in step 7`, or `in start-up` before the first; up to date
+        between heartbeats too."""
         return self._text(_STAGE) or "in start-up"
 
     @property
@@ -96,33 +99,40 @@ class StatusPage:
         return bool(self._bytes[_STACKS])
 
     def request_stacks(self, *, wanted: bool) -> None:
+        """Set or clear the launcher's request for the stacks of the rank's threads."""
         self._bytes[_STACKS] = wanted
 
     def finish(self) -> None:
+        """Mark that the rank has finished its work and left its groups."""
         self._bytes[_DONE] = 1
 
     def enter(self, stage: str) -> None:
+        """Write the rank's current stage, cut if it is too long."""
         self._write(_STAGE, stage)
 
     def ask_to_end(self) -> None:
+        """Mark that the rank has received SIGTERM as a request to end."""
         self._bytes[_ASKED] = 1
 
     def beat(self, waits: Waits, place: str) -> None:
+        """Write the main thread's wait and source line, and then count a heartbeat."""
         self._bytes[_WAITS] = waits
         self._write(_PLACE, place)
         struct.pack_into("<Q", self._bytes, _BEATS, self.beats + 1)
 
     def _text(self, start: int) -> str:
+        """Read the text that begins at this byte of the page."""
         data = self._bytes[start : start + _TEXT_BYTES[start]]
         return data.partition(b"\0")[0].decode(errors="replace")
 
     def _write(self, start: int, text: str) -> None:
+        """Write a text at this byte of the page, cut to its space and padded with zeros."""
         most = _TEXT_BYTES[start] - 1
         self._bytes[start : start + most + 1] = text.encode()[:most].ljust(most + 1, b"\0")
 
 
 def page_file() -> IO[bytes]:
-    """Create the file of an empty status page, for a rank to inherit."""
+    """Create the file of an empty status page, without a name, for a rank to inherit."""
     file = anonymous_file()
     file.truncate(_BYTES)
     return file
@@ -130,7 +140,7 @@ def page_file() -> IO[bytes]:
 
 def anonymous_file() -> IO[bytes]:
     """Create a file that no other process can open: in memory if the system supports it, because a
-    disk may be full."""
+    disk may be full, else a temporary file."""
     # The system may lack the call, or refuse it.
     with suppress(AttributeError, OSError):
         return os.fdopen(os.memfd_create("rrfp"), "w+b", buffering=0)
@@ -169,7 +179,7 @@ class Frame(NamedTuple):
 
 
 def stack_frames(frame: FrameType | None) -> Iterator[Frame]:
-    """The frames of a running thread, innermost first."""
+    """Yield the frames of a running thread from its innermost frame outwards; nothing for None."""
     while frame is not None:
         code = frame.f_code
         yield Frame(code.co_filename, frame.f_lineno, code.co_name, "wait" in code.co_names)
@@ -177,7 +187,8 @@ def stack_frames(frame: FrameType | None) -> Iterator[Frame]:
 
 
 def frames_in_dump(dump: str) -> list[Frame]:
-    """The frames of the main thread, which is the last one in a dump of faulthandler."""
+    """Return the frames of the main thread, which is the last one in a dump of faulthandler,
+    innermost first."""
     *_, main_thread = _THREAD.split(dump)
     return [
         Frame(file, int(line), function) for file, line, function in _IN_DUMP.findall(main_thread)
@@ -197,7 +208,9 @@ def format_position(frames: Iterable[Frame]) -> str:
 
 
 def infer_waits(frames: Iterable[Frame]) -> Waits:
-    """Infer the target of a main thread's wait from its frames, innermost first."""
+    """Infer the target of a main thread's wait from its frames, up to the first one outside of
+    libraries: OTHERS if one is in torch.distributed or rrfp's runtime, else PERHAPS if one calls
+    `wait` or is in a library other than torch and Megatron, else NOTHING."""
     waits = Waits.NOTHING
     for frame in frames:
         if _WAITS_FOR_RANKS.search(frame.file):
@@ -212,11 +225,12 @@ def infer_waits(frames: Iterable[Frame]) -> Waits:
 
 
 def _is_library(file: str) -> bool:
-    """True for files of installed libraries and the standard library, except rrfp."""
+    """True for files of the standard library and of installed libraries, except rrfp's."""
     return not file.startswith(_OWN) and (_is_standard(file) or file.startswith(_INSTALLED))
 
 
 def _is_standard(file: str) -> bool:
+    """True for files of the standard library, also frozen ones."""
     return file.startswith("<frozen") or (
         file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
     )
@@ -233,8 +247,8 @@ _page: StatusPage | None = None
 
 
 def end_with_launcher() -> None:
-    """Make the kernel kill this process when its launcher ends, even while it is stopped. Call this
-    as early as possible."""
+    """Make the kernel kill this process when its launcher ends, even while it is stopped; end it
+    now if the launcher has ended already. Call this as early as possible."""
     with suppress(OSError):  # the heartbeat thread checks for the launcher, too
         libc.call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # The launcher may have ended before the call.
@@ -243,8 +257,9 @@ def end_with_launcher() -> None:
 
 
 def start_heartbeat(*, waits_on_device: bool) -> None:
-    """Write heartbeats from a daemon thread until the process ends. `waits_on_device` states that
-    this process may wait for a device, which its stack does not show."""
+    """Write heartbeats to the launcher's page, if it has passed one, from a daemon thread that also
+    ends this process when the launcher is gone. `waits_on_device` states that this process may wait
+    for a device, which its stack does not show."""
     global _page
     descriptors = os.environ.pop(variables.LIVENESS, None)
     stacks = -1
@@ -259,20 +274,21 @@ def start_heartbeat(*, waits_on_device: bool) -> None:
 
 
 def enter(stage: str) -> None:
-    """Record this rank's current stage, such as `in step 7`."""
+    """Record this rank's current stage, such as `in step 7`, on its status page; do nothing without
+    one."""
     if _page is not None:
         _page.enter(stage)
 
 
 def finish() -> None:
-    """Record that this rank has finished its work and left its groups. A rank that ends without
-    this has failed, whatever its exit code."""
+    """Record on the status page that this rank has finished its work and left its groups. A rank
+    that ends without this has failed, whatever its exit code."""
     if _page is not None:
         _page.finish()
 
 
 def show_request() -> None:
-    """Record that this rank was asked to end."""
+    """Record on the status page that this rank was asked to end."""
     if _page is not None:
         _page.ask_to_end()
 
@@ -280,7 +296,8 @@ def show_request() -> None:
 def _beat(
     page: StatusPage | None, stacks: int, main_thread: int, launcher: int, waits_on_device: bool
 ) -> NoReturn:
-    """Write heartbeats, and stacks on request; end this process when its launcher is gone."""
+    """Write a heartbeat every second, and stacks on request; end this process when its launcher is
+    gone."""
     while os.getppid() == launcher:
         if page is not None:
             frames = [*stack_frames(sys._current_frames().get(main_thread))]
@@ -297,7 +314,7 @@ def _beat(
 
 
 def _launcher() -> int:
-    """The process number of the launcher."""
+    """Return the process number of the launcher, from the environment."""
     return int(os.environ[variables.LAUNCHER])
 
 
@@ -332,7 +349,8 @@ class FailureReport:
         return not (self.is_consequence or self.is_silence)
 
     def write(self) -> None:
-        """Write the report to the error file, if a launcher has named one. May raise OSError."""
+        """Write the report, with the current time, to the error file that the launcher has named,
+        or nowhere without one. May raise OSError."""
         path = os.environ.get(ERROR_FILE)
         if path is None:
             return
@@ -347,7 +365,7 @@ class FailureReport:
 
     @classmethod
     def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
-        """The report in the JSON of an error file; None if another program wrote it."""
+        """Return the report in the JSON of an error file; None if another program wrote it."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
             report = cls(**message["report"])
@@ -370,8 +388,8 @@ _MAX_WARNING_BYTES = select.PIPE_BUF
 
 @contextmanager
 def forwarding_warnings(directory: Path, report: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """While the block runs, pass the warnings of ranks to `report`. Yields the environment
-    variables that the ranks need."""
+    """While the block runs, pass the warnings of ranks to `report`, on a thread and through a named
+    pipe in `directory`. Yield the environment variable that names the pipe to the ranks."""
     path = directory / "warnings"
     os.mkfifo(path, 0o600)
     # Opened for writing too, so that the pipe does not end before the block does.
@@ -403,7 +421,8 @@ def _forward_warnings(pipe: int, report: Callable[[str], None], is_over: threadi
 
 
 def send_warnings_to_launcher(rank: int) -> None:
-    """Send rrfp's warnings on this rank to the launcher from now on, if one listens."""
+    """Send rrfp's warnings on this rank to the launcher from now on; do nothing if no launcher
+    reads them."""
     path = os.environ.get(variables.WARNINGS)
     if path is None:
         return
@@ -421,6 +440,8 @@ class _LauncherHandler(logging.Handler):
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a warning as one line, with its rank, to the launcher's pipe. Errors are left to
+        the error file, and a pipe that nobody reads is ignored."""
         # Failures go into the error file.
         if record.levelno > logging.WARNING:
             return

@@ -17,8 +17,9 @@ class StopRequestedError(BaseException):
 
 @contextmanager
 def stopping_on_sigterm() -> Iterator[None]:
-    """Raise StopRequestedError at the first SIGTERM in this block. While ranks run, their launcher
-    forwards the signal instead (`rrfp.train.launch.processes`). Must run on the main thread."""
+    """Raise StopRequestedError at the first SIGTERM in this block, unless the signal is ignored.
+    While ranks run, their launcher forwards it instead (`rrfp.train.launch.processes`). Must run on
+    the main thread."""
     before = signal.getsignal(signal.SIGTERM)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _stop)
@@ -31,8 +32,8 @@ def stopping_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def ignoring_sigterm_on_failure() -> Iterator[None]:
-    """If the block fails, ignore later SIGTERMs: as a request to stop, one would turn the failure
-    into a success."""
+    """If the block raises an Exception, ignore later SIGTERMs that `stopping_on_sigterm` would
+    handle: as a request to stop, one would turn the failure into a success."""
     try:
         yield
     except Exception:
@@ -48,26 +49,28 @@ def ignore_sigterm() -> None:
 
 
 def _stop(*_: object) -> NoReturn:
+    """Handle a SIGTERM: ignore later ones and raise StopRequestedError."""
     ignore_sigterm()
     raise StopRequestedError
 
 
 def take_sigterm_as_request() -> None:
-    """Record SIGTERM from now on instead of ending, also on the status page. The launcher starts
-    ranks with the signal blocked, so one that arrived earlier counts too."""
+    """From now on record SIGTERM instead of ending, also on the status page, and unblock it. The
+    launcher starts ranks with the signal blocked, so one that arrived earlier counts too."""
     signal.signal(signal.SIGTERM, _record)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _record(*_: object) -> None:
+    """Handle a SIGTERM: record the request to stop, also on the status page."""
     global _asked
     _asked = True
     show_request()
 
 
 def agree_on_stop(*, is_busy: bool) -> tuple[bool, bool]:
-    """All-reduce two flags: was any rank asked to end, and is any rank busy? Every rank calls this
-    after the same step."""
+    """All-reduce two flags and return them: has any rank received SIGTERM as a request to stop, and
+    is any rank busy? Every rank calls this after the same step."""
     # A rank handles signals before it imports torch.
     import torch
     import torch.distributed as dist

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def file_store(directory: Path) -> dict[str, str]:
-    """The environment variables of the ranks of a single host: their store is in this directory,
-    and they listen at loopback."""
+    """Return the environment variables of the ranks of a single host: their store is a file in this
+    directory, and they listen at loopback."""
     return {
         variables.STORE: f"file:{directory / 'store'}",
         variables.ADDRESS: variables.LOOPBACK,
@@ -31,8 +31,9 @@ def file_store(directory: Path) -> dict[str, str]:
 def port_store(
     host: str, port: int, own_address: str, sources: Collection[str] | None
 ) -> dict[str, str]:
-    """The environment variables of a host's ranks: the port of host 0 with their store, the address
-    of their own host at which they listen, and the addresses that they admit there (None: any)."""
+    """Return the environment variables of a host's ranks: the port of host 0 with their store, the
+    address of their own host at which they listen, and the addresses that they admit there (None:
+    any)."""
     return {
         variables.STORE: f"tcp:{host}:{port}",
         variables.ADDRESS: own_address,
@@ -43,8 +44,9 @@ def port_store(
 
 
 def open_store(timeout_s: float) -> "Store | None":
-    """The store that rrfp's launcher has named; None if torch finds its own by torchrun's
-    variables. Raises RrfpError if nobody answers there."""
+    """Connect to the store that rrfp's launcher has named, a file or a port; None if it has named
+    none, so that torch uses torchrun's variables. Raise RrfpError for an invalid name or if nobody
+    answers there."""
     where = os.environ.get(variables.STORE)
     if where is None:
         return None
@@ -87,8 +89,8 @@ class NoAnswerError(RrfpError):
 
 
 def call_with_timeout(ask: Callable[[], T], within_s: float, whom: str) -> T:
-    """Return or raise what `ask` does, called in a thread. Raises NoAnswerError, naming `whom`, if
-    it does not end in time; the thread then goes on and its result is dropped."""
+    """Call `ask` in a daemon thread and return or raise what it does. Raise NoAnswerError, naming
+    `whom`, if it does not end in time; the thread then goes on and its result is dropped."""
     answers: list[T] = []
     errors: list[Exception] = []
 
@@ -109,8 +111,8 @@ def call_with_timeout(ask: Callable[[], T], within_s: float, whom: str) -> T:
 
 
 def is_call_pending() -> bool:
-    """True while a thread waits for an answer. Python must not end then: it would end that thread
-    inside C++, which aborts the process."""
+    """True while a thread of `call_with_timeout` waits for an answer. Python must not end then: it
+    would end that thread inside C++, which aborts the process."""
     return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
@@ -124,16 +126,18 @@ class StoreClient:
         self._within_s = within_s
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
         # torch declares str, but also accepts bytes and returns them unchanged.
         self._call(lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def find(self, key: str) -> bytes | None:
-        """The value of a key, or None."""
+        """Return the value of a key; None, without waiting, if it has none."""
         return self._call(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
     def read(self, key: str, decode: Callable[[object], T], whose: str) -> T | None:
-        """The decoded JSON value of a key, or None. Raises RrfpError, naming `whose` value it
-        should be, if it cannot be decoded (`decode` raises ValueError)."""
+        """Return the decoded JSON value of a key; None, without waiting, if it has none. Raise
+        RrfpError, naming `whose` value it should be, if it cannot be decoded (`decode` raises
+        ValueError)."""
         data = self.find(key)
         if data is None:
             return None
@@ -146,7 +150,7 @@ class StoreClient:
             ) from None
 
     def take(self, key: str) -> bytes | None:
-        """Return the value of a key and delete the key; None without a value."""
+        """Return the value of a key and delete the key; None if it has no value."""
         value = self.find(key)
         if value is not None:
             self._call(lambda store: store.delete_key(key))
@@ -157,14 +161,17 @@ class StoreClient:
         return self._call(lambda store: bytes(store.compare_set(key, "", value)))
 
     def count(self, key: str, more: int) -> int:
-        """Add to a counter that starts at 0, and return its value."""
+        """Add `more`, which may be 0, to a counter that starts at 0, and return its value."""
         return self._call(lambda store: store.add(key, more))
 
     def close(self) -> None:
-        """Drop the connection; the process that serves the store stops serving it."""
+        """Drop the connection; later calls raise RrfpError. The process that serves the store stops
+        serving it."""
         self._store = None
 
     def _call(self, call: Callable[["Store"], T]) -> T:
+        """Call the store with a timeout. Raise RrfpError if it is closed, has gone or does not
+        answer."""
         store, name = self._store, f"the run's store at {self._where}"
         if store is None:
             raise RrfpError(f"{name} is closed")

@@ -60,15 +60,17 @@ class ProcessSnapshot:
 
     @property
     def is_stopped(self) -> bool:
+        """True if a signal has stopped the process."""
         return self.state == "T"
 
     def main_thread_ns(self, pid: int) -> int | None:
-        """Total run time of the main thread; None if this system does not report it."""
+        """Return the total run time of the main thread; None if this system does not report it."""
         ran_ns, _ = self.threads_ns.get(pid, (None, 0))
         return ran_ns
 
     def is_busy_since(self, before: "ProcessSnapshot", elapsed_s: float) -> bool:
-        """True if any thread has computed, or was ready to, since an earlier snapshot."""
+        """True if any thread has run, or was ready to run, for more than a quarter of the time
+        since an earlier snapshot. Threads that are new since then do not count."""
         least_ns = elapsed_s * _BUSY * 1e9
         return any(
             sum(now_ns) - sum(before.threads_ns[thread]) > least_ns
@@ -78,7 +80,8 @@ class ProcessSnapshot:
 
 
 def take_snapshot(pid: int) -> ProcessSnapshot | None:
-    """The current state of a process; None if it has ended, or this system does not report it."""
+    """Read the current state of a process; None if it has ended, or this system does not report
+    it."""
     try:
         stat = _stat(pid)
         traced_by = _TRACED_BY.search((_PROC / str(pid) / "status").read_bytes())
@@ -93,8 +96,8 @@ def take_snapshot(pid: int) -> ProcessSnapshot | None:
 
 
 def descendants_of(pid: int, marks: Collection[bytes]) -> list[int]:
-    """The processes that a rank has started, in any session: its descendants, and orphans with all
-    of these entries (`NAME=value`) in their environment."""
+    """List the processes that a rank has started, in any session: its descendants, and processes
+    with all of these entries (`NAME=value`) in their environment, such as orphans."""
     parents: dict[int, int] = {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
@@ -111,7 +114,7 @@ def descendants_of(pid: int, marks: Collection[bytes]) -> list[int]:
 
 def waits_for_own_lock(pid: int) -> bool:
     """True if a main thread is in a wait that only its own process can end: for a lock without a
-    timeout, or in pause(). Other system calls end with time, or by something outside."""
+    timeout, or in pause(). False if that is unknown."""
     try:
         number, *more = (_PROC / str(pid) / "syscall").read_text().split()
     except OSError:
@@ -123,7 +126,7 @@ def waits_for_own_lock(pid: int) -> bool:
 
 
 def is_frozen(pid: int) -> bool:
-    """True if the cgroup of a process is frozen."""
+    """True if the cgroup of a process is frozen; False if that is unknown."""
     with suppress(OSError):
         waits_in = (_PROC / str(pid) / "wchan").read_text()
         return any(name in waits_in for name in _FREEZERS)
@@ -131,8 +134,9 @@ def is_frozen(pid: int) -> bool:
 
 
 def signal_main_thread(pid: int, number: signal.Signals) -> None:
-    """Send a signal to the main thread of a process. If it is stopped, it handles the signal before
-    it continues; a signal sent to the process goes to the thread that continues first."""
+    """Send a signal to the main thread of a process, or to the process before glibc 2.30. A stopped
+    main thread handles it before it continues; one sent to the process goes to the thread that
+    continues first."""
     try:
         libc.call("tgkill", pid, pid, int(number))
     except AttributeError:  # before glibc 2.30
@@ -140,7 +144,7 @@ def signal_main_thread(pid: int, number: signal.Signals) -> None:
 
 
 def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
-    """True if the environment of a process has all of these entries."""
+    """True if the environment of a process has all of these entries; False if it cannot be read."""
     with suppress(OSError):
         entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
         return all(mark in entries for mark in marks)
@@ -148,7 +152,7 @@ def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
 
 
 def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
-    """The `threads_ns` of a process."""
+    """Read the `threads_ns` of a process; empty if this system does not report them."""
     threads = {}
     # Threads may end meanwhile.
     with suppress(OSError):
@@ -160,7 +164,7 @@ def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of `stat` from the state on."""
+    """Read the fields of a process' `stat` from the state on. May raise OSError."""
     # The name of a process may contain spaces and brackets.
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -237,7 +241,8 @@ class _WatchedRank:
 
 
 class Watchdog:
-    """Watches the ranks of one host; `check` is called about every `CHECK_S` seconds."""
+    """Watches the ranks of one host for hangs, and only reports them; `check` is called about every
+    `CHECK_S` seconds."""
 
     def __init__(self, silence_s: float, *, sees_all: bool) -> None:
         """`sees_all` states that the run has no ranks on other hosts."""
@@ -257,8 +262,8 @@ class Watchdog:
         self._ranks.pop(rank, None)
 
     def check(self, now_s: float) -> tuple[int, Hang] | None:
-        """Observe all ranks; return the rank whose hang has reached its limit, if any. Of several,
-        the one with the most certain cause and the longest hang."""
+        """Observe all ranks and return the rank whose hang has reached its limit, or None. Of
+        several, return the one with the most certain cause and the longest hang."""
         elapsed_s = CHECK_S if self._checked_s is None else now_s - self._checked_s
         self._checked_s = now_s
         for watched in self._ranks.values():
@@ -273,8 +278,8 @@ class Watchdog:
         return rank, over[rank]
 
     def new_warnings(self) -> list[tuple[int, Hang]]:
-        """The ranks that hang for long at the last check, below their limits. Each hang is returned
-        once."""
+        """Return the ranks that, at the last check, have hung for at least twice the silence
+        setting. Each hang is returned once."""
         found = []
         for rank, watched in self._ranks.items():
             hang = self._hangs.get(rank)
@@ -286,7 +291,7 @@ class Watchdog:
         return found
 
     def stopped(self) -> tuple[int, Hang] | None:
-        """A rank that is stopped by a signal now, without a minimum time."""
+        """Return a rank that is stopped by a signal now, without a minimum time, or None."""
         for rank, watched in self._ranks.items():
             now = take_snapshot(watched.pid)
             if now is not None and now.is_stopped:
@@ -294,7 +299,9 @@ class Watchdog:
         return None
 
     def _observe(self, watched: _WatchedRank, elapsed_s: float) -> None:
-        """Compare a rank with the last check, and update its times."""
+        """Compare a rank with the last check and update how long it has been silent (no heartbeat,
+        no work), inert (its main thread has not run) and waiting for ranks. A check adds at most 2
+        s. A debugger, or a first or failed snapshot, sets all to 0."""
         last, now = watched.now, take_snapshot(watched.pid)
         watched.now = now
         beats, last_beats = watched.page.beats, watched.beats
@@ -319,7 +326,8 @@ class Watchdog:
         watched.waiting_s = watched.waiting_s + counted_s if waits else 0.0
 
     def _has_busy_process(self, watched: _WatchedRank, elapsed_s: float) -> bool:
-        """True if a process that the rank has started is computing, or is new."""
+        """True if a process that the rank has started is computing, or is new since the last check;
+        False if that check examined none. Keeps their snapshots."""
         last = watched.processes
         watched.processes = {
             pid: now
@@ -332,7 +340,9 @@ class Watchdog:
         )
 
     def _hang_of(self, rank: int) -> Hang | None:
-        """The hang of a rank, once observed for `silence_s` seconds; None if it has none."""
+        """Return the hang of a rank, with the limit for its kind: silence, an inert main thread, or
+        a deadlock of all ranks, whichever applies first. None unless it has been observed for
+        `silence_s` seconds."""
         watched, silence_s = self._ranks[rank], self._silence_s
         if watched.now is None:
             return None
@@ -357,8 +367,9 @@ class Watchdog:
         return None
 
     def _is_inert(self, watched: _WatchedRank) -> bool:
-        """True if a main thread hangs on its own. No other rank of the host may be at work: this
-        one might wait for it in a way that its stack does not show."""
+        """True if a main thread that waits for no other rank has not run for `silence_s`, while
+        every rank of the host has stood still or waited for as long: this one might wait for
+        another in a way that its stack does not show."""
         return (
             watched.page.waits is not Waits.OTHERS
             and watched.inert_s >= self._silence_s
@@ -376,10 +387,13 @@ class Watchdog:
         )
 
     def _precedence(self, why: Why, watched: _WatchedRank) -> tuple[int, Waits, float]:
-        """Sort key of hangs: the most certain cause first."""
+        """Return the sort key of a hang: the most certain cause first, then waits for nothing, then
+        the longest."""
         return [*Why].index(why), watched.page.waits, -max(watched.silent_s, watched.inert_s)
 
     def _make_hang(self, rank: int, why: Why, seen_s: float, times: int = 1) -> Hang:
+        """Describe a hang of a rank, with the other ranks that wait for ranks now. `seen_s` 0 means
+        its longest time so far; `times` is the limit as a multiple of the silence setting."""
         found = self._ranks[rank]
         waiting = [
             other

@@ -32,7 +32,8 @@ _AUX_LOSS_COEFFICIENT = 1e-2
 
 
 def transformer_config(settings: TrainSettings) -> Any:
-    """The configuration of all layers, and of Megatron's schedules."""
+    """Make Megatron's TransformerConfig for all layers and for its schedules. Fused kernels are
+    off, and on a GPU it is deterministic."""
     import torch
     from megatron.core.transformer import TransformerConfig, enums
 
@@ -97,7 +98,8 @@ def finish_chunk(
     chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, num_before: int
 ) -> Any:
     """Number the `layers` of a chunk, after `num_before` layers of earlier stages, and initialize
-    its parameters, in the run's type and on the rank's device. Returns the chunk."""
+    its parameters, in place. Return the chunk on the rank's device, in bf16 if the run asks for
+    it."""
     _number_layers(layers, num_before)
     _initialize(chunk, settings, layout)
     # Megatron creates its own layers on the GPU, and torch's norms on the CPU.
@@ -108,7 +110,8 @@ def finish_chunk(
 
 
 def _number_layers(layers: Any, num_before: int) -> None:
-    """Continue the layer numbers of earlier stages; Megatron cannot number them in a V."""
+    """Shift the layer numbers of a chunk so that they continue those of earlier stages; Megatron
+    cannot number them in a V. Do nothing without layers."""
     if not len(layers):
         return
     shift = num_before + 1 - layers[0].layer_number
@@ -118,7 +121,8 @@ def _number_layers(layers: Any, num_before: int) -> None:
 
 
 def _initialize(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
-    """Draw the initial values of all weight matrices, cut to this rank's slice."""
+    """Draw the initial values of all weight matrices in place, whole and with a seed of each one's
+    own name, then cut to this rank's slice. Biases and norms stay as they are."""
     config = chunk.config
     std = config.init_method_std
     scaled_std = std / math.sqrt(2.0 * config.num_layers)
@@ -143,7 +147,8 @@ def _initialize(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
 
 
 def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -> str:
-    """The name of a chunk's parameter in the whole model."""
+    """Return the name of a chunk's parameter in the whole model: layers and experts have the
+    model's numbers, and the output layer's copy of a tied embedding has the embedding's name."""
     if is_second_copy(name, settings):
         return _EMBEDDING_WEIGHT
 
@@ -157,12 +162,12 @@ def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -
 
 
 def is_second_copy(name: str, settings: TrainSettings) -> bool:
-    """True if a chunk's parameter is the output layer's copy of the embedding's weight."""
+    """True if a chunk's parameter is the output layer's copy of a tied embedding's weight."""
     return settings.model.tie_embeddings and name == _OUTPUT_WEIGHT
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """The seed of a parameter, from the run's seed and its name."""
+    """Derive the seed of a parameter from the run's seed and its name in the whole model."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
@@ -175,7 +180,8 @@ padding that depended on the layout would change the loss."""
 def build_chunk(
     settings: TrainSettings, layout: Layout, config: Any, chunk: int, num_tokens: int
 ) -> Any:
-    """Build one chunk of a rank, for a vocabulary of `num_tokens`."""
+    """Build and initialize one chunk of a rank's GPT, for a vocabulary of `num_tokens`. Its layers
+    have no attention for --model mlp."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     stage = layout.stages[chunk]
@@ -197,6 +203,8 @@ def build_chunk(
 
 
 def _remove_attention(layer_spec: Any) -> None:
+    """Replace attention and the norm before it in a layer spec, in place, by operations that pass
+    on their input."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
     layer_spec.submodules.input_layernorm = IdentityOp
@@ -215,8 +223,8 @@ def gpt_stage(
     is_last: bool,
     vp_stage: int | None,
 ) -> Any:
-    """Build a GPTModel of `num_layers`, with the embedding if `is_first` and the head if
-    `is_last`."""
+    """Build an uninitialized GPTModel of `num_layers`, with the embedding if `is_first` and the
+    head if `is_last`. Its vocabulary is padded to a multiple of 64, and of --tp."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import (
         LayerNormImpl,
@@ -242,7 +250,8 @@ def gpt_stage(
 def forward_step(
     data_iterator: Iterator[Batch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run a chunk on the iterator's next microbatch (Megatron's `forward_step_func`)."""
+    """Run a chunk on the iterator's next microbatch, as Megatron's `forward_step_func`: return the
+    output and the function that makes the loss of it."""
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(mean_loss, batch["loss_mask"])
@@ -251,7 +260,8 @@ def forward_step(
 def mean_loss(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean loss over the labels with mask 1, for the backward and for reporting."""
+    """Return the mean loss over the labels with mask 1, for the backward, and a detached copy for
+    reporting."""
     loss = (losses * loss_mask).sum() / loss_mask.sum()
     # A copy: Megatron divides the loss in place by the number of microbatches.
     return loss, {"loss": loss.detach().clone()}

@@ -19,7 +19,7 @@ class Vocabulary(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token."""
+        """One more than the highest token of the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class ModelChunks:
 
 
 def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> ModelChunks:
-    """Build this rank's chunks, for the vocabulary of `data`, and their optimizer."""
+    """Build this rank's chunks, for the vocabulary of `data` and with Megatron's data parallelism,
+    and their Adam optimizer. Sets the functions that Megatron's schedules call in the shared
+    configuration."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,

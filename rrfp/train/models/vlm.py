@@ -39,7 +39,8 @@ _WAVELENGTHS = tuple(4.0 * 2**octave for octave in range(8))
 def build_chunk(
     settings: TrainSettings, layout: Layout, config: Any, chunk: int, num_tokens: int
 ) -> Any:
-    """Build one chunk of a rank, for a vocabulary of `num_tokens`."""
+    """Build and initialize one chunk of a rank's multimodal model: a vision stage, or a language
+    stage for a vocabulary of `num_tokens`. All stages have the same number of layers."""
     stage = layout.stages[chunk]
     num_vision = num_vision_stages(layout.num_stages)
     num_layers = settings.model.layers // layout.num_stages
@@ -73,7 +74,8 @@ def build_chunk(
 def forward_step(
     data_iterator: Iterator[ImageBatch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run a chunk on the iterator's next microbatch (Megatron's `forward_step_func`)."""
+    """Run a chunk on the iterator's next microbatch, as Megatron's `forward_step_func`: return the
+    output and the function that makes the loss of it."""
     batch = next(data_iterator)
     return model(batch), partial(mean_loss, batch["loss_mask"])
 
@@ -93,7 +95,8 @@ class _Stage(MegatronModule):  # type: ignore[misc]
         self._input: Any = None
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
-        """Set the output of the previous stage, [patches or length, 1, hidden], as the input."""
+        """Keep the output of the previous stage, the only item of the list, [patches or length, 1,
+        hidden], as the input of the next forward; the first stage gets None."""
         (self._input,) = input_tensor
 
 
@@ -126,7 +129,8 @@ class VisionStage(_Stage):
             self.projection = _linear(config, config.hidden_size)
 
     def forward(self, batch: ImageBatch) -> torch.Tensor:
-        """Returns [patches, 1, hidden], without rows if the microbatch has no images."""
+        """Run the stage on a microbatch; patches attend within their own image. Return [patches, 1,
+        hidden], without rows if the microbatch has no images."""
         hidden = self._patches(batch) if self.pre_process else self._input
         # Without `output_size` the host would wait for a GPU to compute it.
         image_ids = torch.repeat_interleave(
@@ -151,6 +155,8 @@ class VisionStage(_Stage):
         )
 
     def _patches(self, batch: ImageBatch) -> torch.Tensor:
+        """Return the input of the embedding, [patches, 1, values]: each patch's pixels, and sines
+        and cosines of its row and column."""
         values = torch.cat(
             (batch["patches"], _waves(batch["patch_places"], self._wavelengths)), dim=1
         )
@@ -171,7 +177,8 @@ class LanguageStage(_Stage):
         self.gpt = gpt
 
     def forward(self, batch: ImageBatch) -> torch.Tensor:
-        """Returns [length, 1, hidden]; in the last stage the losses of all labels, [1, length]."""
+        """Run the stage on a microbatch; a position attends to earlier ones of its own document.
+        Return [length, 1, hidden], or in the last stage the losses of all labels, [1, length]."""
         document_ids = batch["document_ids"][0]
         places = torch.arange(len(document_ids), device=document_ids.device)
         hides = (document_ids[:, None] != document_ids) | (places[:, None] < places)
@@ -191,7 +198,8 @@ class LanguageStage(_Stage):
 
 
 def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
-    """A linear layer to the hidden size, with the whole output on every tensor-parallel rank."""
+    """Make a linear layer to the hidden size, with the whole output on every tensor-parallel
+    rank."""
     return ColumnParallelLinear(
         num_inputs,
         config.hidden_size,
@@ -202,7 +210,8 @@ def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
 
 
 def _waves(places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Encode rows and columns [patches, 2] as [patches, 4 * wavelengths] in -1..1."""
+    """Encode rows and columns [patches, 2] as sines and cosines of these wavelengths, [patches, 4 *
+    wavelengths]."""
     # Powers of two are exact in bf16.
     angles = 2 * torch.pi * places[:, :, None] / lengths.float()
     return torch.cat((angles.sin(), angles.cos()), dim=2).flatten(1)

@@ -22,9 +22,10 @@ from rrfp.train.settings import TrainSettings
 
 
 def with_launcher_hosts(settings: TrainSettings) -> TrainSettings:
-    """Set `nnodes`, `node_rank` and `rdzv_endpoint` from the environment of torchrun or srun,
-    unless the settings name hosts themselves. Raises UsageError for an environment that does not
-    fit."""
+    """Return these settings with `nnodes`, `node_rank` and `rdzv_endpoint` from the environment of
+    torchrun or srun, so that each of their processes counts as a host; unchanged if the settings
+    name hosts or there is one process. Raise UsageError if the processes do not divide the
+    ranks."""
     place = None if settings.run.nnodes > 1 else find_place()
     if place is None or place.count == 1:
         return settings
@@ -44,8 +45,8 @@ def with_launcher_hosts(settings: TrainSettings) -> TrainSettings:
 
 
 def local_ranks(settings: TrainSettings) -> range:
-    """The local numbers of this process' ranks; other processes may have ranks on the same
-    host."""
+    """Return the local numbers of this process' ranks, which begin above 0 if other processes on
+    this host come first."""
     num_own = settings.layout.world_size // settings.run.nnodes
     place = launcher_place(settings)
     first = 0 if place is None else place.local_index * num_own
@@ -53,8 +54,8 @@ def local_ranks(settings: TrainSettings) -> range:
 
 
 def launcher_place(settings: TrainSettings) -> LaunchPlace | None:
-    """This process' place in the torchrun or srun job that `with_launcher_hosts` used; None if the
-    user named the hosts."""
+    """Return this process' place in the torchrun or srun job that `with_launcher_hosts` used; None
+    if the user named the hosts or there is one."""
     place = None if settings.run.nnodes == 1 else find_place()
     if place is None or (place.count, place.index) != (settings.run.nnodes, settings.run.node_rank):
         return None
@@ -76,21 +77,24 @@ class Endpoint:
 
     @property
     def host(self) -> str:
+        """The part before the port, without the brackets of an IPv6 address."""
         return self.given.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
     @property
     def port(self) -> int:
+        """The port, as a number."""
         return int(self.given.rpartition(":")[2])
 
     def listen(self) -> socket.socket:
-        """Listen at the endpoint, on host 0. Raises OSError, and UsageError for an address that the
-        others cannot reach."""
+        """Listen at the endpoint, on host 0, and return the socket. Raise OSError, and UsageError
+        for an address that the others cannot reach."""
         family, address = self._resolve()
         return socket.create_server((address, self.port), family=family)
 
     def _resolve(self) -> tuple[socket.AddressFamily, str]:
-        """The address of this host to listen at. Raises UsageError if the others cannot reach
-        it."""
+        """Resolve the host to an address of this host to listen at; for a name, prefer one that is
+        not loopback. Raise UsageError if the others cannot reach it, and OSError for an unknown
+        name."""
         found = [
             (family, str(address[0]))
             for family, _, _, _, address in socket.getaddrinfo(
@@ -123,8 +127,9 @@ class Obstacle:
 
 
 def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
-    """Probe for a torch store at this address; None if one answers. An unknown name or a broken
-    network may recover within `silence_s` seconds."""
+    """Probe for a torch store at this address, on all addresses of a name; None if one answers,
+    else the obstacle that may be waited for the longest. A broken network or an unknown name may
+    recover within `silence_s` seconds, and host 0 may still start where nobody listens."""
     try:
         found = call_with_timeout(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _PROBE_S, "DNS"
@@ -144,6 +149,8 @@ def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
 def _obstacle_at_address(
     family: socket.AddressFamily, address: tuple[object, ...], silence_s: float
 ) -> Obstacle | None:
+    """Probe for a torch store at one address, with the first messages of torch's client; None if it
+    answers as a store does. Waits up to 5 s for each answer."""
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.settimeout(_PROBE_S)
         try:

@@ -48,11 +48,11 @@ T = TypeVar("T")
 
 @contextmanager
 def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) -> Iterator[None]:
-    """Transfer files to host 0 while the block runs, and afterwards until all have arrived or a
-    host is silent. All hosts call it.
+    """Transfer record and log files to host 0 from hosts that do not share its directory, while the
+    block runs, and afterwards until all have arrived or a host is silent. All hosts call this.
 
-    Raises UsageError if `run` holds another run on a host other than 0, and RrfpError if a host
-    is lost.
+    Raise UsageError if `run` holds another run on a host other than 0, and RrfpError if a host is
+    lost before the block. A failed transfer is only warned of.
     """
     node_rank, heartbeat = settings.run.node_rank, hosts.heartbeat
     store = hosts.connect(_ANSWER_S)
@@ -74,6 +74,7 @@ def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) 
 
 
 def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
+    """Return the global ranks of a host."""
     num_own = settings.layout.world_size // settings.run.nnodes
     return range(node_rank * num_own, (node_rank + 1) * num_own)
 
@@ -84,7 +85,8 @@ def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
 def _hosts_with_own_directory(
     store: StoreClient, run: RunDir, num_hosts: int, heartbeat: HostHeartbeat
 ) -> list[int]:
-    """On host 0: the hosts that do not see its directory."""
+    """On host 0: list the hosts that do not see its directory, by a marker file that exists
+    meanwhile. Raise UsageError with the problem of a host whose own directory holds another run."""
     token = secrets.token_hex(8)
     marker = _marker(run, token)
     create_new(marker).close()
@@ -107,7 +109,8 @@ def _hosts_with_own_directory(
 def _shares_directory(
     store: StoreClient, run: RunDir, node_rank: int, heartbeat: HostHeartbeat
 ) -> bool:
-    """On another host: True if `run` is host 0's directory. Tells host 0 the answer."""
+    """On another host: return True if `run` is host 0's directory, and publish the answer for host
+    0. Raise UsageError if it is not and holds another run."""
     token = _await_value(store, f"{_PREFIX}/token", _decode_token, 0, heartbeat)
     problem = ""
     is_shared = _marker(run, token).exists()
@@ -123,6 +126,7 @@ def _shares_directory(
 
 
 def _marker(run: RunDir, token: str) -> Path:
+    """Return the path of the file by which other hosts recognize host 0's directory."""
     return run.path / f".host-0-{token}"
 
 
@@ -133,7 +137,8 @@ def _await_value(
     host: int,
     heartbeat: HostHeartbeat,
 ) -> T:
-    """Wait until a host has published a value. Raises RrfpError if a host is lost."""
+    """Wait until a host has published a value, and return it decoded. Raise RrfpError if a host is
+    lost."""
     while (value := store.read(key, decode, f"host {host}")) is None:
         if error := heartbeat.lost():
             raise error
@@ -142,12 +147,16 @@ def _await_value(
 
 
 def _decode_token(value: object) -> str:
+    """Read a token of hexadecimal digits, which becomes a part of a path. Raise ValueError for
+    anything else."""
     token = text(value)
-    bytes.fromhex(token)  # it becomes a part of a path
+    bytes.fromhex(token)
     return token
 
 
 def _decode_answer(value: object) -> tuple[bool, str]:
+    """Read a host's answer: does it share the directory, and its problem, empty if none. Raise
+    ValueError for anything else."""
     is_shared, problem = items(value, 2)
     if not isinstance(is_shared, bool):
         raise ValueError(f"{is_shared!r} is neither true nor false")
@@ -169,12 +178,12 @@ class _Transfer:
         self._thread = threading.Thread(target=self._run_work, name="rrfp-gather", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that transfers."""
         self._thread.start()
 
     def finish(self) -> None:
-        """Transfer what is left, for as long as the other side makes progress. Called when this
-        host's ranks have ended."""
+        """Wait while the thread transfers what is left, for as long as the other side makes
+        progress; else warn and give up. Called when this host's ranks have ended."""
         self._progress_s = time.monotonic()
         self._is_ending.set()
         while self._thread.is_alive():
@@ -186,29 +195,34 @@ class _Transfer:
         self._close()
 
     def _run_work(self) -> None:
+        """Transfer until done, on the thread; any exception becomes a warning."""
         try:
             self._transfer()
         except Exception as error:
             self._warn(first_line(str(error)))
 
     def _warn(self, problem: str) -> None:
+        """Log a problem and the records that are lost by it, unless the transfer was given up
+        before."""
         if not self._is_given_up:
             _log.warning("%s; %s", problem, self._describe_loss())
 
     def _transfer(self) -> None:
-        """Transfer pieces until all are transferred."""
+        """Transfer pieces until all are transferred; subclasses define how."""
         raise NotImplementedError
 
     def _stall_reason(self) -> str:
-        """Reason to stop waiting for the thread; empty while it makes progress."""
+        """Return the reason to stop waiting for the thread, or an empty text while it makes
+        progress; subclasses define it."""
         raise NotImplementedError
 
     def _describe_loss(self) -> str:
-        """Describe the records that are missing if the transfer stops now."""
+        """Describe the records that are missing if the transfer stops now; subclasses define it."""
         raise NotImplementedError
 
     def _close(self) -> None:
-        """Release what the thread has opened, and let it open nothing more."""
+        """Release what the thread has opened, and let it open nothing more; here there is nothing
+        to release."""
 
 
 class _Sender(_Transfer):
@@ -233,7 +247,7 @@ class _Sender(_Transfer):
         self._num_received = 0
 
     def _files(self) -> Iterator[Path]:
-        """The record and log files of this host's ranks."""
+        """Yield the record and log files of this host's ranks, of all sessions."""
         for rank in self._ranks:
             yield from self._run.path.glob(f"records*/rank-{rank}.jsonl")
             yield from self._run.path.glob(f"records*/rank-{rank}.*.jsonl")
@@ -241,9 +255,12 @@ class _Sender(_Transfer):
             yield from self._run.path.glob(f"logs/rank-{rank}{_LOG}")
 
     def _new_files(self) -> set[Path]:
+        """Return the files to send: logs, and records that this session has created."""
         return {*self._files()} - self._old
 
     def _stall_reason(self) -> str:
+        """Return the reason to stop waiting: host 0 is silent, or has taken no pieces for
+        `silence_s` seconds; else an empty text."""
         if self._heartbeat.is_silent(0):
             return "host 0 is not heard any more"
         if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
@@ -251,10 +268,12 @@ class _Sender(_Transfer):
         return ""
 
     def _describe_loss(self) -> str:
+        """Say that the records of this host's ranks stay in its own directory."""
         return f"what {numbered('rank', self._ranks)} recorded stays in {self._run.path}"
 
     def _transfer(self) -> None:
-        """Send new bytes until the ranks have ended, then the rest; remove the sent records."""
+        """Send new bytes until the ranks have ended, then the rest and the flight records; once
+        host 0 has all of them, remove this host's record files, but not its logs."""
         while True:
             # Read before the last pass over the files: everything written by then is sent.
             is_ending = self._is_ending.is_set()
@@ -274,7 +293,8 @@ class _Sender(_Transfer):
                     path.parent.rmdir()
 
     def _send_next_piece(self, path: Path) -> bool:
-        """Send the next piece of a file; False if the file has no more bytes."""
+        """Send the next piece of a file, or an empty piece for a new empty file; return False if
+        the file has no more bytes or is gone."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -289,13 +309,14 @@ class _Sender(_Transfer):
         return True
 
     def _put(self, piece: bytes) -> None:
-        """Send a piece; wait while too many are in flight."""
+        """Put a piece into the store; first wait while more than 16 pieces are in flight."""
         self._await_received(self._num_sent - _MAX_IN_FLIGHT)
         self._store.set(f"{self._key}/{self._num_sent}", piece)
         self._num_sent += 1
 
     def _await_received(self, num_pieces: int) -> None:
-        """Wait until host 0 has received this number of pieces."""
+        """Wait until host 0 has received this number of pieces. Raise RrfpError once the transfer
+        is given up."""
         while (num_received := self._store.count(f"{self._key}/taken", 0)) < num_pieces:
             if self._is_given_up:
                 raise RrfpError("it is too late")
@@ -324,6 +345,8 @@ class _Receiver(_Transfer):
         self._files: dict[str, IO[bytes]] = {}
 
     def _stall_reason(self) -> str:
+        """Return the reason to stop waiting: all unfinished hosts are silent, or no piece has
+        arrived for `silence_s` seconds; else an empty text."""
         unfinished = [*self._unfinished]
         hosts = ", ".join(map(str, unfinished))
         if unfinished and all(map(self._heartbeat.is_silent, unfinished)):
@@ -333,11 +356,13 @@ class _Receiver(_Transfer):
         return ""
 
     def _describe_loss(self) -> str:
+        """Say that the trace lacks the rest of the ranks of unfinished hosts."""
         ranks = [rank for host in self._unfinished for rank in self._ranks_of[host]]
         return f"the trace lacks the rest of {numbered('rank', ranks)}"
 
     def _transfer(self) -> None:
-        """Write pieces until all hosts have sent their last one."""
+        """Write the pieces of other hosts to files until all have sent their last one or the
+        transfer is given up."""
         while self._unfinished and not self._is_given_up:
             was_ending = self._is_ending.is_set()
             for host in [*self._unfinished]:
@@ -353,7 +378,8 @@ class _Receiver(_Transfer):
                 time.sleep(_POLL_S / 10)
 
     def _next_piece(self, host: int) -> bytes | None:
-        """Remove the next piece of a host from the store; None if it has not arrived."""
+        """Remove the next piece of a host from the store, count it as received there, and return
+        it; None if it has not arrived."""
         piece = self._store.take(f"{_PREFIX}/{host}/{self._num_received[host]}")
         if piece is not None:
             self._num_received[host] += 1
@@ -361,7 +387,9 @@ class _Receiver(_Transfer):
         return piece
 
     def _write(self, host: int, piece: bytes) -> None:
-        """Append a piece to its file. Raises RrfpError for a file of another host's ranks."""
+        """Append a piece to its file, which the first piece creates, locks for records, and empties
+        unless it is a log. Do nothing once closed. Raise RrfpError for a file that belongs to none
+        of the host's ranks."""
         name_bytes, _, data = piece.partition(b"\n")
         name = name_bytes.decode("ascii", "replace")
         match = _NAME.fullmatch(name)
@@ -383,7 +411,8 @@ class _Receiver(_Transfer):
             self._files[name].flush()
 
     def _remove_older(self, path: Path, rank: int) -> None:
-        """Remove the older segments of a rank that it has removed itself by now."""
+        """Close and remove the older segments of a rank's records, which the rank itself has
+        removed by now."""
         older = [each for each in segments_in(path.parent)[rank] if each != path]
         for each in older[:-NUM_SEGMENTS]:
             file = self._files.pop(str(each.relative_to(self._run.path)), None)
@@ -392,6 +421,7 @@ class _Receiver(_Transfer):
             each.unlink(missing_ok=True)
 
     def _close(self) -> None:
+        """Unlock and close all files; pieces that arrive later are dropped."""
         with self._lock:
             self._is_closed = True
             for file in self._files.values():

@@ -68,7 +68,8 @@ class HostStatus:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read a published status. Raises ValueError for anything else."""
+        """Read a published status, with its texts made printable. Raise ValueError for anything
+        else."""
         beat, state, name, sentence, culprit = items(parsed(data), 5)
         return cls(
             integer(beat),
@@ -86,6 +87,7 @@ class HostStatus:
         return RunFailedError(self.sentence, self.culprit)
 
     def has_reached(self, state: HostState) -> bool:
+        """True if the host is in this state or a later one; FAILED is the last."""
         return [*HostState].index(self.state) >= [*HostState].index(state)
 
 
@@ -123,14 +125,14 @@ class HostHeartbeat:
         self._thread = threading.Thread(target=self._run, name="rrfp-pulse", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; on hosts other than 0, the silence of host 0 counts from now."""
         self._checked_s = time.monotonic()
         if self._node_rank > 0:
             self._received_s[0] = self._checked_s
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; wait for it at most one interval."""
+        """Stop the thread; wait for it at most one interval, 1 s."""
         self._is_closed = True
         self._changed.set()
         if self._thread.is_alive():
@@ -141,7 +143,8 @@ class HostHeartbeat:
         return host in self._statuses
 
     def lost(self) -> RrfpError | None:
-        """The error to end this host with because another host failed or fell silent, or None."""
+        """Return the error to end this host with because another host failed, is silent or
+        published an invalid status; None otherwise. Does not wait."""
         if self._invalid_status:
             return RrfpError(self._invalid_status)
         statuses = self._statuses.values()
@@ -156,15 +159,15 @@ class HostHeartbeat:
         return self._silent_for_s(host) > share * self.silence_s
 
     def reason(self) -> RrfpError | None:
-        """Wait up to some seconds for the reason why ranks here have lost peers on another host:
-        that host's failure, or its silence; None if there is no such reason."""
+        """Wait up to 8 s for the reason why ranks here have lost peers on another host: that host's
+        failure, or its silence for over 4 s; None if there is no such reason."""
         _await(lambda: self.lost() is not None, _REASON_S)
         overdue = [host for host in self._others if self._silent_for_s(host) > _OVERDUE_S]
         return self.lost() or (self._silence_error(overdue[0]) if overdue else None)
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """If the block fails, publish the failure at once."""
+        """If the block fails, publish the failure at once; it is raised in any case."""
         try:
             yield
         except BaseException as error:
@@ -172,7 +175,8 @@ class HostHeartbeat:
             raise
 
     def report_failure(self, error: BaseException) -> None:
-        """Publish why this host ends, unless a failure has been published already."""
+        """Publish why this host ends, unless a failure has been published already. An error that
+        another host published is forwarded unchanged."""
         if self._own.state is HostState.FAILED:
             return
         lost = self.lost()
@@ -185,8 +189,8 @@ class HostHeartbeat:
         )
 
     def await_all_ended(self) -> None:
-        """Wait, for a limited time, until the ranks of all hosts have ended. Raises RrfpError
-        naming a host that fails, is silent, or takes too long."""
+        """Publish that this host's ranks have ended, and wait up to 60 s until those of all hosts
+        have. Raise RrfpError naming a host that fails, is silent, or takes longer."""
         self._set_state(HostState.ENDED)
         # Host 0 publishes PARTED once all others have ended.
         wanted = HostState.PARTED if self._node_rank > 0 else HostState.ENDED
@@ -202,8 +206,8 @@ class HostHeartbeat:
         self._set_state(HostState.PARTED)
 
     def await_delivery(self) -> None:
-        """Wait, for a limited time, until the others know that this host has failed or ended. Host
-        0 waits until they end as well."""
+        """Wait up to 2 s until host 0 can read how this host has ended. Host 0 waits up to 5 s
+        until the others end as well. Does nothing without a running thread."""
         if not self._thread.is_alive():
             return
         if self._node_rank == 0:
@@ -221,13 +225,14 @@ class HostHeartbeat:
     def _set_state(
         self, state: HostState, sentence: str = "", culprit: FaultOrigin | None = None
     ) -> None:
+        """Set this host's state and failure, which the thread then publishes at once."""
         with self._lock:
             self._own = replace(self._own, state=state, sentence=sentence, culprit=culprit)
         self._changed.set()
 
     def _silent_for_s(self, host: int) -> float:
-        """Seconds since the last new status of a joined host that has not ended, else 0. Time in
-        which this process itself was stopped does not count."""
+        """Return the seconds since the last new status of a joined host that has not ended, else 0.
+        Time in which this process itself was stopped does not count."""
         with self._lock:
             now_s = time.monotonic()
             if (paused_s := now_s - self._checked_s) > _PAUSE_S:
@@ -243,6 +248,8 @@ class HostHeartbeat:
             return 0.0 if has_ended else now_s - self._received_s.get(host, now_s)
 
     def _silence_error(self, host: int) -> RrfpError:
+        """Make the error for a silent host; if this process itself was stopped shortly before, the
+        error says so instead of blaming that host."""
         silent_s = self._silent_for_s(host)
         # A status that the host published before it gave this one up may arrive only afterwards.
         if self._received_s[host] < self._stopped_until_s + _OVERDUE_S:
@@ -256,7 +263,7 @@ class HostHeartbeat:
         )
 
     def _describe(self, host: int | None = None) -> str:
-        """A host by number and name; None is this one."""
+        """Describe a host by number and, if it has joined, name; None is this one."""
         if host is None:
             return f"host {self._node_rank} ({self._own.name})"
         return (
@@ -266,6 +273,8 @@ class HostHeartbeat:
         )
 
     def _run(self) -> None:
+        """Exchange status until closed, on the thread; after an error, with a new connection. On
+        hosts other than 0 it ends once the final status is published."""
         store: StoreClient | None = None
         while not self._is_closed:
             try:
@@ -285,7 +294,7 @@ class HostHeartbeat:
             self._changed.clear()
 
     def _exchange(self, store: StoreClient) -> None:
-        """Publish this host's status and read the others'."""
+        """Publish this host's status with a new beat number, and read those of the other hosts."""
         with self._lock:
             own = self._own = replace(self._own, beat=self._own.beat + 1)
         store.set(_key(self._node_rank), json.dumps(astuple(own)))
@@ -296,6 +305,8 @@ class HostHeartbeat:
                 self._receive(host, data)
 
     def _receive(self, host: int, data: bytes) -> None:
+        """Keep a host's status and the time of its arrival, if its beat number is new. Invalid data
+        is kept as an error for `lost`, not raised."""
         try:
             status = HostStatus.decode(data)
         except ValueError as error:
@@ -311,13 +322,14 @@ class HostHeartbeat:
 
 
 def _await(holds: Callable[[], bool], within_s: float) -> None:
-    """Poll a condition until it holds or the time is over."""
+    """Poll a condition until it holds or the time is over, which is no error."""
     deadline_s = time.monotonic() + within_s
     while not holds() and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
 
 
 def _describe_error(error: BaseException) -> str:
+    """Describe an error in one line; anything but an Exception counts as a signal."""
     if isinstance(error, RrfpError):
         return first_line(str(error))
     if isinstance(error, Exception):
@@ -326,7 +338,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _decode_fault_origin(value: object) -> FaultOrigin | None:
-    """Read the fault origin of a status. Raises ValueError for anything else."""
+    """Read the fault origin of a status; None stays None. Raise ValueError for anything else."""
     if value is None:
         return None
     found_by, rank, link = items(value, 3)
@@ -337,9 +349,11 @@ def _decode_fault_origin(value: object) -> FaultOrigin | None:
 
 
 def printable(sentence: str) -> str:
-    """Text of another host, made safe to print: bounded length, no control characters."""
+    """Make a text of another host safe to print: at most 2,000 characters, and control characters
+    become `?`."""
     return "".join(char if char.isprintable() else "?" for char in sentence[:_MAX_CHARS])
 
 
 def _key(host: int) -> str:
+    """Return the key of a host's status in the store."""
     return f"rrfp/pulse/{host}"

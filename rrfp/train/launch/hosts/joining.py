@@ -61,7 +61,8 @@ class TorchrunStore:
         self._key = f"rrfp/endpoint/{start}"
 
     def listen_and_publish(self) -> socket.socket:
-        """Listen at a free port for the run's store, and publish the address to the others."""
+        """Listen at a free port for the run's store, publish the address to the others in
+        torchrun's store, and return the socket."""
         address = variables.LOOPBACK if self._place.is_one_host else reachable_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
@@ -69,7 +70,8 @@ class TorchrunStore:
         return listening
 
     def published_address(self) -> tuple[str, int] | None:
-        """Host and port of the run's store; None if not published yet."""
+        """Return host and port of the run's store; None, without waiting, if not published yet.
+        Raise RrfpError if the value is anything else."""
         if not self._store.check([self._key]):
             return None
         try:
@@ -92,8 +94,8 @@ _SHOWN_DIGITS = 12
 
 
 def common_settings(settings: TrainSettings, data: str) -> dict[str, object]:
-    """The settings and file digests of this host that must equal those of host 0. `data` is the
-    digest of its training data."""
+    """Collect the settings and file digests of this host that must equal those of host 0, which
+    leaves out a few such as --out and paths of data. `data` is the digest of its training data."""
     paths = {
         "hint": order_file(settings.hint.name),
         "admit": admission_file(settings.step.admit),
@@ -112,7 +114,8 @@ def common_settings(settings: TrainSettings, data: str) -> dict[str, object]:
 
 
 def check_common(host_0: Mapping[str, object], node_rank: int, own: Mapping[str, object]) -> None:
-    """Raise UsageError if the common settings of a host differ from those of host 0."""
+    """Raise UsageError, naming both values, for the first common setting of host 0 that differs on
+    this host."""
     for name, value in host_0.items():
         if own.get(name) != value:
             flag = f"--{DECLARED[name].spelled}" if name in DECLARED else name
@@ -123,6 +126,7 @@ def check_common(host_0: Mapping[str, object], node_rank: int, own: Mapping[str,
 
 
 def _shorten(digest: str) -> str:
+    """Shorten a digest to 12 digits for messages and for the comparison."""
     return f"{digest[:_SHOWN_DIGITS]}..."
 
 
@@ -143,6 +147,8 @@ class LauncherGpus:
 
     @classmethod
     def of_this_process(cls, settings: TrainSettings) -> Self:
+        """Look up the GPUs that this launcher sees and those that its ranks use. Raise UsageError
+        if CUDA cannot be used."""
         visible = tuple(gpu.uuid for gpu in visible_gpus())
         used = (visible[gpu_index(rank, len(visible))] for rank in local_ranks(settings))
         return cls(host_identity(), visible, tuple(used))
@@ -155,8 +161,9 @@ class LauncherGpus:
 
 
 def check_gpus_distinct(launchers: Sequence[LauncherGpus], own: int) -> None:
-    """Raise UsageError if two ranks of the run use the same GPU. `launchers` are in the order of
-    their ranks, and `own` is the index of this one."""
+    """Raise UsageError if two ranks of the run use the same GPU; if their host has more ranks than
+    GPUs, the error says so. `launchers` are in the order of their ranks, and `own` is the index of
+    this one."""
     users: dict[str, int] = {}
     for rank, (gpu, host) in enumerate((gpu, each.host) for each in launchers for gpu in each.used):
         other = users.setdefault(gpu, rank)
@@ -210,7 +217,7 @@ def joined_hosts(
     store open. `data` is the digest of this host's training data.
 
     If the block succeeds, the hosts wait for each other to finish, for a limited time; if it fails,
-    the others are notified. Raises RrfpError naming a host that did not join in time or was lost,
+    the others are notified. Raise RrfpError naming a host that did not join in time or was lost,
     and UsageError if the endpoint is not an address of host 0, settings differ, two hosts have the
     same node rank, or two ranks would use the same GPU.
     """
@@ -264,7 +271,8 @@ class _Rendezvous:
         )
 
     def join(self) -> None:
-        """Wait for all hosts and compare settings, GPUs and addresses with them."""
+        """Wait for all hosts, start the heartbeat, and compare settings and GPUs with them; unless
+        --network is host, then limit connections to the run's hosts."""
         if self._node_rank == 0:
             self._serve_store()
         else:
@@ -276,7 +284,8 @@ class _Rendezvous:
             self._admit_hosts_only()
 
     def connect(self, within_s: float) -> StoreClient:
-        """Open a separate connection: on a shared one, calls wait for each other."""
+        """Open a separate connection to the store, because calls on a shared one wait for each
+        other. Raise RrfpError if the store cannot be reached or is that of another run."""
         if obstacle := obstacle_at(self.host, self.port, self._silence_s):
             raise RrfpError(obstacle.fact)
         store = self._open_store(within_s)
@@ -285,14 +294,16 @@ class _Rendezvous:
         return store
 
     def close(self) -> None:
-        """Let the others know how this host has ended, and close its connections."""
+        """Wait a limited time until the others can know how this host has ended, then stop the
+        heartbeat and close the connection. On host 0 this ends the store."""
         self.heartbeat.await_delivery()
         self.heartbeat.close()
         if self._store is not None:
             self._store.close()
 
     def connect_until_closed(self) -> socket.socket | None:
-        """Open a connection that ends when host 0 closes the store; None on host 0."""
+        """Open a connection that ends when host 0 closes the store; None on host 0 or if that
+        fails."""
         if self._node_rank == 0:
             return None
         with suppress(OSError):
@@ -300,16 +311,17 @@ class _Rendezvous:
         return None
 
     def await_closed(self, connection: socket.socket | None) -> None:
-        """Wait until host 0 has closed its store, which it does as soon as all hosts have ended.
-        Otherwise this host might take it for the store of the next run: a race launches ranks
-        several times."""
+        """Wait until host 0 has closed its store, up to 5 s, so that this host does not take it for
+        the store of the next run: a race launches ranks several times. None: do not wait."""
         # Not by a call of the store: torch would print its own stack when the store has closed.
         if connection is not None:
             with connection, suppress(OSError):
                 connection.recv(1)
 
     def _serve_store(self) -> None:
-        """Host 0: serve the store and wait for the other hosts."""
+        """On host 0: serve the store, announce the run in it, and wait until all other hosts have
+        joined. Raise UsageError if the endpoint is not an address of this host or cannot be
+        listened at."""
         try:
             listening = self._listen()
             self.own_address, self.port = listening.getsockname()[:2]
@@ -334,7 +346,9 @@ class _Rendezvous:
         store.set(_ALL_JOINED, "")
 
     def _join_host_0(self) -> None:
-        """Another host: find the store, compare settings, and wait until all have joined."""
+        """On another host: find the store, compare settings, claim the node rank, and wait until
+        all have joined. Raise UsageError, which host 0 raises too, if the settings differ or the
+        rank is taken."""
         self._find_store()
         self.own_address = own_address_for_reaching(self.host)
         store = self._store = self._open_store(self._silence_s)
@@ -352,8 +366,9 @@ class _Rendezvous:
             self._wait()
 
     def _admit_hosts_only(self) -> None:
-        """Limit the store's port to the run's hosts. A host may use a different address of its own
-        towards each of the others."""
+        """Collect the addresses from which all hosts connect in `sources`; host 0 limits its
+        store's port to them. A host may use a different address of its own towards each of the
+        others."""
         addresses = self._exchange("address", self.own_address, text)
         own_sources = {own_address_for_reaching(address) for address in addresses} - {""}
         by_host = self._exchange("sources", sorted(own_sources), _decode_addresses)
@@ -363,7 +378,8 @@ class _Rendezvous:
                 accept_only(listening, self.sources)
 
     def _exchange(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
-        """Publish a value under a name and return the values of all hosts, by host."""
+        """Publish a value under a name, wait for those of all hosts, and return them decoded, by
+        host."""
         store = self._store
         assert store is not None
         store.set(f"rrfp/{name}/{self._node_rank}", json.dumps(own))
@@ -376,7 +392,8 @@ class _Rendezvous:
         return values
 
     def _claim_node_rank(self, store: StoreClient) -> None:
-        """Claim this host's number. Raises UsageError if another host has it."""
+        """Claim this host's number in the store. Raise UsageError if another host has claimed it
+        before."""
         own = f"{socket.gethostname()} (process {os.getpid()})"
         claimed = store.claim(f"rrfp/meeting/{self._node_rank}", f"{own} {self._token}")
         holder = printable(claimed.decode(errors="replace"))
@@ -387,21 +404,23 @@ class _Rendezvous:
             )
 
     def _listen(self) -> socket.socket:
-        """Open the socket of the run's store, on host 0."""
+        """Open the listening socket of the run's store, on host 0: at the endpoint or, if
+        torchrun's store occupies that, at a free port that is published there."""
         torchrun_store = self._torchrun_store()
         if torchrun_store is None:
             return self._endpoint.listen()
         return self._call_torch(torchrun_store.listen_and_publish)
 
     def _torchrun_store(self) -> TorchrunStore | None:
-        """torchrun's store, if it occupies the endpoint."""
+        """Connect to torchrun's store if it occupies the endpoint, else return None."""
         place = self._place
         if place is None or not place.serves_store or place.port != self.port:
             return None
         return self._call_torch(lambda: TorchrunStore(place))
 
     def _find_store(self) -> None:
-        """Wait until host 0 serves its store."""
+        """Wait until host 0 serves its store, and set its address if torchrun's store has it. Raise
+        UsageError if something else is there or the obstacle stays too long."""
         torchrun_store = self._torchrun_store()
         if torchrun_store is not None:
             while (address := self._call_torch(torchrun_store.published_address)) is None:
@@ -420,7 +439,8 @@ class _Rendezvous:
             self._wait(0)
 
     def _open_store(self, within_s: float, listening: int | None = None) -> StoreClient:
-        """Connect to the run's store, or serve it at a listening descriptor."""
+        """Connect to the run's store, or serve it if a listening descriptor is given. `within_s` is
+        the timeout of later calls."""
 
         def open_tcp_store() -> Store:
             return TCPStore(
@@ -435,7 +455,8 @@ class _Rendezvous:
         return StoreClient(self._call_torch(open_tcp_store), f"{self.host}:{self.port}", within_s)
 
     def _announcement(self, store: StoreClient) -> tuple[str, dict[str, object]]:
-        """Host 0's announcement: the run's token and the common settings."""
+        """Wait for host 0's announcement and return it: the run's token and the common settings.
+        Raise UsageError if it does not come within 10 s."""
         deadline_s = time.monotonic() + _ANSWER_S
         while (found := store.read(_FIRST, _decode_announcement, "host 0")) is None:
             if time.monotonic() > deadline_s:
@@ -447,7 +468,7 @@ class _Rendezvous:
         return found
 
     def _call_torch(self, call: Callable[[], T]) -> T:
-        """Call torch's store with a timeout; its errors become RrfpError."""
+        """Call torch's store with a timeout of 10 s, and turn its DistErrors into RrfpError."""
         try:
             return call_with_timeout(call, _ANSWER_S, f"the store for {self._endpoint.given}")
         except DistError as error:
@@ -457,8 +478,8 @@ class _Rendezvous:
             ) from None
 
     def _wait(self, host: int | None = None) -> None:
-        """Wait one polling interval for a host (None: any). Raises RrfpError at the deadline or if
-        a host is lost, and UsageError if a host was refused. Warns once after a while."""
+        """Wait one polling interval for a host (None: any). Raise RrfpError at the deadline or if a
+        host is lost, and UsageError if a host was refused. Warns once, after 10 s."""
         if error := self.heartbeat.lost():
             raise error
         if self._store is not None and (refused := self._store.find(_REFUSED)) is not None:
@@ -486,10 +507,11 @@ class _Rendezvous:
 
 
 def _decode_announcement(value: object) -> tuple[str, dict[str, object]]:
+    """Read host 0's announcement. Raise ValueError for anything else."""
     token, common = items(value, 2)
     return text(token), mapping(common)
 
 
 def _decode_addresses(value: object) -> list[str]:
-    """Read a list of IP addresses. Raises ValueError for anything else."""
+    """Read a list of IP addresses. Raise ValueError for anything else."""
     return [str(ipaddress.ip_address(text(each))) for each in items(value)]
