@@ -37,7 +37,7 @@ from rrfp.trace.records import (
 )
 from tests.e2e.ranks import run_ranks
 from tests.runtime.rank_rig import Work, open_rig
-from tests.trace.spills import read_spill
+from tests.trace.test_spill import read_spill
 
 TIMEOUT_S = 300.0
 INFO = RankInfo(0, 0, 0, 0, (0,), "node", 1)

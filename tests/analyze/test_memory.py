@@ -49,7 +49,7 @@ from rrfp.trace.records import RankRecords, Recording, TaskRecord, task_of
 from rrfp.trace.spill import SpillWriter, row_of
 from tests.analyze.simulated_runs import OURS, equal_times, policy_of, random_times, simulated_run
 from tests.properties.cases import SEEDS, examples
-from tests.trace.spills import read_spill
+from tests.trace.test_spill import read_spill
 
 # What a run kept in memory, from its trace: sizes come back to the byte, replays keep to a hold in
 # bytes, and damaged sums are reported.

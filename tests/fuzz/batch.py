@@ -22,8 +22,7 @@ from unittest.mock import patch
 from rrfp.cli.errors import DEBUG_VARIABLE
 from rrfp.errors import RrfpError
 from tests.fuzz.damage import damaged, damaged_inside
-from tests.fuzz.reader import Attempt, Reader
-from tests.fuzz.readers import READERS
+from tests.fuzz.readers import READERS, Attempt, Reader
 
 LONGEST_S = 30
 """The longest time of an input, in seconds of the processor: the machine may be busy."""

@@ -71,7 +71,7 @@ class Case:
     by_signal: bool = False
     """Whether SIGTERM, and not an argument, ends the run before the checkpoint."""
     needs_gloo_patch: bool = False
-    """Megatron's own schedule relies on NCCL here; see `native_gloo`."""
+    """Megatron's own schedule relies on NCCL here; see `cpu`."""
     also_recorded: bool = False
     """Megatron's own schedule through `rrfp run`, too."""
 

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.megatron_lm import cpu, native_gloo, recorder
+from tests.megatron_lm import cpu, recorder
 
 
 def prepare_megatron() -> None:
@@ -11,10 +11,11 @@ def prepare_megatron() -> None:
 
 
 def begin() -> None:
-    """Record this rank. Environment variables: `RRFP_LM_NATIVE_GLOO` applies the patches of
-    `native_gloo`; `RRFP_LM_SIGTERM_AT` is the step after which it sends itself SIGTERM."""
+    """Record this rank. Environment variables: `RRFP_LM_NATIVE_GLOO` lets Megatron's
+    interleaved schedule run over gloo; `RRFP_LM_SIGTERM_AT` is the step after which it sends itself
+    SIGTERM."""
     if _asked("NATIVE_GLOO"):
-        native_gloo.prepare()
+        cpu.let_interleaving_run_over_gloo()
     # Not in the processes that a checkpoint starts: they have this environment, too.
     folder = os.environ.pop("RRFP_LM_RECORDS", None)
     if folder is not None:

@@ -20,6 +20,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.chaos.disk import LimitedFiles, PrivateDisk
 from rrfp.chaos.injection import Injected, Pace, wait_for_moment
 from rrfp.chaos.plan import (
     LINK_FAULTS,
@@ -285,7 +286,7 @@ def refuse(*_: object) -> NoReturn:
 def test_a_disk_is_full_for_a_while(kind: str, tmp_path: Path) -> None:
     """In a process of its own, which may come to be alone with what it mounts."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.products.full_disk", kind, str(tmp_path)],
+        [sys.executable, "-m", "tests.products.test_chaos", kind, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -392,3 +393,57 @@ def test_every_kind_of_fault(dispatch: str, tmp_path: Path) -> None:
     assert {fault["kind"] for fault in faults} == kinds
     for fault in faults:
         assert fault["has_survived"] or fault["kind"] not in TEMPORARY_FAULTS
+
+
+MARK = "RRFP_TEST_OF_DISKS"
+_WRITER = """
+import sys
+for line in sys.stdin:
+    try:
+        with open(sys.argv[1], "a") as file:
+            file.write("x" * 10000)
+        print("written", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+
+
+def fill_and_empty() -> None:
+    """Write a file while its disk becomes full, and empty again. Arguments: `limited` or `private`,
+    and a directory. Run as a process of its own, which may mount the disk."""
+    kind, path = sys.argv[1], Path(sys.argv[2])
+    disk: LimitedFiles | PrivateDisk = LimitedFiles(path)
+    if kind == "private":
+        try:
+            disk = PrivateDisk(path)
+        except OSError:
+            sys.stdout.write("may not mount\n")
+            return
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, path / "file"],
+        env=os.environ | {MARK: str(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    marked = MarkedProcesses(MARK, str(path))
+
+    def write() -> None:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+        sys.stdout.write(writer.stdout.readline())
+
+    write()
+    disk.fill(marked)
+    write()
+    write()
+    disk.empty(marked)
+    write()
+    writer.communicate()
+    disk.close()
+
+
+if __name__ == "__main__":
+    fill_and_empty()

@@ -32,7 +32,7 @@ from rrfp.trace.records import (
     num_times,
 )
 from rrfp.trace.spill import SpillWriter
-from tests.trace.spills import read_spill
+from tests.trace.test_spill import read_spill
 
 INFO = RankInfo(0, 0, 0, 0, (0,), "node", 7)
 

@@ -25,13 +25,30 @@ from rrfp.trace.records import NS_PER_S, RankInfo, RankRecords, Recording, WaitR
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.spill import (
     SpillWriter,
+    add_flush,
+    header_of,
     is_being_written,
+    iter_lines,
     records_bytes,
     row_of,
     segments_in,
 )
 from tests.analyze.recordings import make_recording
-from tests.trace.spills import read_spill
+
+
+def read_spill(path: Path) -> RankRecords | None:
+    """All records in a spill file, on the rank's own clock; None if the rank died before its header
+    was complete. Raises RrfpError, with the line, for corruption other than a torn last line."""
+    lines = iter_lines(path)
+    first = next(lines, None)
+    if first is None:
+        return None
+    records = RankRecords(header_of(path, first.value))
+    lists = records.by_name()
+    for line in lines:
+        add_flush(path, line.number, line.value, lists)
+    return records
+
 
 INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)
 
