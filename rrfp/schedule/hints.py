@@ -108,14 +108,17 @@ class Order(Value):
 
     @property
     def splits_backward(self) -> bool:
+        """True if weight gradients are separate tasks of the order."""
         return self.shape.splits_backward
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """True if the order splits backwards; then it places the weight gradients, too."""
         return self.splits_backward
 
     def for_shape(self, shape: Shape) -> "Order":
-        """Return itself. Raises UsageError for a shape other than its own."""
+        """Return itself. Raises UsageError for a shape other than its own; the kinds of tasks are
+        ignored."""
         if replace(shape, kinds=self.shape.kinds) != self.shape:
             raise UsageError(
                 f"order {self.name} is for {self.shape}, not for {shape}; choose another hint"
@@ -123,7 +126,8 @@ class Order(Value):
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """The position of each task in the rank's row, by task number."""
+        """Return the position of each task in the rank's row, by task number; cached by rank. Only
+        the number of tasks is taken from `shape`."""
         keys = self._keys.get(rank)
         if keys is None:
             keys = self._keys[rank] = [0] * shape.num_tasks_of_a_rank
@@ -132,13 +136,15 @@ class Order(Value):
         return keys
 
     def numbers(self, rank: int) -> list[int]:
-        """A rank's row as task numbers (`Shape.index_of`)."""
+        """Return a rank's row as task numbers (`Shape.index_of`); cached by rank."""
         numbers = self._numbers.get(rank)
         if numbers is None:
             numbers = self._numbers[rank] = [self.shape.index_of(task) for task in self.rows[rank]]
         return numbers
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Let all kinds compete by position, or with `idle` run weight gradients only when no other
+        task may."""
         return order_rounds(w)
 
     def peak_depth(self, rank: int) -> int:
@@ -146,27 +152,27 @@ class Order(Value):
         return _peak(self.rows[rank], ends=Kind.B)
 
     def peak_held(self, rank: int) -> int:
-        """The most activations that a rank keeps at once, from F until W (until B where B is
+        """Return the most activations that a rank keeps at once, from F until W (until B where B is
         whole), in slots of one chunk and one microbatch."""
         return _peak(self.rows[rank], ends=Kind.W if self.shape.splits_backward else Kind.B)
 
     def forwards(self) -> "Order":
-        """This order in a step without backwards: its forwards alone."""
+        """Return this order with its forwards alone, for steps without backwards."""
         rows = tuple(tuple(task for task in row if task.kind is Kind.F) for row in self.rows)
         return Order(self.name, replace(self.shape, kinds=FORWARD_ONLY), rows)
 
 
 def order_rounds(w: WeightGradients) -> Rounds:
-    """The rounds of an order: all kinds compete by position, or weight gradients run only when no
-    other task may."""
+    """Return the rounds of an order: with `ranked`, all kinds compete by position; otherwise
+    forwards and backwards do, and weight gradients run only when neither may."""
     if w is WeightGradients.RANKED:
         return Rounds(((Kind.F, Kind.B, Kind.W),), {})
     return Rounds(((Kind.F, Kind.B),), {})
 
 
 def _peak(row: tuple[Task, ...], ends: Kind) -> int:
-    """The largest number of microbatches whose forward has run and whose task of kind `ends` has
-    not."""
+    """Return the largest number, at any point of a row, of forwards run minus tasks of kind `ends`
+    run."""
     steps = {Kind.F: 1, ends: -1}
     return max(accumulate((steps.get(task.kind, 0) for task in row), initial=0))
 
@@ -187,7 +193,8 @@ class OrderProgress:
 
     @property
     def best(self) -> int:
-        """The number of the first unfinished task. At least one task must be unfinished."""
+        """The number of the first task in the order that was not dispatched. At least one must be
+        left."""
         while self._unmet[self._numbers[self._best]] < 0:
             self._best += 1
         return self._numbers[self._best]
@@ -197,8 +204,8 @@ class OrderProgress:
         return (number for number in self._numbers if self._unmet[number] >= 0)
 
     def take(self, number: int) -> tuple[int, int]:
-        """Count a dispatched task. Return its position, and the number of uncounted tasks before
-        it."""
+        """Count a dispatched task. Return its position in the order, and the number of uncounted
+        tasks before it, which it skips."""
         position = self._positions[number]
         ahead = self._taken_ahead
         if position > self._first:
@@ -215,7 +222,9 @@ class OrderProgress:
 
 
 def parse_order(text: str, shape: Shape, name: str) -> Order:
-    """Parse an order file for a pipeline of this shape. The file says whether backwards are split.
+    """Parse the text of an order file for a pipeline of this shape: a line per rank, whose empty
+    cells and trailing empty lines are ignored. The file, not the shape, says whether backwards are
+    split.
 
     If any backward of the file is split into I and W, a whole one (B) is read as I immediately
     followed by W. Raises UsageError, with the line, if a cell is not a task, is on the wrong rank's
@@ -239,7 +248,8 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
 
 
 def _cells(text: str, name: str) -> list[list[str]]:
-    """The cells of each line. Raises UsageError if the text is not CSV."""
+    """Return the stripped cells of each line of a CSV text. Raises UsageError, with the line, if
+    the text is not CSV."""
     reader = csv.reader(text.splitlines(), strict=True)
     try:
         return [[cell.strip() for cell in row] for row in reader]
@@ -248,12 +258,13 @@ def _cells(text: str, name: str) -> list[list[str]]:
 
 
 def _splits(lines: list[list[str]]) -> bool:
+    """True if any cell names a part of a split backward (I or W)."""
     return any("I" in cell or "W" in cell for cells in lines for cell in cells)
 
 
 def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """Parse one line into its tasks, in sequence. Raises UsageError for a missing or repeated
-    task."""
+    """Parse one rank's line into its tasks, in sequence; empty cells are skipped. Raises UsageError
+    for a wrong cell, and for a missing or repeated task."""
     cell_of: dict[Task, str] = {}
     for cell in filter(None, cells):
         for task in _parse_cell(cell, shape, rank, where):
@@ -268,8 +279,8 @@ def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[T
 
 
 def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """Parse a cell into its task. A whole backward in an order that splits others becomes I and
-    W."""
+    """Parse a cell into its task. A whole backward in an order that splits others becomes I and W.
+    Raises UsageError if it is not a task, or not one of this rank."""
     try:
         task, split = parse_task(cell)
     except ValueError as error:
@@ -286,7 +297,8 @@ def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, .
 
 
 def _repeated(before: str, cell: str) -> str:
-    """Describe the fault of two cells for the same task."""
+    """Return the error text for two cells with the same task: the second repeats it, or one has the
+    backward whole (B) and the other split (I or W)."""
     if ("B" in before) != ("B" in cell):
         return (
             f"{before} and {cell} cannot both be there; the backward of a microbatch on a stage "
@@ -317,6 +329,8 @@ class OrderFile(Value):
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """True if the file splits its backwards; then it places the weight gradients, too. Raises
+        UsageError if the text is not CSV."""
         return self.splits_backward
 
     def for_shape(self, shape: Shape) -> Order:
@@ -325,7 +339,11 @@ class OrderFile(Value):
         return parse_order(self.text, shape, self.name)
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
+        """Parse the file for this shape, and return the position of each task in the rank's row, by
+        task number. Raises UsageError as `for_shape`."""
         return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Let all kinds compete by position, or with `idle` run weight gradients only when no other
+        task may."""
         return order_rounds(w)
