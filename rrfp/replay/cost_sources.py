@@ -151,7 +151,8 @@ _OF_A_MODEL = {"language", "device"}
 
 def resolve_costs(text: str) -> Costs:
     """Read the costs of a preset's name, or those in the file, trace or run directory at that path.
-    A prefix `drawn:` asks to draw task times from a run's recorded ones.
+    A prefix `drawn:` asks to draw task times from a run's recorded ones. A run whose trace is not
+    merged yet is merged, which writes the trace.
 
     Raises UsageError for anything else and for a file that cannot be read or is wrong, and
     RrfpError for a run without a whole trace.
@@ -197,13 +198,14 @@ def _resolved(text: str, *, is_cut: bool) -> Costs:
 
 def costs_file(text: str) -> Path | None:
     """Return the path of the file that `resolve_costs` reads, a table or a trace; None for a
-    preset. A table may not exist."""
+    preset. A run whose trace is not merged yet is merged. A table is not checked, and may not
+    exist."""
     return None if text in PRESETS else _recorded_trace(text) or Path(text)
 
 
 def stable_costs_name(text: str) -> str:
     """Return a name of the same costs that stays valid when `runs/latest` changes: the full path of
-    a recorded run's trace. Any other name stays."""
+    a recorded run's trace, which is merged if it is not yet. Any other name stays."""
     trace = None if text in PRESETS else _recorded_trace(text)
     if trace is None:
         return text
@@ -211,8 +213,9 @@ def stable_costs_name(text: str) -> str:
 
 
 def _recorded_trace(text: str) -> Path | None:
-    """Return the path of the trace whose times are the costs; None if the costs were not recorded.
-    Raises UsageError for a path that is neither a file nor a directory, or cannot be read."""
+    """Return the path of the trace whose times are the costs, after merging the run's records if
+    that is still to do; None if the costs were not recorded. Raises UsageError for a path that is
+    neither a file nor a directory or cannot be read, and RrfpError for a run without a trace."""
     rest = text.removeprefix(DRAWN)
     path = _named(rest)
     # A pipe might never get a writer, and reading it would hang.

@@ -59,12 +59,12 @@ class Hint(Protocol):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are separate tasks."""
+        """True if weight gradients are separate tasks."""
         ...
 
     @property
     def ranks_weight_gradients(self) -> bool:
-        """Whether the hint ranks weight gradients among the other tasks."""
+        """True if the hint ranks weight gradients among the other tasks."""
         ...
 
     def for_shape(self, shape: Shape) -> "Hint":
@@ -324,7 +324,7 @@ class OrderFile(Value):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the file splits its backwards. Raises UsageError if the text is not CSV."""
+        """True if the file splits its backwards. Raises UsageError if the text is not CSV."""
         return _splits(_cells(self.text, self.name))
 
     @property

@@ -182,11 +182,11 @@ class ReadyTracker:
     # Queries.
 
     def has_remote_input(self, number: int) -> bool:
-        """Whether another rank sends this task's input."""
+        """True if another rank sends this task's input."""
         return self.index.has_remote_input[number // self.num_microbatches]
 
     def is_unfinished(self, number: int) -> bool:
-        """Whether a task has yet to be dispatched."""
+        """True if a task has yet to be dispatched."""
         return self.unmet[number] >= 0
 
     def is_ready_here(self, number: int) -> bool:
@@ -237,7 +237,7 @@ class ReadyTracker:
         return tuple([each for each in needed if self._is_unmet(each, number)])
 
     def _is_unmet(self, needed: Task, number: int) -> bool:
-        """Whether a prerequisite of the task `number` has not been dispatched here, or its output
+        """True if a prerequisite of the task `number` has not been dispatched here, or its output
         has not arrived here."""
         if self.shape.rank_of(needed.stage) == self.rank:
             return self.unmet[self.shape.index_of(needed)] >= 0

@@ -111,7 +111,7 @@ class Shape(Value):
         return len(self.kinds) * self.num_chunks * self.num_microbatches
 
     def holds(self, rank: int, task: Task) -> bool:
-        """Whether the task exists in this step and runs on this rank."""
+        """True if the task exists in this step and runs on this rank."""
         return (
             0 <= task.stage < self.num_stages
             and 0 <= task.microbatch < self.num_microbatches
