@@ -45,7 +45,7 @@ class BubbleParts:
 
     @property
     def description(self) -> str:
-        """Describe the parts in two sentences, in whole percents that add up."""
+        """The parts in two sentences, in whole percents that add up."""
         whole, structural = (round(100 * part) for part in (self.fraction, self.structural))
         excess = whole - structural
         jitter = f"{'added' if excess > 0 else 'took off'} {abs(excess)}%"
@@ -87,7 +87,7 @@ class Structural:
 
     @property
     def whole(self) -> BubbleParts:
-        """The mean over all ranks."""
+        """The mean of the parts over all ranks."""
         count = len(self.ranks)
         return BubbleParts(
             sum(rank.structural for rank in self.ranks) / count,
@@ -184,7 +184,8 @@ class Bottleneck:
 
     @property
     def weight(self) -> float:
-        """The share of a step that background effects must exceed by `_BACKGROUND_FACTOR`."""
+        """The share of a step by which background effects are judged: the saving or, if larger,
+        what heavy microbatches cost (`hides`)."""
         return max(self.saving, self.hides)
 
 
@@ -450,7 +451,7 @@ def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bot
     dropped: list[Bottleneck] = []
     # All microbatches of a slow replica look heavy.
     for heavy in by_kind[BottleneckKind.UNEVEN_MICROBATCHES]:
-        dropped += _parts(heavy, replicas + ranks, _SAME_SHARE)
+        dropped += _explained_by(heavy, replicas + ranks, _SAME_SHARE)
     # A slow rank makes its replica and its stage look slow.
     for rank in ranks:
         assert rank.change.usual_rank is not None
@@ -461,14 +462,14 @@ def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bot
                 dropped.append(replica if is_rank else rank)
         for stage in stages:
             if stage.pp_rank == rank.pp_rank:
-                dropped += _parts(stage, [rank], _SAME_SHARE)
+                dropped += _explained_by(stage, [rank], _SAME_SHARE)
     # One slow stage, or rank, makes them all uneven.
     for uneven in by_kind[BottleneckKind.UNEVEN_LAYERS]:
-        is_one = _parts(uneven, stages + ranks + replicas, _ONE_STAGE)
+        is_one = _explained_by(uneven, stages + ranks + replicas, _ONE_STAGE)
         dropped += is_one or stages
     # A wider bound gains little over one that fills the memory which was used anyway.
     for bound in by_kind[BottleneckKind.BOUND]:
-        dropped += _parts(bound, by_kind[BottleneckKind.MEMORY], _SAME_SHARE)
+        dropped += _explained_by(bound, by_kind[BottleneckKind.MEMORY], _SAME_SHARE)
     # Of several hints that fill the drain the best is enough.
     depths = sorted(by_kind[BottleneckKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
     dropped += depths[1:]
@@ -492,7 +493,7 @@ def _with_remedy(order: Bottleneck, depth: Bottleneck) -> Bottleneck:
     )
 
 
-def _parts(whole: Bottleneck, parts: Sequence[Bottleneck], share: float) -> list[Bottleneck]:
+def _explained_by(whole: Bottleneck, parts: Sequence[Bottleneck], share: float) -> list[Bottleneck]:
     """Return a list of the whole alone, if removing one of `parts` saves at least `share` of what
     removing the whole saves; else an empty list."""
     return [whole] if any(each.saving >= share * whole.saving for each in parts) else []

@@ -304,8 +304,8 @@ class ReplicaStep:
 
     def with_even_stages(self, layers: int | None, shape: Shape) -> "ReplicaStep":
         """Return the step with its work and bytes divided evenly over the stages: in whole layers
-        if `layers` is given, which the stages then share evenly now, and to the same time for all
-        if it is None."""
+        if `layers` is given, which the stages then share evenly now; otherwise to the same time for
+        all."""
         work_ns = [0] * shape.num_stages
         for task, time_ns in self.durations_ns.items():
             work_ns[task.stage] += time_ns
@@ -365,7 +365,7 @@ class ReplicaStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of a run."""
+    """One measured step of a run; the methods return changed copies."""
 
     window_ns: int
     """From the first rank's entry into the schedule to the last one's return from it."""
@@ -697,7 +697,7 @@ def _members_ns(replica: tuple[Members, ...]) -> dict[int, Means]:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """How much of a run is replayed."""
+    """A limit on how many tasks of a run are replayed."""
 
     num_tasks: int
     """The number of tasks to replay in all; at least one step is."""

@@ -213,7 +213,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class RecordedSettings:
-    """The settings of a run, as its trace has them."""
+    """The settings and the policy of a run, as its trace has them."""
 
     def __init__(self, recording: Recording) -> None:
         found = recording.settings.get("settings")
@@ -246,16 +246,15 @@ class RecordedSettings:
         return layers if is_even and not is_uneven else None
 
     def _whole(self, name: str, value: object) -> int | None:
-        """Return the value unchanged. Raises RrfpError unless it is None or a whole number from 1
-        on."""
+        """Return the value unchanged if it is a whole number from 1 on, or None. Raises RrfpError
+        for any other value."""
         if value is not None and (type(value) is not int or value < 1):
             raise self._strange(name, value)
         return value
 
     @property
     def is_blocking(self) -> bool:
-        """True if transfers blocked: under Megatron's own schedule, or in a simulation with
-        blocking links."""
+        """True if transfers blocked: under Megatron's own schedule, or over blocking links."""
         return self._is_native or self._values.get("links") == "blocking"
 
     @property

@@ -81,7 +81,7 @@ def what_if(
 
 
 class _WhatIf:
-    """The replays of one run."""
+    """Replays the steps of one run under changes, and compares them with the run as it was."""
 
     def __init__(self, run: RecordedRun, steps: list[MeasuredStep], w_share: float) -> None:
         if any(step.window_ns <= 0 for step in steps):

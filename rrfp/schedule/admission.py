@@ -86,17 +86,16 @@ def parse_admission(text: str, name: str, num_microbatches: int | None = None) -
     which they enter, separated by commas or spaces. Semicolons separate the orders of data-parallel
     replicas. Empty lines are skipped.
 
-    Raises UsageError, with the line, unless a line names each of `num_microbatches` microbatches
-    once (None: as many as the first line has), for as many replicas as the lines before, and for a
-    file without lines.
+    Raises UsageError unless each line names each of `num_microbatches` microbatches once (None: as
+    many as the first line), for equally many replicas, and for a file without lines.
     """
     orders: list[tuple[int, ...]] = []
     num_replicas: int | None = None
     for of_replicas, where in _cells_of_lines(text, name):
         if len(of_replicas) != (num_replicas or len(of_replicas)):
             raise UsageError(
-                f"{where} has orders for {_replicas(len(of_replicas))} and the lines before it for "
-                f"{num_replicas}; give each line as many"
+                f"{where} has orders for {_format_replicas(len(of_replicas))} and the lines before "
+                f"it for {num_replicas}; give each line as many"
             )
         num_replicas = len(of_replicas)
         for cells in of_replicas:
@@ -112,7 +111,7 @@ def check_replicas(admission: Admission, num_replicas: int) -> None:
     for all replicas passes, and so do the named admissions."""
     if isinstance(admission, ListedOrders) and admission.num_replicas not in (1, num_replicas):
         raise UsageError(
-            f"{admission.name} has orders for {_replicas(admission.num_replicas)} and there "
+            f"{admission.name} has orders for {_format_replicas(admission.num_replicas)} and there "
             f"{'is 1' if num_replicas == 1 else f'are {num_replicas}'}; give each line as many, or "
             "one order for all"
         )
@@ -124,7 +123,7 @@ def format_step(orders: Sequence[Sequence[int]]) -> str:
     return "; ".join(" ".join(map(str, order)) for order in orders) + "\n"
 
 
-def _replicas(num: int) -> str:
+def _format_replicas(num: int) -> str:
     """Format a number of replicas as text: `1 replica` or `3 replicas`."""
     return "1 replica" if num == 1 else f"{num} replicas"
 

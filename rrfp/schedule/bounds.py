@@ -93,13 +93,14 @@ class ActivationSizes(Value):
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget in bytes with which a rank of these chunks cannot deadlock: the
-        heaviest microbatch of each chunk at once."""
+        """The smallest budget in bytes with which a rank of these chunks cannot deadlock: the sum
+        of the heaviest microbatch of each chunk."""
         return sum(max(row, default=0) for row in self.activations)
 
 
 class Bounds:
-    """Counts the activations that one rank holds, and says which tasks its bound withholds.
+    """Counts the activations that one rank holds, and decides which tasks its bound on memory
+    (limit or hold) withholds.
 
     Kinds, rows and task numbers are those of `rrfp.schedule.ready_tracker`.
     """
@@ -235,7 +236,7 @@ class Bounds:
 
     @property
     def used(self) -> int:
-        """The part of the budget in use: bytes or slots."""
+        """The part of the budget in use now: bytes, or slots of one chunk and one microbatch."""
         return self.held_bytes if self._counts_bytes else self.held
 
     @property
@@ -269,9 +270,10 @@ class Bounds:
     def count_permitted(
         self, tracker: ReadyTracker, counts: Sequence[int], mask: int
     ) -> tuple[int, int, int]:
-        """Count the forwards, backwards and weight gradients that the bounds permit among the ready
-        tasks. `counts` are the ready tasks by row at the members of `mask`. All of a chunk's
-        forwards are permitted if the best one is, else none."""
+        """Count the ready forwards, backwards and weight gradients that the bounds permit; return
+        the three numbers. `counts` are the ready tasks by row at the members of `mask`. All of a
+        chunk's forwards count if the best one fits, else none. While the rank drains, at most the
+        next task to drain counts beside weight gradients."""
         num_chunks = self._num_chunks
         if num_chunks == 1:
             # The common case of the sums below, without building lists.
@@ -306,5 +308,6 @@ class Bounds:
 
     @property
     def cause(self) -> Cause:
-        """The cause that a wait for a withheld task is recorded under."""
+        """The cause that a wait for a withheld task is recorded under: `HOLD` with a budget, else
+        `LIMIT`."""
         return Cause.HOLD if self.has_budget else Cause.LIMIT

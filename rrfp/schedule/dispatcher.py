@@ -238,7 +238,7 @@ class Dispatcher:
 
     @property
     def peak_held_bytes(self) -> int:
-        """The most bytes of activations held at once; 0 without sizes."""
+        """The most bytes of activations held at once in this step; 0 without sizes."""
         return self._bounds.peak_held_bytes
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:

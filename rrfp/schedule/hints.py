@@ -41,7 +41,8 @@ class Rounds(Value):
     """After a task of a kind; a kind that is not listed starts a new round."""
 
     def tiers(self, ran: Kind | None = None) -> tuple[Tier, ...]:
-        """The tiers to try after a task of kind `ran`, or, with None, at the top of a round.
+        """Return the tiers to try after a task of kind `ran`, or, with None, at the top of a round.
+        A kind that is not listed starts a new round.
 
         Weight gradients fill idle time: unless the hint ranks them among other tasks, this appends
         them as the last tier.
@@ -68,22 +69,24 @@ class Hint(Protocol):
         ...
 
     def for_shape(self, shape: Shape) -> "Hint":
-        """The hint for a pipeline of this shape; the shape's kinds are ignored. Raises UsageError,
-        saying what to change, for a shape that the hint does not support."""
+        """Return the hint for a pipeline of this shape; the shape's kinds are ignored. Raises
+        UsageError, saying what to change, for a shape that the hint does not support."""
         ...
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """A key for each of a rank's tasks, in the order of `Shape.tasks_of`: an integer from 0 to
-        the number of the rank's tasks - 1. Within a tier the smallest key wins."""
+        """Return a key for each of a rank's tasks, in the order of `Shape.tasks_of`: an integer
+        from 0 to the number of the rank's tasks - 1. Within a tier the smallest key wins."""
         ...
 
     def rounds(self, w: WeightGradients) -> Rounds:
-        """The kinds that go first, at each point of a round."""
+        """Return the kinds that go first at each point of a round; `w` says when an order runs
+        weight gradients."""
         ...
 
 
 def kinds_of(hint: Hint) -> tuple[Kind, ...]:
-    """The kinds of task that a training step has under this hint."""
+    """Return the kinds of task that a training step has under this hint: F and B, and W if it
+    splits backwards."""
     return SPLIT_BACKWARD if hint.splits_backward else WHOLE_BACKWARD
 
 
@@ -148,7 +151,8 @@ class Order(Value):
         return order_rounds(w)
 
     def peak_depth(self, rank: int) -> int:
-        """The largest D (chunk-forwards minus chunk-backwards run) that a rank reaches."""
+        """Return the largest D (chunk-forwards minus chunk-backwards run) that a rank reaches in
+        its row."""
         return _peak(self.rows[rank], ends=Kind.B)
 
     def peak_held(self, rank: int) -> int:
@@ -200,7 +204,7 @@ class OrderProgress:
         return self._numbers[self._best]
 
     def unfinished(self) -> Iterator[int]:
-        """Yield the numbers of the unfinished tasks, in the order's sequence."""
+        """Yield the numbers of the tasks that were not dispatched, in the order's sequence."""
         return (number for number in self._numbers if self._unmet[number] >= 0)
 
     def take(self, number: int) -> tuple[int, int]:
@@ -308,7 +312,7 @@ def _repeated(before: str, cell: str) -> str:
 
 
 def format_order(order: Order) -> str:
-    """Format an order as CSV, which `parse_order` reads back."""
+    """Format an order as CSV text, a line per rank, which `parse_order` reads back."""
     split = order.shape.splits_backward
     lines = (",".join(format_task(task, split=split) for task in row) for row in order.rows)
     return "".join(f"{line}\n" for line in lines)
@@ -334,8 +338,8 @@ class OrderFile(Value):
         return self.splits_backward
 
     def for_shape(self, shape: Shape) -> Order:
-        """Parse the order. Raises UsageError, with the line, if the file does not hold an order of
-        this shape."""
+        """Parse the file's text into an order. Raises UsageError, with the line, if it does not
+        hold an order of this shape."""
         return parse_order(self.text, shape, self.name)
 
     def keys(self, shape: Shape, rank: int) -> list[int]:

@@ -47,7 +47,7 @@ class Alternation(Value):
         return False
 
     def for_shape(self, shape: Shape) -> Self:
-        """Return itself: it fits any shape."""
+        """Return itself, as it fits any shape."""
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
@@ -191,9 +191,10 @@ class _Rank:
     """Forwards run minus weight gradients run."""
 
     def choose(self, shape: Shape, peak: int, ran: set[Task]) -> int | None:
-        """Choose the first task of the current phase that fits below `peak` and whose prerequisites
-        are in `ran`, the tasks that all ranks have run; in the steady phase only the row's first.
-        Otherwise choose a pending weight gradient. Return its index in the row, or None to wait."""
+        """Choose the first task of the current phase (when steady, only the row's first) whose
+        prerequisites all ranks have run (`ran`) and that overtakes no other of its kind on its
+        stage; a forward must also stay within `peak`. Otherwise choose a pending weight gradient.
+        Return its index in the row, or None to wait."""
         held = largest = self.held  # Under the unchanged row, up to the task at hand.
         overtaken: set[tuple[int, Kind]] = set()
         for place, (phase, task) in enumerate(self.row):
@@ -361,8 +362,7 @@ class NamedOrder(Value):
         return order_rounds(w)
 
     def _fits_microbatches(self, shape: Shape) -> bool:
-        """True unless the order needs a multiple of the number of ranks as microbatches, and they
-        are none."""
+        """True if the number of microbatches is a multiple of that of ranks, or need not be one."""
         return not self.in_whole_rounds or shape.num_microbatches % shape.num_ranks == 0
 
 

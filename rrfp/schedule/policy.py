@@ -553,7 +553,7 @@ class Policy:
 
     @property
     def hold_bytes(self) -> int | None:
-        """The hold in bytes; None if it is not in bytes."""
+        """The hold in bytes; None without a hold, or if it is in another unit."""
         return self.hold.num if isinstance(self.hold, Bytes) else None
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
@@ -594,15 +594,16 @@ class Policy:
         return {name: each.describe(getattr(self, name)) for name, each in KNOBS.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The policy as JSON for the ranks, which read it by `from_json`. In addition to
+        """Return the policy as JSON for the ranks, which read it by `from_json`. In addition to
         `described` it has the text of an order file, which a rank may not be able to read."""
         text = {_ORDER: self.hint.text} if isinstance(self.hint, OrderFile) else {}
         return self.described() | text
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the JSON of `to_json`; knobs that it lacks get their defaults, and a policy without
-        a bound the usual limit. Raises UsageError for invalid values."""
+        """Read the JSON of `to_json`; knobs that it lacks get their defaults. A `ready` policy
+        without a bound later gets the usual limit for its shape. Raises UsageError for invalid
+        values."""
         given = {
             name: each.read(values[name], f"--{name}", in_run=True)
             for name, each in KNOBS.items()

@@ -269,8 +269,8 @@ class JustInTime:
     @property
     def launch_ns(self) -> int:
         """The time to allow for a launch, in ns: the maximum over kinds and chunks, because the
-        next task is not known yet. For each it is the second longest of the latest launches, so
-        that a single launch that compiles a kernel, as the first often does, does not count."""
+        next task is not known yet; 0 before the first launch. For each it is the second longest of
+        the latest 9, so that a single launch that compiles a kernel does not count."""
         return max(
             (sorted(each)[max(0, len(each) - 2)] for each in self._latest_ns.values()), default=0
         )

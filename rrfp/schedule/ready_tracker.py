@@ -297,8 +297,8 @@ class ReadyTracker:
     # Invariants.
 
     def find_inconsistency(self) -> str | None:
-        """Name the part of the state that contradicts the rest; None if all agree. Takes time
-        linear in the tasks of the step."""
+        """Return the name of the first part of the state that contradicts the rest; None if all
+        agree. It raises and repairs nothing, and takes time linear in the tasks of the step."""
         left = [number for number in range(self.num_tasks) if self.is_unfinished(number)]
         here = [number for number in left if self.is_ready_here(number)]
         ready = [number for number in left if self.is_ready(number, self.all_members)]
@@ -320,7 +320,7 @@ class ReadyTracker:
         return next((what for what, holds in checks.items() if not holds), None)
 
     def depth(self) -> int:
-        """Count the forwards minus the backwards dispatched, from the state of each task."""
+        """Recount D, the forwards minus the backwards dispatched, from the state of each task."""
         return self._num_dispatched(FORWARD) - self._num_dispatched(BACKWARD)
 
     def _num_dispatched(self, kind: int) -> int:

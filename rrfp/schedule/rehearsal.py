@@ -65,7 +65,7 @@ class Rehearsal(Value):
 
     @property
     def num_idle(self) -> int:
-        """Units of time in which a rank ran nothing, over all ranks."""
+        """The units of time in which a rank ran nothing, summed over all ranks."""
         return sum(row.count(None) for row in self.timeline)
 
 
@@ -97,10 +97,10 @@ def rehearse(order: Order) -> Rehearsal:
 def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
     """Complete a policy for steps of this shape; also return the shape with the kinds of its hint.
 
-    The policy gets the hint and the limit for the shape, and the hint's order. With
-    `counts_places=False` a policy that does not bind gets no order: for a million tasks, making one
-    takes as long as the step. Raises UsageError for a shape that the hint does not support, and for
-    a binding order that deadlocks or exceeds a bound.
+    The policy gets the hint and, if it has none, the usual limit for the shape, and the hint's
+    order. With `counts_places=False` a policy that does not bind gets no order: for a million
+    tasks, making one takes as long as the step. Raises UsageError for a shape that the hint does
+    not support, and for a binding order that deadlocks or exceeds a bound.
     """
     hint = policy.hint.for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
@@ -113,8 +113,8 @@ def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple
 
 
 def check_binding(order: Order, policy: Policy) -> None:
-    """Raise UsageError if an order, run under fixed dispatch, deadlocks or exceeds a bound of the
-    policy."""
+    """Raise UsageError if an order, run under fixed dispatch, deadlocks or exceeds the limit or
+    hold of the policy. A hold in bytes is not checked."""
     blocked = rehearse(order).blocked
     if blocked:
         raise UsageError(deadlock_sentence(order, blocked))

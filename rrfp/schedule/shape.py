@@ -130,15 +130,19 @@ class Shape(Value):
         return received if kind is Kind.F else (Task(stage, Kind.F, microbatch), *received)
 
     def sender(self, task: Task) -> Task | None:
-        """The task on a neighboring stage whose output this one consumes, or None."""
+        """Return the task on a neighboring stage whose output this one consumes; None for a forward
+        on the first stage, a backward on the last one, and weight gradients. It may be on the same
+        rank."""
         return self._on_stage(sending_stage(task.kind, task.stage), task)
 
     def receiver(self, task: Task) -> Task | None:
-        """The task on a neighboring stage that consumes this one's output, or None."""
+        """Return the task on a neighboring stage that consumes this one's output; None for a
+        forward on the last stage, a backward on the first one, and weight gradients. It may be on
+        the same rank."""
         return self._on_stage(receiving_stage(task.kind, task.stage), task)
 
     def link(self, task: Task) -> tuple[int, int] | None:
-        """The pipeline ranks that send and receive the message for a task.
+        """Return the pipeline ranks that send and receive the message for a task.
 
         None if it needs no message: it consumes no other stage's output, or one of its own rank.
         """
@@ -149,7 +153,7 @@ class Shape(Value):
         return None if source == destination else (source, destination)
 
     def neighbours(self, rank: int) -> set[int]:
-        """The other pipeline ranks that hold a stage adjacent to one of this rank's."""
+        """Return the other pipeline ranks that hold a stage adjacent to one of this rank's."""
         adjacent = {each for stage in self.stages_of(rank) for each in (stage - 1, stage + 1)}
         return {self.rank_of(each) for each in adjacent if 0 <= each < self.num_stages} - {rank}
 
@@ -162,15 +166,15 @@ class Shape(Value):
 
 
 def sending_stage(kind: str, stage: int) -> int | None:
-    """The stage whose output a task of this kind and stage consumes; None for a weight gradient.
-    The stage may lie beyond the pipeline's ends."""
+    """Return the stage whose output a task of this kind and stage consumes; None for a weight
+    gradient. The stage may lie beyond the pipeline's ends."""
     if kind == Kind.F:
         return stage - 1
     return stage + 1 if kind == Kind.B else None
 
 
 def receiving_stage(kind: str, stage: int) -> int | None:
-    """The stage that consumes the output of a task of this kind and stage; None for a weight
+    """Return the stage that consumes the output of a task of this kind and stage; None for a weight
     gradient. The stage may lie beyond the pipeline's ends."""
     if kind == Kind.F:
         return stage + 1

@@ -163,21 +163,22 @@ class Log(Protocol):
     """Receives the events on every member of every pipeline rank."""
 
     def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
-        """A member's dispatcher processed a stimulus."""
+        """Receive a stimulus that a member's dispatcher has processed."""
 
     def waited(self, rank: int, member: int, waited: Waited) -> None:
-        """A member's idle interval ended."""
+        """Receive an idle interval of a member that has ended."""
 
     def ran(self, rank: int, start_ns: int, end_ns: int, run: RunTask) -> None:
-        """Every member of a rank ran a task."""
+        """Receive a task that every member of a rank runs, when it starts."""
 
     def agreed(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
-        """A group agreed on its next task, perhaps while another one ran."""
+        """Receive a round in which a group agreed on its next task, perhaps while another one
+        ran."""
 
     def passed(
         self, sender: int, receiver: int, member: int, start_ns: int, end_ns: int, task: Task
     ) -> None:
-        """The message for a task went from a member of one rank to that member of another."""
+        """Receive the message for a task, from a member of one rank to that member of another."""
 
 
 class Step:
@@ -233,7 +234,7 @@ class Step:
         return Dispatcher(shape, rank, policy, group, sizes=sizes, budget=budget)
 
     def _times_of(self, index: TaskIndex) -> list[int]:
-        """The nominal times of a rank's tasks in ns, by task number."""
+        """Return the nominal times of a rank's tasks in ns, by task number."""
         times = self._times
         times_ns: list[int] = []
         for kind, stage in zip(index.kinds, index.stages, strict=True):

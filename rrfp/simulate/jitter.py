@@ -206,7 +206,8 @@ class _SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """A parsed spec."""
+    """A parsed spec of jitter: factors on task times, delays after tasks, stops of ranks and slow
+    links."""
 
     spec: str
     factors: tuple[_Factor, ...] = ()
@@ -265,7 +266,7 @@ class Jitter:
 
     def stretch(self, shape: Shape, seed: int, replica: int) -> Stretch | None:
         """Return the delays and stops of one replica's step, which depend on what its ranks run;
-        None if there are none."""
+        None if the spec has neither."""
         if not self.delays_tasks:
             return None
         return _Stretch(self, shape, (seed, replica))
@@ -395,7 +396,7 @@ def parse_jitter(spec: str) -> Jitter:
 
 
 class _Reader:
-    """Reads a spec part by part."""
+    """Parses a spec of jitter part by part."""
 
     def __init__(self, spec: str) -> None:
         self.factors: list[_Factor] = []
@@ -462,8 +463,8 @@ def _number(text: str, least: float, most: float, part: str) -> float:
 
 
 def _rank(text: str, part: str) -> int:
-    """Parse the number of a pipeline rank. Raises UsageError if it is none; whether the rank exists
-    is not checked."""
+    """Parse the number of a pipeline rank. Raises UsageError for any other text; whether the rank
+    exists is not checked."""
     if not _RANK.fullmatch(text):
         raise UsageError(f"jitter {part}: '{text}' must be a pipeline rank, from 0 on; correct it")
     return int(text)

@@ -171,10 +171,9 @@ def resolved(
     """Return the policy with a share of 1F1B's peak resolved to a number; any other policy as it
     is.
 
-    The peak is the largest over ranks and `steps`, which are (seed, replica) pairs. Where the costs
-    say nothing of memory, microbatches are of one size, and the hold becomes a number of them.
-    Raises UsageError for a hold in bytes where they say nothing, and for one below what some step
-    needs.
+    The peak is the largest over ranks and `steps`, which are (seed, replica) pairs; it is in bytes,
+    or in microbatches if the costs say nothing of memory. Raises UsageError for a hold in bytes
+    where they say nothing, and for one below what some step needs.
     """
     share = policy.hold
     if isinstance(share, Bytes):

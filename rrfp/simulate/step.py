@@ -211,7 +211,7 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """The outcome of a step."""
+    """The outcome of a simulated step of all replicas."""
 
     makespan_ns: int
     """From its start until the last rank ends, the reduction of gradients included."""
@@ -239,7 +239,7 @@ def simulate_step(
     recording: Recording | None = None,
     step: int = 0,
 ) -> SimulatedStep:
-    """Simulate a step of data-parallel replicas, one in each world.
+    """Simulate a step of data-parallel replicas, one for each of `worlds`, their conditions.
 
     A pipeline rank leaves the step `gradient_sync_ns` after its last task has ended on every
     replica. The step's records are appended to `recording`, if given, after its last step; it must
@@ -272,7 +272,7 @@ def simulate_step(
 
 
 def _budgets(shape: Shape, policy: Policy, world: StepConditions) -> Sequence[int]:
-    """Return the bounds in bytes by pipeline rank, for the records: the world's own, else the
+    """Return the bounds in bytes by pipeline rank, for the records: the step's own, else the
     policy's hold; empty without any, or in a step without backwards."""
     if world.budgets or policy.hold_bytes is None or Kind.B not in shape.kinds:
         return world.budgets

@@ -401,7 +401,8 @@ class AsyncStep(Step):
             self.push(due_ns, DECIDES_AHEAD, rank, 0, number)
 
     def _observe_run(self, rank: int, now_ns: int, number: int) -> None:
-        """Record how long the device of a rank ran a task that ends now."""
+        """Record how long the device of a rank ran a task that ends now, for the times of later
+        decisions."""
         index = self.indices[rank]
         row = number // index.num_microbatches
         taken_ns = now_ns - self._began_ns[rank]

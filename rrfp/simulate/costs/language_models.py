@@ -109,12 +109,13 @@ class Layers:
 
     @property
     def _ffn_matrices(self) -> int:
-        """The matrices of the feed-forward layer; also how many tensors of its width it keeps."""
+        """The number of matrices of the feed-forward layer (3 with a gate, else 2); also how many
+        tensors of its width it keeps."""
         return 3 if self.gated else 2
 
     @property
     def linear_flops(self) -> int:
-        """Operations of the linear layers in one transformer layer, forward, for one token."""
+        """The operations of the linear layers in one transformer layer, forward, for one token."""
         attention = self.hidden * 2 * (self.query_width + self.key_width)
         return 2 * (attention + self.hidden * self.ffn * self._ffn_matrices)
 
@@ -289,8 +290,9 @@ class FlopCosts:
 
     @property
     def fixed_ns(self) -> dict[Kind, Floats]:
-        """The part of each unit's task times that does not depend on the length, in ns: kernel
-        launches, and the latency of collectives."""
+        """The part of each unit's task times that does not depend on the length, in ns by kind: the
+        fixed time of a layer, and the latency of collectives. The units are the embedding (0), the
+        layers and the head."""
         rest_s = self.device.layer_s
         tp = self.tensor_parallel
         latency_s = tp.latency_s if tp.size > 1 else 0.0

@@ -190,7 +190,7 @@ class StageLayers:
 
     @property
     def fixed_ns(self) -> dict[Kind, Floats] | None:
-        """Always None: costs by stage do not tell which part does not depend on a microbatch's
+        """Always None: costs by stage do not show which part does not depend on a microbatch's
         size."""
         return None
 
@@ -336,7 +336,8 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual costs by stage."""
+    """The usual costs by stage: how slow each rank is, and which part of each stage its layers
+    take."""
 
     slowness: tuple[float, ...]
     """By rank."""

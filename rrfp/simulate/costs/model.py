@@ -120,7 +120,7 @@ class Costs(Protocol):
     """A source of the costs of a step."""
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """The costs of one step of one replica; equal arguments give equal costs.
+        """Return the costs of one step of one replica; equal arguments give equal costs.
 
         Raises UsageError if they do not fit the shape.
         """

@@ -108,7 +108,7 @@ class RowCosts:
 
     def _found_for(self, shape: Shape, task: Task) -> _Found:
         """Return the most specific row for a task (by chunk, then by microbatch), and the task's
-        part of it. Raises UsageError if there is none."""
+        part of it. Raises UsageError without any."""
         stage, kind, microbatch = task
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
         # The more specific row wins; a chunk is more specific than a microbatch.

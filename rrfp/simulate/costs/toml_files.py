@@ -106,7 +106,7 @@ def _value(kind: Any, value: object, limits: tuple[float, float], key: str, wher
 
 
 def _choice(kind: type[StrEnum], value: object, key: str, where: str) -> StrEnum:
-    """Return the value as a member of the enum `kind`. Raises UsageError if it is none."""
+    """Return the value as a member of the enum `kind`. Raises UsageError for any other value."""
     if value not in tuple(kind):
         raise UsageError(f"{where}: {key} is {value!r}; it must be {' or '.join(kind)}")
     return kind(str(value))
@@ -306,7 +306,7 @@ class TableCosts:
 
     def towers(self, shape: Shape) -> tuple[str | None, ...]:
         """Return for each stage the name of the length that its times grow with (None: constant),
-        by which stages of different models are told apart."""
+        by which stages of different models are distinguished."""
         by_rank = self._by_rank(shape)
         return tuple(
             self._time(by_rank, shape, stage, Kind.F).length for stage in range(shape.num_stages)
@@ -451,7 +451,7 @@ def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
 
 
 def preset(name: str) -> TableCosts:
-    """Read the costs of a name in `PRESETS` from the package; the name is not checked."""
+    """Read a preset of costs from the package's profiles/NAME.toml; the name is not checked."""
     text = (
         files("rrfp.simulate.costs").joinpath(f"profiles/{name}.toml").read_text(encoding="utf-8")
     )
