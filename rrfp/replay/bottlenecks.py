@@ -319,8 +319,9 @@ def _worst(
 
 
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every stage, the fast ones too, with its work beyond the median one's, and whether a
-    few long tasks cause it."""
+    """Yield every stage, the fast ones too, with its mean work beyond the median stage's. It is
+    marked as scattered if the upper quartiles show less than half of that, so that a few long tasks
+    cause it."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -441,8 +442,10 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
 
 
 def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
-    """Drop bottlenecks that are part of another one, or only its consequence. A binding order and a
-    hint for the pipeline's depth that saves more become one bottleneck."""
+    """Drop bottlenecks that are part of another one, or only its consequence: those that a slow
+    rank or stage explains, a wider bound where one in bytes saves as much, and all but the best
+    hint for the pipeline's depth. If that saves more than replacing a binding order, both become
+    one."""
     by_kind: defaultdict[BottleneckKind, list[Bottleneck]] = defaultdict(list)
     for each in found:
         by_kind[each.kind].append(each)

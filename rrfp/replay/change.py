@@ -88,8 +88,8 @@ class Change:
         return self.unbound or bool(self.knobs)
 
     def check(self, run: RecordedRun) -> None:
-        """Raise UsageError for a stage, link, rank or replica that the run does not have, or that
-        has no peers to be compared with, and for `--admit plan`."""
+        """Raise UsageError for a stage, link, rank or replica that the run does not have, for a
+        rank or replica without peers to be compared with, and for `--admit plan`."""
         shape, num_replicas = run.shape, len(run.steps[0].replicas)
         if self.admit is Admit.PLAN:
             raise UsageError(

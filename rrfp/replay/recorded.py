@@ -270,7 +270,7 @@ class RecordedSettings:
     def knob(self, name: str, shape: Shape) -> Any:
         """Return the value of a policy's knob; the default in traces from before there was one. For
         Megatron's own schedules `dispatch` is `fixed`, as they bind like an order. Raises RrfpError
-        for an invalid value."""
+        for an invalid value, and for a hold that is a share of 1F1B's peak."""
         if name == "dispatch" and self._is_native:
             return Dispatch.FIXED
         knob = KNOBS[name]

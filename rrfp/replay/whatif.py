@@ -123,7 +123,8 @@ class _WhatIf:
         ]
 
     def _row(self, change: Change) -> Row:
-        """Replay a change, and summarize its saving and its peaks of memory."""
+        """Replay a change, and summarize its median saving and its largest peaks of memory (in
+        bytes only if all sizes are known)."""
         run = self._run
         played = self._play(change)
         saving = _saving(self._own_ns, [step.makespan_ns for step in played])
@@ -170,8 +171,9 @@ class _WhatIf:
         return run.is_blocking or (policy.hint, policy.dispatch) != (own.hint, own.dispatch)
 
     def _conclusion(self, changes: Sequence[Change], rows: Sequence[Row]) -> str:
-        """State the saving of the best changed policy, and the share of a slow stage in what
-        remains; empty if no change is of the policy. It replays the best one once more."""
+        """State the saving of the best changed policy, or that it saves nothing or below 0.5%, and
+        the share of a slow stage in what remains. Empty if no change is of the policy. Replays the
+        best one once more."""
         policies = [
             (row, change) for row, change in zip(rows, changes, strict=True) if change.has_policy
         ]

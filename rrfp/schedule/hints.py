@@ -230,10 +230,10 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
     cells and trailing empty lines are ignored. The file, not the shape, says whether backwards are
     split.
 
-    If any backward of the file is split into I and W, a whole one (B) is read as I immediately
-    followed by W. Raises UsageError, with the line, if a cell is not a task, is on the wrong rank's
-    line, repeats a task or contradicts how it is split, if a task is missing, and if the text is
-    not CSV.
+    If any backward is split into I and W, a whole one (B) is read as I immediately followed by W.
+    Raises UsageError for another number of lines than ranks, for a cell that is no task, is on the
+    wrong rank's line, repeats a task or contradicts how it is split, for a missing task, and for a
+    text that is not CSV.
     """
     lines = _cells(text, name)
     while lines and not any(lines[-1]):

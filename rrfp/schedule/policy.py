@@ -641,8 +641,9 @@ def usual_limit(hint: Hint, shape: Shape) -> int | None:
 
 def filling_limit(hint: Hint, shape: Shape) -> int | None:
     """Return a limit under which steps of equal tasks are no slower than 1F1B's with the same
-    chunks, by a formula from simulations (docs/decisions/0036-usual-limit.md). None if no limit
-    suffices, as for rules that run several chunks' first forwards far ahead."""
+    chunks, as found by simulations (docs/decisions/0036-usual-limit.md): twice the ranks with one
+    chunk, twice an order's peak, else three times the stages. None, as no limit suffices, for a
+    rule that prefers the first of several chunks."""
     if shape.num_chunks == 1:
         return 2 * shape.num_ranks
     if isinstance(hint, Order):

@@ -237,8 +237,8 @@ class ReadyTracker:
         return tuple([each for each in needed if self._is_unmet(each, number)])
 
     def _is_unmet(self, needed: Task, number: int) -> bool:
-        """True if a prerequisite of the task `number` has not been dispatched here, or its output
-        has not arrived here."""
+        """True if a prerequisite of the task `number` is one of this rank that was not dispatched,
+        or one of another rank whose output has not arrived at this rank (member 0)."""
         if self.shape.rank_of(needed.stage) == self.rank:
             return self.unmet[self.shape.index_of(needed)] >= 0
         return bool(self.missing[number] & 1)

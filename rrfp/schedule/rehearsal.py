@@ -41,8 +41,8 @@ class Rehearsal(Value):
 
     @property
     def blocked(self) -> tuple[Blocked, ...]:
-        """The ranks that could not finish, each with the first task of its row that never ran;
-        empty if the order can run."""
+        """The ranks that could not finish, each with the first task of its row that never ran and
+        the prerequisites that this lacks; empty if the order can run."""
         ran = set(chain.from_iterable(self.timeline))
         firsts_left = [
             (rank, next((task for task in row if task not in ran), None))

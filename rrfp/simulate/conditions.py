@@ -106,7 +106,7 @@ def world_of(
 ) -> StepConditions:
     """Build the simulator's inputs for a replica's step under a policy, with fresh state. With
     several members their messages are late, and rounds of agreement take time unless an order
-    binds."""
+    binds. Ranks expect the tasks' times only if the costs are known before the step."""
     costs, links = met.costs, met.links
     binds = policy.dispatch is Dispatch.FIXED
     return StepConditions(

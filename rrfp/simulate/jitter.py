@@ -406,8 +406,9 @@ class _Reader:
         self._names: list[str] = []
 
     def read(self, part: str) -> None:
-        """Parse one part of a spec, and append it to the factors, delays, stops or slow links.
-        Raises UsageError for an unknown part, and for a number out of range."""
+        """Parse one part of a spec, such as `J1@0-2` or `stop:3:0.2:0.1`, and append it to the
+        factors, delays, stops or slow links. Raises UsageError for an unknown part, for a number
+        out of range, and for `none` beside other parts."""
         what, at, bound_to = part.partition("@")
         ranks: _Ranks = None
         if at:

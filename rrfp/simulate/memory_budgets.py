@@ -124,6 +124,7 @@ def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
 
 
 def _num_forwards_of_a_rank(shape: Shape) -> int:
+    """Return the number of chunks times that of microbatches."""
     return shape.num_chunks * shape.num_microbatches
 
 

@@ -60,7 +60,9 @@ class _Place:
 
 
 def floor(shape: Shape, times: TaskTimes, transfer: Transfer | None = None) -> Floor:
-    """Compute the floor of one pipeline's step; the shape says whether its backward is split.
+    """Compute lower bounds on one pipeline's step, which no schedule can beat: the largest load of
+    a rank, that with the shortest way to and from the rank, and the longest chain of one
+    microbatch. The shape says whether its backward is split.
 
     `transfer` gives the time of each message between two ranks; without it messages take none.
     """

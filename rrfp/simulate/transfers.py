@@ -140,8 +140,9 @@ class BlockingStep(Step):
         self._half_posted: set[Task] = set()
 
     def _rank_of(self, row: tuple[Task, ...]) -> _Rank:
-        """Return the initial state of a rank, with its transfers between the tasks of this row;
-        also note the link of each message that it receives."""
+        """Return the initial state of a rank, with its transfers between the tasks of this row, and
+        record the link of each message that it receives. Where transfers are combined, those of a
+        forward and of the backward after it surround the pair. Weight gradients have none."""
         units: list[list[Task]] = []
         pairs = self._pairs(row)
         for task in row:
