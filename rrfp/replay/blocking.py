@@ -46,7 +46,8 @@ class BlockingTransfer(NamedTuple):
 
     @property
     def last(self) -> End:
-        """The side that was ready last, for which the other one waited."""
+        """The side that was ready last (of equals, the receiver), for which the other one
+        waited."""
         return max(self.receiver, self.sender, key=lambda end: (end.there_ns, end.free_ns))
 
 
@@ -139,7 +140,8 @@ class _Replica:
     def _timed(
         self, untimed: Sequence[tuple[Task, _Place, _Place]], shape: Shape
     ) -> Iterator[_Message]:
-        """Derive the times of messages from the waits of both sides."""
+        """Derive the times of messages from the waits of both sides, and yield them: a message
+        passes when the first of the two ranks goes on, but not before its task has ended."""
         passed_ns: dict[Task, int] = {}
         # The end of the transfers that a rank waited for at each place.
         place_passed_ns: defaultdict[_Place, int] = defaultdict(int)
@@ -170,7 +172,7 @@ class _Replica:
 
     def _keep(self, messages: list[_Message]) -> None:
         """Replace the ranks' transfers by these messages', each in the gap of waits in which it
-        passed."""
+        passed, on both sides. The list is sorted by the time of passing."""
         messages.sort(key=lambda each: each.passed_ns)
         passed: list[list[_Message]] = [[] for _ in self.ranks]
         for message in messages:
@@ -191,7 +193,8 @@ class _Replica:
                     self.ranks[pp_rank].transfers[gap].append(transfer)
 
     def _end(self, message: _Message, pp_rank: int, passed: Sequence[_Message]) -> End:
-        """One side of a message. It was ready at the end of its previous task or transfer."""
+        """Return one side of a message. It was ready at the end of its previous task or
+        transfer."""
         gap = self._gap_at(pp_rank, message.began_ns)
         free_ns = self.ranks[pp_rank].free_ns
         num_before = bisect_right(passed, message.began_ns, key=lambda each: each.passed_ns)
@@ -201,29 +204,31 @@ class _Replica:
         return End(pp_rank, gap, there_ns, free_ns[gap])
 
     def _gap_at(self, pp_rank: int, time_ns: int) -> int:
-        """The gap in which a rank is at a time. While it runs a task (a weight gradient, which
-        overlaps with transfers), the gap before that."""
+        """Return the gap in which a rank is at a time. While it runs a task (a weight gradient,
+        which overlaps with transfers), it is the gap before that."""
         gap = bisect_left(self._starts_ns[pp_rank], time_ns)
         while gap > 0 and self.ranks[pp_rank].free_ns[gap] > time_ns:
             gap -= 1
         return gap
 
     def _receives(self, pp_rank: int, task: Task) -> _Place:
-        """The wait of a rank for a task's input: right before the task, or before an earlier
-        one."""
+        """Return the last wait of a rank that may be for a task's input: right before the task, or
+        before an earlier one. Without any wait, its number is -1."""
         waits, own = self.ranks[pp_rank].waits, self._numbers[pp_rank][task]
         gap = next((gap for gap in range(own, -1, -1) if waits[gap]), own)
         return _Place(pp_rank, gap, len(waits[gap]) - 1)
 
     def _sends(self, pp_rank: int, task: Task) -> _Place:
-        """The wait of a rank for sending a task's output: right after the task, or after a later
-        one."""
+        """Return the first wait of a rank that may be for sending a task's output: right after the
+        task, or after a later one. Without any wait, its number is -1."""
         waits, after = self.ranks[pp_rank].waits, self._numbers[pp_rank][task] + 1
         gap = next((gap for gap in range(after, len(waits)) if waits[gap]), after)
         return _Place(pp_rank, gap, 0 if waits[gap] else -1)
 
 
 def _rank(pp_rank: int, members: Members, entry_ns: int) -> BlockingRank:
+    """Collect the tasks of a rank and its waits by gap. Of several members, the waits of the one
+    that waits longest count, from the time at which the last member was free."""
     spans = spans_of(members)
     free_ns = [entry_ns, *(end_ns for _, end_ns in spans.values())]
     of_members = [_waits(member, len(free_ns)) for member in members]
@@ -239,7 +244,8 @@ def _rank(pp_rank: int, members: Members, entry_ns: int) -> BlockingRank:
 
 
 def _waits(member: RankStep, num_gaps: int) -> list[list[WaitRecord]]:
-    """The waits of a member for transfers, by gap."""
+    """Return the waits of a member for transfers, by gap and in order of time; waits for gradient
+    reduction are left out."""
     starts_ns = sorted(task.start_ns for task in member.tasks)
     waits: list[list[WaitRecord]] = [[] for _ in range(num_gaps)]
     for wait in sorted(member.waits):
@@ -249,8 +255,8 @@ def _waits(member: RankStep, num_gaps: int) -> list[list[WaitRecord]]:
 
 
 def spans_of(members: Members) -> dict[Task, Span]:
-    """The time of each task of a group, from the last member's start to the last member's end, in
-    the sequence in which the tasks ran."""
+    """Return the time of each task of a group, from the last member's start to the last member's
+    end, in the sequence in which the tasks ran."""
     spans: dict[Task, Span] = {}
     for rank in members:
         for record in rank.tasks:

@@ -40,11 +40,12 @@ class BubbleParts:
 
     @property
     def fraction(self) -> float:
+        """The whole bubble as a share of the measured time."""
         return self.structural + self.excess
 
     @property
     def description(self) -> str:
-        """Describe the parts in two sentences, in whole percents that add up."""
+        """The parts in two sentences, in whole percents that add up."""
         whole, structural = (round(100 * part) for part in (self.fraction, self.structural))
         excess = whole - structural
         jitter = f"{'added' if excess > 0 else 'took off'} {abs(excess)}%"
@@ -54,6 +55,7 @@ class BubbleParts:
         )
 
     def as_json(self) -> dict[str, float]:
+        """Return both parts and their sum as JSON."""
         return {
             "fraction": self.fraction,
             "structural": self.structural,
@@ -85,7 +87,7 @@ class Structural:
 
     @property
     def whole(self) -> BubbleParts:
-        """The mean over all ranks."""
+        """The mean of the parts over all ranks."""
         count = len(self.ranks)
         return BubbleParts(
             sum(rank.structural for rank in self.ranks) / count,
@@ -94,7 +96,8 @@ class Structural:
 
 
 def structural(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Structural:
-    """Divide the bubble of these steps of a run into its two parts."""
+    """Divide the bubble of these steps into its two parts, by pipeline rank: the structural part
+    remains in a replay with each task at its mean time, and the excess is the rest."""
     window_ns = sum(step.window_ns for step in steps)
     smooth_ns = sum(replay(run, step.without_jitter()).makespan_ns for step in steps)
     busy_ns = [0.0] * run.shape.num_ranks
@@ -175,17 +178,21 @@ class Bottleneck:
 
     @property
     def is_background(self) -> bool:
-        """Whether this effect makes the steps of every run longer."""
+        """True if this effect makes the steps of every run longer, so that it needs a large saving
+        to be reported."""
         return self.kind in BACKGROUND or self.is_scattered
 
     @property
     def weight(self) -> float:
-        """The share of a step that background effects must exceed by `_BACKGROUND_FACTOR`."""
+        """The share of a step by which background effects are judged: the saving or, if larger,
+        what heavy microbatches cost (`hides`)."""
         return max(self.saving, self.hides)
 
 
 def find_bottlenecks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Bottleneck]:
-    """Find the bottlenecks of a run, the largest saving first. `steps` are its measured steps.
+    """Find the bottlenecks of a run by replaying each candidate's removal; the largest saving comes
+    first. `steps` are its measured steps. Savings below 1%, consequences of other bottlenecks and
+    small background effects are left out.
 
     Raises RrfpError for a step that takes no time.
     """
@@ -222,7 +229,8 @@ def find_bottlenecks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Bo
 def _saving(
     run: RecordedRun, steps: Sequence[MeasuredStep], own_ns: Sequence[int], change: Change
 ) -> float:
-    """The share of a step that a change saves; 0 if the change does not apply to the run."""
+    """Return the share of a step's replayed time (`own_ns`) that a change saves, the median over
+    the steps; 0 if the change does not apply to the run."""
     try:
         policy, shape = change.policy(run) if change.has_policy else (None, None)
         after_ns = [
@@ -237,8 +245,9 @@ def _saving(
 def _candidates(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
-    """Yield the candidates, without savings. `most_bytes` is the largest peak of a rank's
-    activations; 0 if not known."""
+    """Yield the candidates, without savings: the worst slow stages, ranks, replicas and links, and
+    the general ones, such as links, bounds and the order. `most_bytes` is the largest peak of a
+    rank's activations; 0 if not known."""
     stages = list(_slow_stages(run, steps))
     whole = [each for each in stages if not each.is_scattered]
     yield from _worst(whole, LEAST_EXCESS_OF_STAGE)
@@ -271,8 +280,8 @@ def _candidates(
 def _bounds(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
-    """Yield twice the run's bound; and if that counts microbatches, a bound in bytes at the largest
-    peak of a rank."""
+    """Yield twice the run's bound, if it has one that is known; and if that counts microbatches, a
+    bound in bytes at the largest peak of a rank."""
     limit, hold = run.policy.limit, run.policy.hold
     if hold is Auto.AUTO:
         budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
@@ -289,13 +298,14 @@ def _bounds(
 
 
 def _rounded_down(num_bytes: int) -> Bytes:
-    """Round down to a size that is short to write, by at most a thousandth."""
+    """Round down to a whole number of MiB or KiB, if that changes it by at most a thousandth."""
     unit = next((unit for unit in (2**20, 2**10) if num_bytes >= 1000 * unit), 1)
     return Bytes(num_bytes // unit * unit)
 
 
 def _own_ready_hint(run: RecordedRun) -> Hint:
-    """The default hint for `ready` dispatch with the same kinds of tasks."""
+    """Return the default hint for `ready` dispatch with the same kinds of tasks: `bf`, or `bfw`
+    with split backwards, and its deep form for several chunks."""
     name = "bfw" if run.shape.splits_backward else "bf"
     return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
 
@@ -303,13 +313,15 @@ def _own_ready_hint(run: RecordedRun) -> Hint:
 def _worst(
     candidates: Iterable[Bottleneck], least_excess: float = _LEAST_EXCESS
 ) -> list[Bottleneck]:
+    """Return the candidates with an excess above `least_excess`, the largest first, 3 at most."""
     found = [each for each in candidates if each.excess > least_excess]
     return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
 
 
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every stage with its work beyond the median one's, and whether a few long tasks cause
-    it."""
+    """Yield every stage, the fast ones too, with its mean work beyond the median stage's. It is
+    marked as scattered if the upper quartiles show less than half of that, so that a few long tasks
+    cause it."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -329,8 +341,8 @@ def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bo
 
 
 def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> list[float]:
-    """The work of each stage beyond the median stage's, as a share of that. `times_ns` are the task
-    times by stage and kind."""
+    """Return the work of each stage beyond the median stage's, as a share of that; negative for
+    less work. `times_ns` are the task times by stage and kind."""
     work_ns = [0.0] * run.shape.num_stages
     for (stage, _), ns in times_ns.items():
         work_ns[stage] += ns
@@ -339,13 +351,14 @@ def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> l
 
 
 def _usually_at_most(times_ns: Sequence[int]) -> int:
-    """The upper quartile."""
+    """Return the upper quartile of these times."""
     return sorted(times_ns)[3 * (len(times_ns) - 1) // 4]
 
 
 def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every rank with its work beyond that of the same ranks of the other replicas; in a run
-    of one replica, beyond that of the members of its group."""
+    """Yield every rank with its work beyond that of the same ranks of the other replicas (the
+    median); in a run of one replica, beyond that of the members of its group. The rank is named by
+    its busiest member."""
     busy_ns = _busy_ns(run, steps)
     if len(busy_ns) == 1:
         yield from _slow_members(run)
@@ -359,7 +372,8 @@ def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
 
 
 def _slow_members(run: RecordedRun) -> Iterator[Bottleneck]:
-    """Yield every rank with its work beyond that of the other members of its group."""
+    """Yield every rank of the first replica with its work beyond the median of the other members of
+    its group; nothing where groups have one member."""
     for pp_rank in range(run.shape.num_ranks):
         work_ns = _members_work_ns(run, 0, pp_rank)
         for rank, ns in work_ns.items():
@@ -370,13 +384,15 @@ def _slow_members(run: RecordedRun) -> Iterator[Bottleneck]:
 
 
 def _slowest_member(run: RecordedRun, replica: int, pp_rank: int) -> int:
-    """The member of a pipeline rank's group that has most work."""
+    """Return the rank of the member of a pipeline rank's group that has most work; of equals, the
+    first."""
     work_ns = _members_work_ns(run, replica, pp_rank)
     return max(work_ns, key=lambda rank: (work_ns[rank], -rank))
 
 
 def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, int]:
-    """The time in tasks of each member of a pipeline rank's group."""
+    """Return the time in tasks, over all steps, of each member of a pipeline rank's group, by its
+    rank."""
     work_ns: defaultdict[int, int] = defaultdict(int)
     for step in run.steps:
         for member in step.replicas[replica][pp_rank]:
@@ -385,7 +401,8 @@ def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, 
 
 
 def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every replica with its work beyond the others'."""
+    """Yield every replica with its work beyond the median of the others'; nothing with one
+    replica."""
     busy_ns = _busy_ns(run, steps)
     for number, of_ranks in enumerate(busy_ns):
         others = [sum(each) for each in busy_ns if each is not of_ranks]
@@ -395,7 +412,7 @@ def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[
 
 
 def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]:
-    """Time in tasks, by replica and pipeline rank."""
+    """Return the time in tasks over these steps, by replica and pipeline rank."""
     totals_ns = [[0] * run.shape.num_ranks for _ in run.steps[0].replicas]
     for step in steps:
         for of_ranks, replica in zip(totals_ns, step.replicas, strict=True):
@@ -405,7 +422,8 @@ def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]
 
 
 def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every link with the time of its messages beyond the median link's."""
+    """Yield every link with the median time of its messages beyond the median link's, as a share of
+    that."""
     times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -424,7 +442,10 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
 
 
 def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
-    """Drop bottlenecks that are part of another one, or only its consequence."""
+    """Drop bottlenecks that are part of another one, or only its consequence: those that a slow
+    rank or stage explains, a wider bound where one in bytes saves as much, and all but the best
+    hint for the pipeline's depth. If that saves more than replacing a binding order, both become
+    one."""
     by_kind: defaultdict[BottleneckKind, list[Bottleneck]] = defaultdict(list)
     for each in found:
         by_kind[each.kind].append(each)
@@ -433,7 +454,7 @@ def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bot
     dropped: list[Bottleneck] = []
     # All microbatches of a slow replica look heavy.
     for heavy in by_kind[BottleneckKind.UNEVEN_MICROBATCHES]:
-        dropped += _parts(heavy, replicas + ranks, _SAME_SHARE)
+        dropped += _explained_by(heavy, replicas + ranks, _SAME_SHARE)
     # A slow rank makes its replica and its stage look slow.
     for rank in ranks:
         assert rank.change.usual_rank is not None
@@ -444,14 +465,14 @@ def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bot
                 dropped.append(replica if is_rank else rank)
         for stage in stages:
             if stage.pp_rank == rank.pp_rank:
-                dropped += _parts(stage, [rank], _SAME_SHARE)
+                dropped += _explained_by(stage, [rank], _SAME_SHARE)
     # One slow stage, or rank, makes them all uneven.
     for uneven in by_kind[BottleneckKind.UNEVEN_LAYERS]:
-        is_one = _parts(uneven, stages + ranks + replicas, _ONE_STAGE)
+        is_one = _explained_by(uneven, stages + ranks + replicas, _ONE_STAGE)
         dropped += is_one or stages
     # A wider bound gains little over one that fills the memory which was used anyway.
     for bound in by_kind[BottleneckKind.BOUND]:
-        dropped += _parts(bound, by_kind[BottleneckKind.MEMORY], _SAME_SHARE)
+        dropped += _explained_by(bound, by_kind[BottleneckKind.MEMORY], _SAME_SHARE)
     # Of several hints that fill the drain the best is enough.
     depths = sorted(by_kind[BottleneckKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
     dropped += depths[1:]
@@ -464,8 +485,8 @@ def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bot
 
 
 def _with_remedy(order: Bottleneck, depth: Bottleneck) -> Bottleneck:
-    """A binding order, measured by a hint that fills the drain too; readiness alone is the
-    remedy."""
+    """Return a binding order with the saving of a hint that fills the drain too; `ready` dispatch
+    alone, with its own saving, becomes the remedy."""
     return replace(
         order,
         change=depth.change,
@@ -475,6 +496,7 @@ def _with_remedy(order: Bottleneck, depth: Bottleneck) -> Bottleneck:
     )
 
 
-def _parts(whole: Bottleneck, parts: Sequence[Bottleneck], share: float) -> list[Bottleneck]:
-    """The whole, if one of its parts saves so large a share of what it does; else nothing."""
+def _explained_by(whole: Bottleneck, parts: Sequence[Bottleneck], share: float) -> list[Bottleneck]:
+    """Return a list of the whole alone, if removing one of `parts` saves at least `share` of what
+    removing the whole saves; else an empty list."""
     return [whole] if any(each.saving >= share * whole.saving for each in parts) else []

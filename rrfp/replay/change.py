@@ -79,17 +79,17 @@ class Change:
 
     @property
     def hint(self) -> Hint | None:
-        """The changed hint, if it is changed."""
+        """The changed hint; None if the hint stays."""
         return self.knobs.get("hint")
 
     @property
     def has_policy(self) -> bool:
-        """Whether anything of the policy changes."""
+        """True if the change has a knob, or drops the run's bound."""
         return self.unbound or bool(self.knobs)
 
     def check(self, run: RecordedRun) -> None:
-        """Raise UsageError for a stage, link, rank or replica that the run does not have, or that
-        has nothing to be compared with."""
+        """Raise UsageError for a stage, link, rank or replica that the run does not have, for a
+        rank or replica without peers to be compared with, and for `--admit plan`."""
         shape, num_replicas = run.shape, len(run.steps[0].replicas)
         if self.admit is Admit.PLAN:
             raise UsageError(
@@ -126,10 +126,11 @@ class Change:
             )
 
     def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
-        """The changed policy, and the shape whose backward is split as it says.
+        """Return the changed policy, and the shape whose backward is split as it says. Without a
+        dispatch the policy is `ready`, and without a bound it keeps that of the run.
 
-        Raises UsageError for bounds that exclude each other, that a binding order passes, or that
-        need sizes which the run does not tell.
+        Raises UsageError for a hint that does not fit the shape, for bounds that exclude each
+        other, and for a binding order that deadlocks or exceeds a bound.
         """
         own = run.policy
         hint = self.hint or own.hint
@@ -155,7 +156,7 @@ class Change:
         return fitted(policy, run.shape, counts_places=is_fixed)
 
     def apply(self, step: MeasuredStep, run: RecordedRun) -> MeasuredStep:
-        """The step with every change but that of the policy."""
+        """Return the step with every change but that of the policy. The change is not checked."""
         if self.usual_rank is not None:
             replica, pp_rank = run.place_of(self.usual_rank)
             if len(step.replicas) > 1:
@@ -183,7 +184,7 @@ class Change:
 
     @property
     def flags(self) -> str:
-        """The flags of `rrfp analyze whatif` for it."""
+        """The flags of `rrfp analyze whatif` that make this change, in one line."""
         words = []
         stated = {name: KNOBS[name].describe(value) for name, value in self.knobs.items()}
         if self.unbound:
@@ -207,7 +208,8 @@ class Change:
         return " ".join([*words, *(f"--{name}" for name, is_on in switches if is_on)])
 
     def describe(self, run: RecordedRun) -> str:
-        """Describe the change in a few words: `bfw, hold 8, free links`."""
+        """Describe the change in a few words: `bfw, hold 8, free links`; `as it was` if it is
+        none."""
         words = []
         if self.has_policy:
             name = self.hint.name if self.hint is not None else run.hint_name
@@ -248,8 +250,8 @@ class Change:
 
 
 def absolute(hold: Hold, run: RecordedRun) -> Hold:
-    """A share of what 1F1B would have kept in the run, as a number: of bytes, or where the run does
-    not tell its sizes, of microbatches. Any other hold as it is."""
+    """Resolve a share of what 1F1B would have kept in the run to a number of bytes or, where the
+    run does not record its sizes, of microbatches. Any other hold stays."""
     if not isinstance(hold, ShareOf1F1B):
         return hold
     peak = run.peak_of_1f1b()
@@ -280,12 +282,13 @@ def replay(
     shape: Shape | None = None,
     w_share: float = W_SHARE,
 ) -> SimulatedStep:
-    """Play a step of a run again: under a policy over asynchronous links, or by default under the
-    run's own policy over its own links.
+    """Simulate a step of a run with its own task times, delays and messages: under a policy over
+    asynchronous links, or by default under the run's own policy over its own links.
 
     `shape` may split the backward where the run did not; `w_share` is then the weight gradient's
     share of a whole one. Raises UsageError for a hold with which a rank could get stuck, or that
-    needs sizes which the run does not tell. The makespan includes the measured tail of the step.
+    needs sizes or budgets which the run does not record. The makespan includes the measured tail of
+    the step.
     """
     shape, chosen = shape or run.shape, policy or run.policy
     if not counts_microbatches(chosen.hold) and any(each.sizes is None for each in step.replicas):
@@ -315,7 +318,8 @@ def replay(
 
 
 def task_times(durations_ns: Mapping[Task, int], shape: Shape, w_share: float) -> TaskTimes:
-    """The times of a shape's tasks. A backward that was recorded whole is divided by `w_share`; one
+    """Arrange recorded times by kind, stage and microbatch; a task that did not run takes 0. A
+    backward that was recorded whole is divided, with `w_share` of it for the weight gradient; one
     recorded in two parts keeps them."""
 
     def rows(kind: Kind) -> list[list[int]]:

@@ -47,7 +47,9 @@ class RecordedCosts:
     w_share: float = W_SHARE
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """Raises UsageError when the shape is not that of the run."""
+        """Return the costs of a step: the task times of recorded step `seed` and of the replica,
+        both modulo their numbers, or drawn ones. Messages take the run's median. Raises UsageError
+        if the shape is not that of the run; drawn costs take any number of microbatches."""
         self._check(shape)
         recorded = self.steps[seed % len(self.steps)]
         durations_ns: Mapping[Task, int]
@@ -64,8 +66,8 @@ class RecordedCosts:
         )
 
     def _sizes(self, shape: Shape, seed: int, replica: int) -> ActivationSizes | None:
-        """The activation sizes. A drawn microbatch has those of one recorded microbatch on all
-        stages. None if the run does not record them."""
+        """Return the activation sizes of the recorded step and replica. A drawn microbatch has
+        those of one recorded microbatch on all stages. None if the run does not record them."""
         if not self.drawn:
             recorded = self.steps[seed % len(self.steps)].replicas
             return recorded[replica % len(recorded)].sizes
@@ -85,6 +87,8 @@ class RecordedCosts:
         )
 
     def _check(self, shape: Shape) -> None:
+        """Raise UsageError if the shape has other ranks, chunks or placement than the run or,
+        unless costs are drawn, another number of microbatches."""
         own = self.shape
         needed = (
             ("pp", shape.num_ranks, own.num_ranks),
@@ -100,6 +104,8 @@ class RecordedCosts:
                 )
 
     def _draw(self, shape: Shape, seed: int, replica: int) -> dict[Task, int]:
+        """Draw the time of each task from the recorded ones of its stage and kind in all steps and
+        replicas; equal arguments give equal times."""
         recorded_ns: dict[tuple[int, Kind], list[int]] = {}
         for step in self.steps:
             for each in step.replicas:
@@ -114,6 +120,7 @@ class RecordedCosts:
         }
 
     def _message_ns(self) -> int:
+        """Return the median time of the run's messages in ns; 0 without any."""
         found_ns = [
             time_ns
             for step in self.steps
@@ -124,9 +131,9 @@ class RecordedCosts:
 
 
 def costs_of(recording: Recording, *, drawn: bool = False) -> RecordedCosts:
-    """The costs of a recorded run, from its whole steps that train.
+    """Measure the costs of a recorded run, from its whole steps that train.
 
-    Raises RrfpError when it has no such step, or the trace does not tell what was run.
+    Raises RrfpError when it has no such step, or the trace does not record what was run.
     """
     run = read_run(recording)
     return RecordedCosts(run.shape, measure(run), run.left_out, run.without_sizes, drawn)
@@ -143,7 +150,9 @@ _OF_A_MODEL = {"language", "device"}
 
 
 def resolve_costs(text: str) -> Costs:
-    """The costs of that name, or those in the file, trace or run directory at that path.
+    """Read the costs of a preset's name, or those in the file, trace or run directory at that path.
+    A prefix `drawn:` asks to draw task times from a run's recorded ones. A run whose trace is not
+    merged yet is merged, which writes the trace.
 
     Raises UsageError for anything else and for a file that cannot be read or is wrong, and
     RrfpError for a run without a whole trace.
@@ -152,7 +161,8 @@ def resolve_costs(text: str) -> Costs:
 
 
 def _resolved(text: str, *, is_cut: bool) -> Costs:
-    """`is_cut`: another document cuts these costs, so that they cannot be such a document again."""
+    """Read costs as `resolve_costs` does. With `is_cut` another document cuts these costs, and
+    UsageError is raised if they are a cut themselves."""
     if text in PRESETS:
         return preset(text)
     trace = _recorded_trace(text)
@@ -187,12 +197,15 @@ def _resolved(text: str, *, is_cut: bool) -> Costs:
 
 
 def costs_file(text: str) -> Path | None:
-    """The file that `resolve_costs` reads, a table or a trace; None for a preset."""
+    """Return the path of the file that `resolve_costs` reads, a table or a trace; None for a
+    preset. A run whose trace is not merged yet is merged. A table is not checked, and may not
+    exist."""
     return None if text in PRESETS else _recorded_trace(text) or Path(text)
 
 
 def stable_costs_name(text: str) -> str:
-    """A name of the same costs that stays valid when `runs/latest` changes."""
+    """Return a name of the same costs that stays valid when `runs/latest` changes: the full path of
+    a recorded run's trace, which is merged if it is not yet. Any other name stays."""
     trace = None if text in PRESETS else _recorded_trace(text)
     if trace is None:
         return text
@@ -200,7 +213,9 @@ def stable_costs_name(text: str) -> str:
 
 
 def _recorded_trace(text: str) -> Path | None:
-    """The trace whose times are the costs; None if the costs were not recorded."""
+    """Return the path of the trace whose times are the costs, after merging the run's records if
+    that is still to do; None if the costs were not recorded. Raises UsageError for a path that is
+    neither a file nor a directory or cannot be read, and RrfpError for a run without a trace."""
     rest = text.removeprefix(DRAWN)
     path = _named(rest)
     # A pipe might never get a writer, and reading it would hang.
@@ -222,7 +237,8 @@ def _recorded_trace(text: str) -> Path | None:
 
 
 def _named(text: str) -> Path:
-    """The run of that short name, or else what the text is as a path."""
+    """Return the path that a text stands for: the run of a short name (`@...`), a directory of that
+    name below `runs/` if nothing else has the path, or the text as a path."""
     if text.startswith("@"):
         return find_run(Path(text))
     path, below = Path(text), RUNS / text
@@ -230,7 +246,8 @@ def _named(text: str) -> Path:
 
 
 def _mode(path: Path) -> int:
-    """The mode that `stat` gives for a path; 0 if nothing is found there."""
+    """Return the mode that `stat` gives for a path; 0 if nothing is found there or it cannot be
+    read."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -238,7 +255,8 @@ def _mode(path: Path) -> int:
 
 
 def _read(path: Path) -> str:
-    """A file's text, without the byte order mark that spreadsheets write."""
+    """Return a file's text, without the byte order mark that spreadsheets write. Raises UsageError
+    if it cannot be read or is not UTF-8."""
     try:
         return read_small(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:

@@ -50,7 +50,8 @@ from rrfp.trace.records import (
 
 
 def evened(of_replicas: Sequence[ActivationSizes | None]) -> list[ActivationSizes | None]:
-    """The sizes of replicas whose microbatches all keep the same on a stage, to the byte."""
+    """Spread the bytes of each stage evenly over all microbatches of all replicas, to within a
+    byte; the sums stay. If the sizes of any replica are not known, all stay as they are."""
     known = [sizes for sizes in of_replicas if sizes is not None]
     if len(known) < len(of_replicas):
         return list(of_replicas)
@@ -62,7 +63,7 @@ def evened(of_replicas: Sequence[ActivationSizes | None]) -> list[ActivationSize
 
 
 def without_heavy(sizes: ActivationSizes) -> ActivationSizes:
-    """Cap the bytes of each microbatch on a stage at those of the median one."""
+    """Cap the bytes of each microbatch on a stage at those of the stage's median one."""
 
     def rows(of: Rows) -> Rows:
         return [[min(size, median_low(row)) for size in row] for row in of]
@@ -75,8 +76,9 @@ def without_heavy(sizes: ActivationSizes) -> ActivationSizes:
 def divided(
     sizes: ActivationSizes, divide: Callable[[Sequence[int]], Sequence[float]]
 ) -> ActivationSizes:
-    """Divide each microbatch's bytes over the stages in other shares. `divide` computes the shares
-    of one microbatch from its bytes by stage."""
+    """Divide each microbatch's bytes over the stages in other shares; its sum stays. `divide`
+    computes the shares of one microbatch from its bytes by stage. Bytes pending for W never exceed
+    those kept from F on."""
     kept = _divided(sizes.activations, divide)
     if sizes.pending_w is None:
         return ActivationSizes(kept)
@@ -88,6 +90,8 @@ def divided(
 
 
 def _evened(of_replicas: Sequence[Rows]) -> list[Rows]:
+    """Spread the bytes of each stage evenly over all microbatches of all replicas, in whole
+    bytes."""
     replicas = range(len(of_replicas))
     found: list[list[Sequence[int]]] = [[] for _ in replicas]
     for rows in zip(*of_replicas, strict=True):
@@ -100,12 +104,15 @@ def _evened(of_replicas: Sequence[Rows]) -> list[Rows]:
 
 
 def _divided(rows: Rows, divide: Callable[[Sequence[int]], Sequence[float]]) -> list[list[int]]:
+    """Divide the bytes of each microbatch over the stages, in the shares that `divide` computes
+    from them."""
     columns = [_apportioned(sum(column), divide(column)) for column in zip(*rows, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
-    """Divide a whole number into whole parts in proportion to these shares."""
+    """Divide a whole number into whole parts in proportion to these shares, which add up to it;
+    zeros if all shares are 0."""
     whole = sum(shares)
     if not whole:
         return [0] * len(shares)
@@ -117,11 +124,12 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def work_after(work_ns: Sequence[int], split: Sequence[int], even: Sequence[int]) -> list[float]:
-    """The work of each stage if the layers were split as `even` instead of `split` (layers by
-    stage).
+    """Return the work of each stage if the layers were split as `even` instead of `split` (layers
+    by stage).
 
     A stage in the middle consists of its layers. In the first and in the last one a layer takes as
-    long as in the median stage of the middle, and the rest, the embedding or the loss, stays.
+    long as in the median stage of the middle (at most its own mean), and the rest, the embedding or
+    the loss, stays.
     """
     return [
         rest + rate * layers
@@ -130,8 +138,9 @@ def work_after(work_ns: Sequence[int], split: Sequence[int], even: Sequence[int]
 
 
 def even_split(work_ns: Sequence[int], split: Sequence[int], shape: Shape) -> tuple[int, ...]:
-    """The split of the same layers whose busiest pipeline rank has least to do, by the costs of
-    `work_after`. Every stage keeps a layer. `work_ns` is by stage, under `split`."""
+    """Find the split of the same layers whose busiest pipeline rank has least to do, by the costs
+    of `work_after`: layers are given one by one to the rank with the least load. Every stage keeps
+    a layer. `work_ns` is by stage, under `split`."""
     costs = _stage_costs(work_ns, split)
     found = [1] * len(split)
 
@@ -148,7 +157,8 @@ def even_split(work_ns: Sequence[int], split: Sequence[int], shape: Shape) -> tu
 
 
 def _stage_costs(work_ns: Sequence[int], split: Sequence[int]) -> list[tuple[float, float]]:
-    """By stage: the work apart from layers, and the work of a layer."""
+    """Return for each stage the work apart from layers (0 in the middle), and the work of a
+    layer."""
     rates = [ns / layers for ns, layers in zip(work_ns, split, strict=True)]
     usual = median_low(rates[1:-1] or [min(rates)])
     last = len(rates) - 1
@@ -183,7 +193,7 @@ class ReplicaStep:
     """The bounds in bytes that were in force, by pipeline rank; empty without any."""
 
     def busy_ns(self, shape: Shape) -> list[int]:
-        """Time in tasks, by pipeline rank."""
+        """Return the time in tasks, by pipeline rank."""
         totals_ns = [0] * shape.num_ranks
         for task, time_ns in self.durations_ns.items():
             totals_ns[shape.rank_of(task.stage)] += time_ns
@@ -191,26 +201,27 @@ class ReplicaStep:
 
     @property
     def transfer(self) -> Transfer | None:
-        """How long each message took; None if messages take no time."""
+        """A function for how long each message took; None if messages take no time."""
         if not self.transfers_ns:
             return None
         return lambda sender, receiver, task: self.transfers_ns[task]
 
     @property
     def stretch(self) -> Stretch:
-        """Puts its overhead before each task, or the step's median if the run had no such task."""
+        """A function that adds its overhead to each task's time, or the step's median if the run
+        had no such task."""
         usual_ns = median_low(self.overheads_ns.values())
         return lambda rank, start_ns, task, time_ns: time_ns + self.overheads_ns.get(task, usual_ns)
 
     def without_jitter(self) -> "ReplicaStep":
-        """The same step with every task at the mean of its stage and kind in the step; overheads
+        """Return the step with every task at the mean of its stage and kind in the step; overheads
         and messages stay."""
         means_ns = means_of(self.durations_ns)
         return replace(self, durations_ns={task: means_ns[task[:2]] for task in self.durations_ns})
 
     def with_median_stage(self, stage: int) -> "ReplicaStep":
-        """The same step with the tasks of one stage as fast, in the mean, as those of the median
-        stage; each kind by itself."""
+        """Return the step with the tasks of one stage as fast, in the mean, as those of the median
+        stage; each kind by itself. A stage that is faster gets slower."""
         means_ns = means_of(self.durations_ns)
         middle_ns = {
             kind: median_low(mean_ns for (_, other), mean_ns in means_ns.items() if other is kind)
@@ -225,12 +236,12 @@ class ReplicaStep:
         return replace(self, durations_ns=durations_ns)
 
     def with_free_links(self) -> "ReplicaStep":
-        """The same step with messages that take no time."""
+        """Return the step with messages that take no time."""
         return replace(self, transfers_ns={})
 
     def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "ReplicaStep":
-        """The same step with the messages of one link, by its pipeline ranks, as fast in the median
-        as those of the link in the middle, if they are slower."""
+        """Return the step with the messages of one link, by its pipeline ranks, as fast in the
+        median as those of the median link, if they are slower; otherwise it stays."""
         by_link: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for task, time_ns in self.transfers_ns.items():
             by_link[_link(task, shape)].append(time_ns)
@@ -246,20 +257,22 @@ class ReplicaStep:
         return replace(self, transfers_ns=transfers_ns)
 
     def with_microbatches_of(self, means_ns: Means, sizes: ActivationSizes | None) -> "ReplicaStep":
-        """The same step with microbatches that all weigh as much as one whose tasks take these
-        means, and keep what `sizes` say. They keep what else makes their tasks differ."""
+        """Return the step with microbatches that all weigh as much as one whose tasks take these
+        means, and with these activation sizes. Other differences between their tasks stay."""
         return replace(self._weighing(means_ns, lambda _: 1.0), sizes=sizes)
 
     def with_usual_microbatches(self) -> "ReplicaStep":
-        """The same step with its heavy microbatches as light as the median one."""
+        """Return the step with heavy microbatches as light as the median one, in task times and in
+        activation bytes; light ones stay."""
         lighter = self._weighing(means_of(self.durations_ns), min)
         return replace(lighter, sizes=self.sizes and without_heavy(self.sizes))
 
     def _weighing(
         self, means_ns: Means, weigh: Callable[[tuple[float, float]], float]
     ) -> "ReplicaStep":
-        """The same step with other weights, by what each microbatch and the median one weigh. A
-        weight is how much longer than the mean its tasks take, in the median."""
+        """Return the step with other weights of its microbatches; `weigh` computes each from what
+        the microbatch and the median one weigh. A weight is how much longer than the mean its tasks
+        take, in the median."""
         shares: defaultdict[int, list[float]] = defaultdict(list)
         for task, time_ns in self.durations_ns.items():
             shares[task.microbatch].append(time_ns / max(1, means_ns[task[:2]]))
@@ -276,7 +289,8 @@ class ReplicaStep:
         return replace(self, durations_ns=durations_ns)
 
     def with_pyramid(self) -> "ReplicaStep":
-        """The same step with its microbatches admitted as a pyramid, by what each took."""
+        """Return the step with its microbatches admitted as a pyramid, by what each took. Task
+        times and sizes move with them; overheads and messages stay in place."""
         weights_ns: defaultdict[int, int] = defaultdict(int)
         for task, time_ns in self.durations_ns.items():
             weights_ns[task.microbatch] += time_ns
@@ -289,8 +303,9 @@ class ReplicaStep:
         return replace(self, durations_ns=durations_ns, sizes=sizes)
 
     def with_even_stages(self, layers: int | None, shape: Shape) -> "ReplicaStep":
-        """The same step with its work divided evenly over the stages: in whole layers, if it is
-        known how many the stages share evenly now."""
+        """Return the step with its work and bytes divided evenly over the stages: in whole layers
+        if `layers` is given, which the stages then share evenly now; otherwise to the same time for
+        all."""
         work_ns = [0] * shape.num_stages
         for task, time_ns in self.durations_ns.items():
             work_ns[task.stage] += time_ns
@@ -310,8 +325,9 @@ class ReplicaStep:
         return replace(self, durations_ns=durations_ns, sizes=sizes)
 
     def with_usual_member(self, rank: int) -> "ReplicaStep":
-        """The same step with the tasks that a rank runs with others as fast as those of the median
-        one of the others, if they are slower; each stage and kind by itself."""
+        """Return the step with the tasks that a rank runs with others as fast in the mean as those
+        of the median one of the others, if they are slower; each stage and kind by itself. It stays
+        if the rank shares no tasks."""
         own = self.members_ns.get(rank, {})
         others = [
             means
@@ -333,8 +349,8 @@ class ReplicaStep:
     def scaled_to(
         self, peers: Sequence["ReplicaStep"], pp_ranks: Collection[int], shape: Shape
     ) -> "ReplicaStep":
-        """The same step with the tasks of these pipeline ranks as fast in the mean as those of the
-        median peer, if they are slower; each stage and kind by itself."""
+        """Return the step with the tasks of these pipeline ranks as fast in the mean as those of
+        the median peer, if they are slower; each stage and kind by itself."""
         means_ns = means_of(self.durations_ns)
         of_peers = [means_of(peer.durations_ns) for peer in peers]
         durations_ns = dict(self.durations_ns)
@@ -349,7 +365,7 @@ class ReplicaStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of a run."""
+    """One measured step of a run; the methods return changed copies."""
 
     window_ns: int
     """From the first rank's entry into the schedule to the last one's return from it."""
@@ -358,23 +374,25 @@ class MeasuredStep:
     """From the end of the last task of all to the end of the window."""
 
     def without_jitter(self) -> "MeasuredStep":
-        """The same step with every task at the mean of its stage and kind in its replica."""
+        """Return the step with every task at the mean of its stage and kind in its replica."""
         return self._with(ReplicaStep.without_jitter)
 
     def with_median_stage(self, stage: int) -> "MeasuredStep":
-        """The same step with one stage as fast as the median stage."""
+        """Return the step with one stage as fast as the median stage, in every replica."""
         return self._with(lambda replica: replica.with_median_stage(stage))
 
     def with_free_links(self) -> "MeasuredStep":
-        """The same step with messages that take no time."""
+        """Return the step with messages that take no time."""
         return self._with(ReplicaStep.with_free_links)
 
     def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "MeasuredStep":
-        """The same step with one link as fast as the median link, in every replica."""
+        """Return the step with one link as fast as the median link, in every replica, if it is
+        slower."""
         return self._with(lambda replica: replica.with_usual_link(link, shape))
 
     def with_even_microbatches(self) -> "MeasuredStep":
-        """The same step with microbatches that weigh the same in all replicas."""
+        """Return the step with microbatches that weigh the same in all replicas, in task times and
+        in bytes."""
         of_replicas = [means_of(replica.durations_ns) for replica in self.replicas]
         means_ns = {key: round(mean(each[key] for each in of_replicas)) for key in of_replicas[0]}
         sizes = evened([replica.sizes for replica in self.replicas])
@@ -387,37 +405,42 @@ class MeasuredStep:
         )
 
     def with_usual_microbatches(self) -> "MeasuredStep":
-        """The same step with heavy microbatches as light as the median one of their replica."""
+        """Return the step with heavy microbatches as light as the median one of their replica;
+        light ones stay."""
         return self._with(ReplicaStep.with_usual_microbatches)
 
     def with_pyramid(self) -> "MeasuredStep":
-        """The same step with each replica's microbatches admitted as a pyramid."""
+        """Return the step with each replica's microbatches admitted as a pyramid, by what each
+        took."""
         return self._with(ReplicaStep.with_pyramid)
 
     def with_even_stages(self, layers: int | None, shape: Shape) -> "MeasuredStep":
-        """The same step with its work divided evenly over the stages."""
+        """Return the step with the work of each replica divided evenly over the stages; in whole
+        layers if `layers` is given."""
         return self._with(lambda replica: replica.with_even_stages(layers, shape))
 
     def with_usual_member(self, rank: int) -> "MeasuredStep":
-        """The same step with a rank as fast as those that run its tasks with it."""
+        """Return the step with a rank as fast as the median one of those that run its tasks with
+        it, if it is slower."""
         return self._with(lambda replica: replica.with_usual_member(rank))
 
     def with_usual_ranks(
         self, number: int, pp_ranks: Collection[int], shape: Shape
     ) -> "MeasuredStep":
-        """The same step with some pipeline ranks of a replica as fast as those of the median one
-        of the other replicas."""
+        """Return the step with some pipeline ranks of a replica as fast as those of the median one
+        of the other replicas, if they are slower. The other replicas stay."""
         peers = [peer for other, peer in enumerate(self.replicas) if other != number]
         replicas = list(self.replicas)
         replicas[number] = replicas[number].scaled_to(peers, pp_ranks, shape)
         return replace(self, replicas=tuple(replicas))
 
     def _with(self, change: Callable[[ReplicaStep], ReplicaStep]) -> "MeasuredStep":
+        """Return the step with a change to each of its replicas."""
         return replace(self, replicas=tuple(map(change, self.replicas)))
 
 
 def means_of(times_ns: Mapping[Task, int]) -> dict[tuple[int, Kind], int]:
-    """The mean time by stage and kind, to the nearest ns."""
+    """Return the mean time by stage and kind, to the nearest ns."""
     by_kind: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for task, time_ns in times_ns.items():
         by_kind[task[:2]].append(time_ns)
@@ -425,7 +448,8 @@ def means_of(times_ns: Mapping[Task, int]) -> dict[tuple[int, Kind], int]:
 
 
 def _link(task: Task, shape: Shape) -> tuple[int, int]:
-    """The pipeline ranks that send and receive the message for a task."""
+    """Return the pipeline ranks that send and receive the message for a task, which must have
+    one."""
     link = shape.link(task)
     assert link is not None, "it is a message between ranks"
     return link
@@ -438,7 +462,7 @@ def decisions(
     stimuli: Iterable[StimulusRecord], dispatcher: Dispatcher
 ) -> Iterator[tuple[StimulusRecord, Task | None]]:
     """Pass one step's stimuli, in their recorded order, to a new dispatcher; yield each with the
-    task that the dispatcher then runs, if any."""
+    task that the dispatcher then runs, if any. Nothing is compared with the recorded tasks."""
     for record in stimuli:
         task = None
         for instruction in dispatcher.handle(record.time_ns, stimulus_of(record)):
@@ -450,10 +474,11 @@ def decisions(
 def redispatch(
     run: RecordedRun, members: Members, member: int = 0
 ) -> Iterator[tuple[StimulusRecord, Task | None]]:
-    """Decide a step of one rank again; yields each stimulus with the task that the rank then ran.
+    """Decide a step of one rank again from its recorded stimuli; yield each stimulus with the task
+    that the rank then ran, if any.
 
-    Raises RrfpError at the first task that differs from the recorded one, and for a run of
-    Megatron's own schedules, which no dispatcher steered.
+    Raises RrfpError at the first task that differs from the recorded one, if a recorded task is
+    left, and for a run of Megatron's own schedules, which no dispatcher ran.
     """
     rank = members[member]
     split = run.shape.splits_backward
@@ -479,7 +504,9 @@ def redispatch(
 
 
 def dispatcher_of(run: RecordedRun, members: Members, member: int = 0) -> Dispatcher:
-    """A dispatcher such as that rank had at the start of a step."""
+    """Make a dispatcher such as that rank had at the start of a step, with its bound and its role
+    in its group. Raises RrfpError if the rank recorded no stimuli or stimuli of another group, or
+    if it ran under a hold in bytes that the trace does not record."""
     rank = members[member]
     if not rank.stimuli:
         raise RrfpError(
@@ -505,14 +532,16 @@ def dispatcher_of(run: RecordedRun, members: Members, member: int = 0) -> Dispat
 
 
 def measure(run: RecordedRun) -> list[MeasuredStep]:
-    """Measure the steps of a recorded run.
+    """Measure the steps of a recorded run, by deciding each again.
 
-    Raises RrfpError when what a rank's dispatcher took in does not lead to the tasks that it ran.
+    Raises RrfpError if the stimuli of a rank's dispatcher do not lead to the tasks that it ran.
     """
     return [_measure(run, records) for records in run.steps]
 
 
 def _measure(run: RecordedRun, records: StepRecords) -> MeasuredStep:
+    """Measure one step: its replicas, with their activation sizes and budgets, its window, and the
+    tail after its last task."""
     start_ns, end_ns = records.window
     take = _blocking_replica if run.is_blocking else _replica
     last_ns = max(
@@ -534,7 +563,8 @@ def _measure(run: RecordedRun, records: StepRecords) -> MeasuredStep:
 
 
 def _replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
-    """A step over asynchronous links."""
+    """Measure one replica's step over asynchronous links: task times, the delays before tasks, and
+    messages."""
     spans: dict[Task, Span] = {}
     could_run_ns: dict[Task, int] = {}
     came_ns: dict[Task, int] = {}
@@ -559,12 +589,12 @@ def _replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> R
 def _decided(
     run: RecordedRun, members: Members, spans: dict[Task, Span], start_ns: int
 ) -> tuple[dict[Task, int], dict[Task, int]]:
-    """The time at which each task of a rank could run, and the time at which the rank could act on
-    each of its messages.
+    """Return the time at which each task of a rank could run, and the time at which the rank could
+    act on each of its messages.
 
-    The leader's stimuli tell which messages each decision knew of. A decision that follows a task
+    The leader's stimuli show which messages each decision knew of. A decision that follows a task
     directly counts from the end of that task, and one that ends a wait from when it was taken.
-    Every member must decide again as it did.
+    Every member is decided again; RrfpError is raised if one differs from the record.
     """
     leader = members[0]
     for follower in range(1, len(members)):
@@ -608,7 +638,8 @@ def _decided(
 
 
 def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
-    """A step over blocking transfers."""
+    """Measure one replica's step over blocking transfers: task times, the delays before tasks, and
+    messages."""
     entries_ns = [start_ns] * len(replica)
     ranks = find_transfers(run.shape, replica, entries_ns, are_recorded=not run.is_imported)
     transfers = {each.task: each for rank in ranks for gap in rank.transfers for each in gap}
@@ -633,8 +664,8 @@ def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: 
 def _transfers_ns(
     shape: Shape, spans: Mapping[Task, Span], came_ns: dict[Task, int]
 ) -> dict[Task, int]:
-    """How long each message took on its link, one after the other. A message that seems to have
-    come before it can have left comes when it leaves, in `came_ns` too."""
+    """Return how long each message took on its link, one after the other. A message that seems to
+    have come before it can have left comes when it leaves; `came_ns` is changed accordingly."""
     transfers_ns: dict[Task, int] = {}
     free_ns: dict[tuple[int, int], int] = {}
     for task, (_, end_ns) in sorted(spans.items(), key=lambda item: item[1][1]):
@@ -649,7 +680,8 @@ def _transfers_ns(
 
 
 def _members_ns(replica: tuple[Members, ...]) -> dict[int, Means]:
-    """The mean times of each rank's own tasks, where several ranks run them together."""
+    """Return the mean times of each rank's own tasks, by its rank, where several ranks run them
+    together."""
     return {
         rank.info.rank: means_of(
             {task_of(task): task.end_ns - task.start_ns for task in rank.tasks}
@@ -665,7 +697,7 @@ def _members_ns(replica: tuple[Members, ...]) -> dict[int, Means]:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """How much of a run is replayed."""
+    """A limit on how many tasks of a run are replayed."""
 
     num_tasks: int
     """The number of tasks to replay in all; at least one step is."""
@@ -673,7 +705,8 @@ class StepSample:
     """Larger steps are not replayed at all."""
 
     def choose(self, steps: Sequence[int], num_tasks_of_a_step: float) -> list[int]:
-        """Some of a run's steps, spread evenly over them.
+        """Choose some of a run's steps, spread evenly over them, at least one: as many as
+        `num_tasks` allows.
 
         Raises RrfpError when a step has too many tasks.
         """

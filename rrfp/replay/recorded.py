@@ -90,7 +90,7 @@ class StepRecords:
     """By data-parallel replica and pipeline rank. Replicas that share experts count as one."""
 
     def is_whole(self, shape: Shape) -> bool:
-        """Whether every rank ran each task of the shape once."""
+        """True if every rank ran each task of the shape exactly once."""
         return all(
             len(rank.tasks) == shape.num_tasks_of_a_rank
             and {(task.stage, task.kind, task.microbatch) for task in rank.tasks}
@@ -102,7 +102,8 @@ class StepRecords:
 
 
 def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
-    """A rank's records by step; empty for a step that it did not record."""
+    """Divide a rank's records by step, into a dictionary that has an empty entry for any other
+    step. Records without a step's schedule phase have an entry time of 0."""
     is_in_group = bool(records.agreements)
     steps: defaultdict[int, RankStep] = defaultdict(
         lambda: RankStep(records.info, 0, [], [], [], [], is_in_group)
@@ -128,7 +129,8 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
 
 
 def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
-    """The sizes of one rank's chunks in a step; zeros where they are not known.
+    """Compute the activation sizes of one rank's chunks in a step from the bytes recorded with its
+    tasks; zeros where they are not known.
 
     Raises RrfpError for bytes that do not add up.
     """
@@ -151,8 +153,8 @@ def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
 
 
 def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> ActivationSizes | None:
-    """The sizes of a replica's stages in a step, the largest where several ranks run a stage; None
-    where they are not known. Raises RrfpError for bytes that do not add up."""
+    """Compute the activation sizes of a replica's stages in a step, the largest where several ranks
+    run a stage; None where they are not known. Raises RrfpError for bytes that do not add up."""
     if not are_any_known(rank for members in replica for rank in members):
         return None
     of_ranks = [_largest([sizes_of_rank(shape, rank) for rank in members]) for members in replica]
@@ -165,25 +167,28 @@ def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> ActivationSize
 
 
 def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
-    """The bounds in bytes of a step by pipeline rank, the least where several ranks run its tasks;
-    empty if a rank had none."""
+    """Return the bounds in bytes of a step by pipeline rank, the least where several ranks run its
+    tasks; empty if any rank had none."""
     found = tuple(min(rank.budget_bytes for rank in members) for members in replica)
     return found if all(found) else ()
 
 
 def knows_sizes(replica: Sequence[Members]) -> bool:
-    """Whether a step's sizes are those of its microbatches. Under a bound in bytes, one of a kind
-    that was never measured is given all of the bound."""
+    """True if a step's sizes are recorded and are those of its microbatches. Under a bound in
+    bytes, one of a kind that was never measured is given all of the bound, and the step does not
+    count."""
     ranks = [rank for members in replica for rank in members]
     return are_any_known(ranks) and not any(rank.unknown_sizes for rank in ranks)
 
 
 def are_any_known(ranks: Iterable[RankStep]) -> bool:
-    """Whether any of these ranks tells the bytes that its tasks kept."""
+    """True if any of these ranks recorded the bytes that its tasks kept."""
     return any(are_sizes_known(rank.tasks) for rank in ranks)
 
 
 def _largest(found: Sequence[ActivationSizes]) -> ActivationSizes:
+    """Return the largest sizes of several ranks that run the same tasks, by chunk and
+    microbatch."""
     if len(found) == 1:
         return found[0]
     owed = [sizes.pending_w for sizes in found if sizes.pending_w is not None]
@@ -193,6 +198,7 @@ def _largest(found: Sequence[ActivationSizes]) -> ActivationSizes:
 
 
 def _largest_rows(found: Sequence[Rows]) -> list[list[int]]:
+    """Return the largest entries of tables of the same form."""
     return [[max(each) for each in zip(*rows, strict=True)] for rows in zip(*found, strict=True)]
 
 
@@ -207,7 +213,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class RecordedSettings:
-    """The settings of a run, as its trace has them."""
+    """The settings and the policy of a run, as its trace has them."""
 
     def __init__(self, recording: Recording) -> None:
         found = recording.settings.get("settings")
@@ -220,44 +226,51 @@ class RecordedSettings:
         self._policy = stated_policy(recording.settings)
 
     def text(self, name: str) -> str:
+        """Return a text of the recorded policy. Raises RrfpError if it is missing or not a text."""
         value = self._policy.get(name)
         if not isinstance(value, str):
             raise self._strange(name, value)
         return value
 
     def number(self, name: str) -> int | None:
-        """A setting, None where it was not given."""
+        """Return a setting that is a whole number from 1 on; None where it was not given. Raises
+        RrfpError for any other value."""
         return self._whole(name, self._values.get(name))
 
     def even_layers(self, shape: Shape) -> int | None:
-        """The model's layers, if the stages share them evenly; None otherwise, or if it does not
-        tell."""
+        """Return the number of the model's layers if the stages share them evenly; None otherwise,
+        or if the settings do not have it."""
         layers = self._values.get("layers")
         is_even = type(layers) is int and layers > 0 and layers % shape.num_stages == 0
         is_uneven = self._values.get("uneven_stages") or isinstance(self._values.get("layout"), str)
         return layers if is_even and not is_uneven else None
 
     def _whole(self, name: str, value: object) -> int | None:
-        """A whole number from 1 on, or None."""
+        """Return the value unchanged if it is a whole number from 1 on, or None. Raises RrfpError
+        for any other value."""
         if value is not None and (type(value) is not int or value < 1):
             raise self._strange(name, value)
         return value
 
     @property
     def is_blocking(self) -> bool:
+        """True if transfers blocked: under Megatron's own schedule, or over blocking links."""
         return self._is_native or self._values.get("links") == "blocking"
 
     @property
     def _is_native(self) -> bool:
+        """True if Megatron's own schedule ran the steps."""
         return self._policy.get("dispatch") == Dispatch.MEGATRON
 
     @property
     def computes_on_cpu(self) -> bool:
+        """True for a run, not a simulation, that computed on the CPU, which is the default."""
         return not self._is_simulated and self._values.get("device", "cpu") == "cpu"
 
     def knob(self, name: str, shape: Shape) -> Any:
-        """The value of a knob; the default in traces from before there was one. Megatron's own
-        schedules bind as a fixed order does."""
+        """Return the value of a policy's knob; the default in traces from before there was one. For
+        Megatron's own schedules `dispatch` is `fixed`, as they bind like an order. Raises RrfpError
+        for an invalid value, and for a hold that is a share of 1F1B's peak."""
         if name == "dispatch" and self._is_native:
             return Dispatch.FIXED
         knob = KNOBS[name]
@@ -278,6 +291,7 @@ class RecordedSettings:
 
     @staticmethod
     def _strange(name: str, value: object) -> RrfpError:
+        """Make the error for a recorded setting with a value that no run has."""
         return RrfpError(
             f"the settings of the trace say {name} = {value!r}, which no run has; record it with "
             "'rrfp train'"
@@ -285,8 +299,8 @@ class RecordedSettings:
 
 
 def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Policy:
-    """The policy of a recorded run, with its order. Raises RrfpError if it does not match the
-    records."""
+    """Build the policy of a recorded run, with its order; that of a file follows from the recorded
+    positions of the step's tasks. Raises RrfpError if it does not match the records."""
     name = settings.text("hint")
     hint = hint_named(name).for_shape(shape) if name in HINTS else _order_as_run(name, shape, step)
     order = order_of(hint, shape)
@@ -300,7 +314,8 @@ def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Po
 
 
 def _order_as_run(name: str, shape: Shape, step: StepRecords) -> Order:
-    """The order of a file, by the places that a step's tasks had in it."""
+    """Rebuild the order of a file from the positions in it that a step's tasks of the first replica
+    have. Raises RrfpError if they are not 0, 1, 2, ... on each rank."""
     rows = []
     for pp_rank, members in enumerate(step.replicas[0]):
         by_place = sorted(members[0].tasks, key=lambda task: task.hint_position)
@@ -358,7 +373,8 @@ class RecordedLayout:
             )
 
     def steps(self, windows: dict[int, Window]) -> list[StepRecords]:
-        """The records of the steps with these windows."""
+        """Return the records of the steps with these windows, by replica, pipeline rank and
+        group."""
         by_step = [
             [[split_by_step(records) for records in members] for members in replica]
             for replica in self._replicas
@@ -376,10 +392,11 @@ class RecordedLayout:
         ]
 
     def shape(self, steps: list[StepRecords]) -> Shape:
-        """The shape of the step with the most tasks, among those with a backward: traces of earlier
-        versions number evaluations among the steps that train.
+        """Find the shape of the step with the most tasks, among those with a backward: traces of
+        earlier versions number evaluations among the steps that train.
 
-        Raises RrfpError when the tasks or the stages are of no shape.
+        Raises RrfpError without tasks or backwards, and when the tasks or the stages are of no
+        shape.
         """
         tasks = max(
             ([task for members in each.replicas[0] for task in members[0].tasks] for each in steps),
@@ -392,11 +409,13 @@ class RecordedLayout:
         return self._shape(tasks)
 
     def shape_of(self, step: StepRecords) -> Shape:
-        """The shape of a step, which may be an evaluation. Raises RrfpError when the tasks or the
-        stages are of no shape."""
+        """Find the shape of a step, which may be an evaluation. Raises RrfpError when the tasks or
+        the stages are of no shape."""
         return self._shape([task for members in step.replicas[0] for task in members[0].tasks])
 
     def _shape(self, tasks: list[TaskRecord]) -> Shape:
+        """Find the shape of a step with these tasks. Raises RrfpError if their kinds are not F, F B
+        or F B W, or if the ranks' stages form neither a loop nor a V."""
         found = {task.kind for task in tasks}
         kinds = next(
             (k for k in (FORWARD_ONLY, WHOLE_BACKWARD, SPLIT_BACKWARD) if found == set(k)), None
@@ -442,13 +461,13 @@ class RecordedRun:
 
     @property
     def knows_arrivals(self) -> bool:
-        """Whether the arrival times of messages are known. For an imported run whose transfers do
+        """True if the arrival times of messages are known. For an imported run whose transfers do
         not block, only the times of sending and of use are known."""
         return self.is_blocking or not self.is_imported
 
     @property
     def policy_description(self) -> str:
-        """A short description of the policy: `bf ready, limit 32`."""
+        """A short description of the policy: `bf ready, limit 32`; other knobs are left out."""
         policy = self.policy
         words = [f"{self.hint_name} {policy.dispatch}"]
         if self.is_blocking:
@@ -460,8 +479,8 @@ class RecordedRun:
         return ", ".join(words)
 
     def peak_of_1f1b(self) -> int | None:
-        """The largest sum of bytes, over ranks and steps, that 1F1B would have kept at once with
-        the chunks of each rank as one; None where the run does not tell its sizes."""
+        """Return the most bytes, over ranks and steps, that 1F1B would have kept at once on a rank,
+        with the chunks of each rank as one; None where the run does not record its sizes."""
         sizes = [
             sizes_of_replica(self.shape, replica)
             for step in self.steps
@@ -471,8 +490,8 @@ class RecordedRun:
         return max(map(peak_bytes_of_1f1b, known), default=None)
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The replica and the pipeline rank of a rank. Raises UsageError if the run has no such
-        rank."""
+        """Return the replica and the pipeline rank of a rank. Raises UsageError if the run has no
+        such rank."""
         for number, replica in enumerate(self.steps[0].replicas):
             for pp_rank, members in enumerate(replica):
                 if rank in (member.info.rank for member in members):
@@ -480,8 +499,8 @@ class RecordedRun:
         raise UsageError(f"the run has no rank {rank}; see 'rrfp trace check' for those it has")
 
     def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, Hold | None]:
-        """The limit and the hold that the run keeps under another dispatch. The usual limit, or the
-        paper's, belongs to `ready` dispatch: an order that binds is not held to it."""
+        """Return the limit and the hold that the run keeps under another dispatch. The usual limit,
+        or the paper's, belongs to `ready` dispatch: under `fixed` it is dropped."""
         own = self.policy
         if own.hold is not None:
             return None, own.hold
@@ -494,16 +513,18 @@ class RecordedRun:
 
 
 def format_hold(hold: Hold) -> str:
-    """Format a hold for people: bytes are rounded."""
+    """Format a hold for people: bytes are rounded, with a unit."""
     return format_bytes(hold.num) if isinstance(hold, Bytes) else str(hold)
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
-    """Interpret a recording as a run. `steps` selects among its training steps; None selects all,
-    or those under the last chosen policy. Evaluations are not replayed, as they have no backward.
+    """Interpret a recording as a run that can be replayed. `steps` selects among its training
+    steps; None selects all, or those under the last chosen policy. Evaluations, unfinished steps,
+    and steps that lack tasks are left out; so are those without known sizes under a hold in bytes,
+    if others have them.
 
-    Raises RrfpError when the trace does not tell, or no step is whole or has a backward, and
-    UsageError when the run has none of the steps asked for.
+    Raises RrfpError when the trace lacks what is needed, and when no step is whole or has a
+    backward, and UsageError when the run has none of the steps asked for.
     """
     layout = RecordedLayout(recording)
     windows = step_windows(recording)

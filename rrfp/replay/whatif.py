@@ -70,7 +70,8 @@ def what_if(
 
     `w_share` is the weight gradient's share of a backward that was recorded whole, under a hint
     that splits it; None means `W_SHARE`. Raises RrfpError when the trace cannot be replayed, and
-    UsageError for steps that it lacks or a change that the run cannot have.
+    UsageError for steps that it lacks, a change that the run cannot have, or a share outside 0 to
+    1.
     """
     run = read_run(recording, steps)
     w_share = W_SHARE if w_share is None else w_share
@@ -80,7 +81,7 @@ def what_if(
 
 
 class _WhatIf:
-    """The replays of one run."""
+    """Replays the steps of one run under changes, and compares them with the run as it was."""
 
     def __init__(self, run: RecordedRun, steps: list[MeasuredStep], w_share: float) -> None:
         if any(step.window_ns <= 0 for step in steps):
@@ -91,6 +92,8 @@ class _WhatIf:
         self._own_ns = [step.makespan_ns for step in self._play(Change())]
 
     def report(self, changes: Callable[[RecordedRun], Sequence[Change]] | None) -> WhatIf:
+        """Replay all changes, and compare them with the run as it was. `changes` makes them from
+        the run; None takes a sensible set."""
         run, steps = self._run, self._steps
         chosen = changes(run) if changes is not None else self._sensible()
         rows = [self._row(change) for change in chosen]
@@ -109,6 +112,8 @@ class _WhatIf:
         )
 
     def _play(self, change: Change) -> list[SimulatedStep]:
+        """Simulate all steps with a change. Raises UsageError for a change that the run cannot
+        have."""
         run = self._run
         change.check(run)
         policy, shape = change.policy(run) if change.has_policy else (None, None)
@@ -118,6 +123,8 @@ class _WhatIf:
         ]
 
     def _row(self, change: Change) -> Row:
+        """Replay a change, and summarize its median saving and its largest peaks of memory (in
+        bytes only if all sizes are known)."""
         run = self._run
         played = self._play(change)
         saving = _saving(self._own_ns, [step.makespan_ns for step in played])
@@ -134,7 +141,9 @@ class _WhatIf:
         )
 
     def _sensible(self) -> list[Change]:
-        """The paper's hints and the usual order, then without each thing that may slow a run."""
+        """Choose the changes to replay by default: the paper's hints and a usual order, where they
+        differ from the run's policy, then the removal of jitter, of a slow stage and of the time of
+        messages."""
         run = self._run
         changes = [Change(HINTS["bf"])]
         changes.append(Change(HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]))
@@ -151,7 +160,8 @@ class _WhatIf:
         return changes
 
     def _is_other(self, change: Change) -> bool:
-        """Whether a changed policy can keep the run's bound, and differs from the run's own."""
+        """True if a changed policy can keep the run's bound, and differs in hint or dispatch from
+        the run's own, or the run's transfers blocked."""
         run = self._run
         try:
             policy, _ = change.policy(run)
@@ -161,7 +171,9 @@ class _WhatIf:
         return run.is_blocking or (policy.hint, policy.dispatch) != (own.hint, own.dispatch)
 
     def _conclusion(self, changes: Sequence[Change], rows: Sequence[Row]) -> str:
-        """State the saving of the best changed policy, and the causes of the remaining time."""
+        """State the saving of the best changed policy, or that it saves nothing or below 0.5%, and
+        the share of a slow stage in what remains. Empty if no change is of the policy. Replays the
+        best one once more."""
         policies = [
             (row, change) for row, change in zip(rows, changes, strict=True) if change.has_policy
         ]
@@ -194,6 +206,8 @@ class _WhatIf:
         return f"{saved}; {helped:.0%} of what remains is stage {stage}, slower than the median."
 
     def _caution(self, changes: Sequence[Change]) -> str:
+        """Warn that the ranks may have shared cores, if so and a policy changes; otherwise return
+        an empty text."""
         if not (self._run.may_share_cores and any(change.has_policy for change in changes)):
             return ""
         return (
@@ -203,11 +217,13 @@ class _WhatIf:
 
     @cached_property
     def _knows_sizes(self) -> bool:
+        """True if the activation sizes of all steps and replicas are known."""
         return all(replica.sizes is not None for step in self._steps for replica in step.replicas)
 
     @cached_property
     def _slow_stage(self) -> int | None:
-        """The stage whose tasks take the most time, if that is well above the median."""
+        """The stage whose tasks take the most time, if that is over 2% above the median stage; else
+        None."""
         totals_ns = [0] * self._run.shape.num_stages
         for step in self._steps:
             for replica in step.replicas:
@@ -219,5 +235,6 @@ class _WhatIf:
 
 
 def _saving(before_ns: Sequence[int], after_ns: Sequence[int]) -> float:
-    """The share of a step's time that is saved, the median over the steps."""
+    """Return the share of a step's time that is saved, the median over the steps; negative for a
+    loss."""
     return median(1 - after / before for before, after in zip(before_ns, after_ns, strict=True))

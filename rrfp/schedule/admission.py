@@ -39,7 +39,9 @@ class ListedOrders(Value):
     """Replicas with an order of their own; with 1, all take the same."""
 
     def of_step(self, step: int, replica: int = 0) -> tuple[int, ...]:
-        """The order of a replica in the step of this number, from 0."""
+        """Return a replica's order in step `step` (from 0). After the last listed step the orders
+        start over. Replica numbers wrap around at `num_replicas`; with 1, all replicas take the
+        same order."""
         place = step * self.num_replicas + replica % self.num_replicas
         return self.orders[place % len(self.orders)]
 
@@ -54,10 +56,11 @@ def admission_order(
     weigh: Callable[[], Sequence[float]],
     replica: int = 0,
 ) -> Sequence[int]:
-    """The admission order of a replica's step. `weigh` computes the microbatches' weights, and is
-    called only if they matter. For `plan` this is the pyramid, from which planning starts.
+    """Return the order in which a replica admits the microbatches of a step: the listed one, 0, 1,
+    2, ... for `given`, else the pyramid (for `plan` it is only where planning starts).
 
-    Raises UsageError when the order is listed for another number of microbatches.
+    `weigh` computes the microbatches' weights, and is called only for the pyramid. Raises
+    UsageError if the listed order has another number of microbatches.
     """
     if isinstance(admission, ListedOrders):
         order = admission.of_step(step, replica)
@@ -71,28 +74,28 @@ def admission_order(
 
 
 def pyramid(weights: Sequence[float]) -> list[int]:
-    """The order that sorts microbatches by weight and puts them alternately at the front and the
-    back. Of two equal microbatches the earlier counts as lighter."""
+    """Return the microbatches' indices in an order with light ones at both ends and heavy ones in
+    the middle: sorted by weight, they alternately take the next place at the front and at the back.
+    Of two equal microbatches the earlier counts as lighter."""
     lightest_first = sorted(range(len(weights)), key=weights.__getitem__)
     return lightest_first[::2] + lightest_first[1::2][::-1]
 
 
 def parse_admission(text: str, name: str, num_microbatches: int | None = None) -> ListedOrders:
-    """Read an admission file: a line per step, with its microbatches in the order in which they
-    enter, separated by commas or spaces. Where data-parallel replicas differ, semicolons separate
-    their orders. Empty lines are ignored.
+    """Parse the text of an admission file: a line per step, with its microbatches in the order in
+    which they enter, separated by commas or spaces. Semicolons separate the orders of data-parallel
+    replicas. Empty lines are skipped.
 
-    Raises UsageError, with the line, unless it names each of `num_microbatches` microbatches once,
-    for as many replicas as the lines before. By default the first line sets the number of
-    microbatches.
+    Raises UsageError unless each line names each of `num_microbatches` microbatches once (None: as
+    many as the first line), for equally many replicas, and for a file without lines.
     """
     orders: list[tuple[int, ...]] = []
     num_replicas: int | None = None
     for of_replicas, where in _cells_of_lines(text, name):
         if len(of_replicas) != (num_replicas or len(of_replicas)):
             raise UsageError(
-                f"{where} has orders for {_replicas(len(of_replicas))} and the lines before it for "
-                f"{num_replicas}; give each line as many"
+                f"{where} has orders for {_format_replicas(len(of_replicas))} and the lines before "
+                f"it for {num_replicas}; give each line as many"
             )
         num_replicas = len(of_replicas)
         for cells in of_replicas:
@@ -104,28 +107,30 @@ def parse_admission(text: str, name: str, num_microbatches: int | None = None) -
 
 
 def check_replicas(admission: Admission, num_replicas: int) -> None:
-    """Raise UsageError for orders that are listed for another number of replicas, unless all take
-    the same."""
+    """Raise UsageError if a listed admission has orders for another number of replicas. One order
+    for all replicas passes, and so do the named admissions."""
     if isinstance(admission, ListedOrders) and admission.num_replicas not in (1, num_replicas):
         raise UsageError(
-            f"{admission.name} has orders for {_replicas(admission.num_replicas)} and there "
+            f"{admission.name} has orders for {_format_replicas(admission.num_replicas)} and there "
             f"{'is 1' if num_replicas == 1 else f'are {num_replicas}'}; give each line as many, or "
             "one order for all"
         )
 
 
 def format_step(orders: Sequence[Sequence[int]]) -> str:
-    """Format the line of a step, which `parse_admission` and `parse_assignments` read back: the
-    numbers of each replica, or one order for all."""
+    """Format one step as a line, which `parse_admission` and `parse_assignments` read back: numbers
+    separated by spaces, replicas by semicolons. A single order stands for all replicas."""
     return "; ".join(" ".join(map(str, order)) for order in orders) + "\n"
 
 
-def _replicas(num: int) -> str:
+def _format_replicas(num: int) -> str:
+    """Format a number of replicas as text: `1 replica` or `3 replicas`."""
     return "1 replica" if num == 1 else f"{num} replicas"
 
 
 def _cells_of_lines(text: str, name: str) -> Iterator[tuple[list[list[str]], str]]:
-    """The cells of each line that is not empty, by replica, and what errors call the line."""
+    """Yield the cells of each line that is not empty, as a list per replica, with the name and line
+    number by which errors refer to it."""
     for number, line in enumerate(text.splitlines(), start=1):
         cells = [part.replace(",", " ").split() for part in line.split(";")]
         if any(cells):
@@ -133,7 +138,8 @@ def _cells_of_lines(text: str, name: str) -> Iterator[tuple[list[list[str]], str
 
 
 def _parse_number(cell: str, num: int, noun: str, where: str) -> int:
-    """Read a number below `num`. Raises UsageError for anything else."""
+    """Parse a whole number from 0 to `num` - 1. Raises UsageError for any other text; `noun` says
+    in the error what is numbered."""
     if not re.fullmatch(r"\d{1,9}", cell, re.ASCII) or int(cell) >= num:
         quoted = cell if len(cell) <= 20 else f"{cell[:20]}..."
         raise UsageError(
@@ -144,6 +150,8 @@ def _parse_number(cell: str, num: int, noun: str, where: str) -> int:
 
 
 def _parse_order(cells: list[str], num_microbatches: int, where: str) -> tuple[int, ...]:
+    """Parse one replica's order. Raises UsageError unless the cells name each of `num_microbatches`
+    microbatches exactly once."""
     order: dict[int, None] = {}
     for cell in cells:
         number = _parse_number(cell, num_microbatches, "microbatches", where)
@@ -198,8 +206,8 @@ class ListedAssignments(Value):
     """Each replica's items in the order in which they enter."""
 
     def of_step(self, step: int, num_replicas: int, num_microbatches: int) -> Assignment:
-        """The assignment of a step. Raises UsageError for another number of replicas or of
-        microbatches."""
+        """Return the assignment of step `step`; after the last listed step they start over. Raises
+        UsageError if it is for another number of replicas, or of microbatches per replica."""
         assignment = self.steps[step % len(self.steps)]
         if (len(assignment), len(assignment[0])) != (num_replicas, num_microbatches):
             raise UsageError(
@@ -214,12 +222,12 @@ Balancing = AdmitAcross | ListedAssignments
 
 
 def balance_batch(items: Sequence[Times], num_replicas: int) -> list[list[int]]:
-    """Assign the items of a global batch to replicas; return the numbers of each replica's items,
-    ascending. Equal arguments give equal assignments.
+    """Assign the items of a global batch to replicas, equally many to each; return the numbers of
+    each replica's items, ascending. Equal arguments give equal assignments.
 
-    The number of items must be a multiple of `num_replicas`. Heavy items are assigned first, each
-    to the replica that is the fastest with it. Then the slowest replica swaps items with others, as
-    long as that leaves both faster than it was.
+    The number of items must be a multiple of `num_replicas` (not checked). Heavy items are assigned
+    first, each to the replica that is the fastest with it. Then the slowest replica swaps items
+    with others, at most 4 swaps per item, as long as that leaves both faster than it was.
     """
     num_each = len(items) // num_replicas
     replicas = [_ReplicaLoad(items) for _ in range(num_replicas)]
@@ -233,17 +241,18 @@ def balance_batch(items: Sequence[Times], num_replicas: int) -> list[list[int]]:
 
 
 def equal_times(weights: Sequence[float], num_ranks: int) -> list[Times]:
-    """Give each item its weight as its time on every pipeline rank."""
+    """Return the times of items on pipeline ranks, where each item takes its weight on every
+    rank."""
     return [[weight] * num_ranks for weight in weights]
 
 
 def parse_assignments(text: str, name: str) -> ListedAssignments:
-    """Read an assignment file: a line per step, with the items of each replica in the order in
-    which they enter, separated by commas or spaces, and the replicas by semicolons. Empty lines are
-    ignored.
+    """Parse the text of an assignment file: a line per step, with the items of each replica in the
+    order in which they enter, separated by commas or spaces, and the replicas by semicolons. Empty
+    lines are skipped.
 
     Raises UsageError, with the line, unless it assigns each item of a global batch once and equally
-    many to each replica.
+    many to each replica, and for a file without lines.
     """
     steps = [_parse_assignment_line(cells, where) for cells, where in _cells_of_lines(text, name)]
     if not steps:
@@ -252,6 +261,8 @@ def parse_assignments(text: str, name: str) -> ListedAssignments:
 
 
 def _parse_assignment_line(cells: list[list[str]], where: str) -> Assignment:
+    """Parse one step's assignment. Raises UsageError unless all replicas get equally many items and
+    each item number appears once."""
     counts = sorted({len(of_replica) for of_replica in cells})
     if len(counts) > 1:
         raise UsageError(
@@ -283,32 +294,35 @@ class _ReplicaLoad:
         self.score = 0.0
 
     def add(self, number: int) -> None:
+        """Add an item to the replica, and recompute its loads and score."""
         self.numbers.append(number)
         self._update()
 
     def swap(self, number: int, other: "_ReplicaLoad", others: int) -> None:
-        """Exchange an item for one of another replica's."""
+        """Exchange the own item `number` for item `others` of the replica `other`, and recompute
+        the loads and scores of both."""
         self.numbers[self.numbers.index(number)] = others
         other.numbers[other.numbers.index(others)] = number
         self._update()
         other._update()
 
     def _update(self) -> None:
-        """Recompute the loads by pipeline rank, the heaviest item, and the score, which is smaller
-        for a faster replica."""
+        """Recompute the loads by pipeline rank, the heaviest item's time, and the score (twice the
+        largest load plus the heaviest item), which is smaller for a faster replica."""
         own = [self.items[number] for number in self.numbers]
         self.loads = [sum(of_rank) for of_rank in zip(*own, strict=True)]
         self.heaviest = max(map(sum, own))
         self.score = 2 * max(self.loads) + self.heaviest
 
     def score_with(self, number: int) -> float:
-        """The score that the replica would have with one more item."""
+        """Return the score that the replica would have with one more item, without adding it."""
         item = self.items[number]
         loads = (load + time for load, time in zip(self.loads, item, strict=True))
         return 2 * max(loads) + max(self.heaviest, sum(item))
 
     def without_each(self) -> list[tuple[int, Times, float]]:
-        """For each item: its number, the loads without it, and the heaviest of the other items."""
+        """Return for each item of the replica: its number, the loads without it, and the total time
+        of the heaviest other item (0 without others). Nothing is removed."""
         sums = [sum(self.items[number]) for number in self.numbers]
         second, first = sorted([0, *sums])[-2:]
         return [
@@ -322,8 +336,9 @@ class _ReplicaLoad:
 
 
 def _swap_from_slowest(replicas: list[_ReplicaLoad]) -> bool:
-    """Make the best swap of the slowest replica with the fastest replica for which one helps; False
-    if no swap helps."""
+    """Swap one item of the slowest replica with one of another replica: the best swap with the
+    fastest replica that has a helpful one. Returns False, with nothing changed, if no swap
+    helps."""
     by_score = sorted(replicas, key=lambda replica: replica.score)
     slowest = by_score.pop()
     without_own = slowest.without_each()
@@ -338,8 +353,9 @@ def _swap_from_slowest(replicas: list[_ReplicaLoad]) -> bool:
 def _best_swap(
     without_own: list[tuple[int, Times, float]], replica: _ReplicaLoad, slowest: _ReplicaLoad
 ) -> tuple[int, int] | None:
-    """The pair of items (the slowest replica's, the other's) whose swap minimizes the larger of
-    both scores; None if no swap lowers it. `without_own` is `slowest.without_each()`."""
+    """Find the pair of items (the slowest replica's, the other's) whose swap minimizes the larger
+    of both scores, without swapping them; None if no swap brings both below the slowest one's
+    score. `without_own` is `slowest.without_each()`."""
     items = slowest.items
     sums = {number: sum(items[number]) for number in (*slowest.numbers, *replica.numbers)}
     least, found = slowest.score, None

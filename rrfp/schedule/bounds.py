@@ -74,7 +74,7 @@ class ActivationSizes(Value):
             raise ValueError("more bytes are pending for W than F left in memory")
 
     def of(self, stages: Sequence[int]) -> "ActivationSizes":
-        """Select the rows of these stages."""
+        """Return the sizes of these stages only: their rows, in this sequence."""
         pending = self.pending_w
         return ActivationSizes(
             [self.activations[stage] for stage in stages],
@@ -82,7 +82,7 @@ class ActivationSizes(Value):
         )
 
     def permuted(self, order: Sequence[int]) -> "ActivationSizes":
-        """Reorder the microbatches: number i becomes what `order[i]` was."""
+        """Return the sizes with reordered microbatches: number i is what `order[i]` was."""
 
         def rows(sizes: Rows) -> Rows:
             return [[row[microbatch] for microbatch in order] for row in sizes]
@@ -93,13 +93,14 @@ class ActivationSizes(Value):
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget in bytes with which a rank of these chunks cannot deadlock: the
-        heaviest microbatch of each chunk at once."""
+        """The smallest budget in bytes with which a rank of these chunks cannot deadlock: the sum
+        of the heaviest microbatch of each chunk."""
         return sum(max(row, default=0) for row in self.activations)
 
 
 class Bounds:
-    """Counts the activations that one rank holds, and says which tasks its bound withholds.
+    """Counts the activations that one rank holds, and decides which tasks its bound on memory
+    (limit or hold) withholds.
 
     Kinds, rows and task numbers are those of `rrfp.schedule.ready_tracker`.
     """
@@ -155,7 +156,9 @@ class Bounds:
         self._update_reserves()
 
     def _forward_needs(self, sizes: ActivationSizes | None) -> list[list[int]]:
-        """The part of the budget that each forward needs, by chunk and microbatch."""
+        """Return the part of the budget that each forward needs, by chunk and microbatch: its
+        bytes, or 1 if the hold counts microbatches. For a hold in bytes, raises ValueError without
+        sizes, and UsageError if the budget could deadlock."""
         if not self._counts_bytes:
             return [[1] * self._num_microbatches] * self._num_chunks
         if sizes is None:
@@ -169,7 +172,8 @@ class Bounds:
         return [list(row) for row in sizes.activations]
 
     def count_dispatched(self, kind: int, chunk: int, microbatch: int) -> None:
-        """Count a dispatched task, and update what the bound withholds."""
+        """Count a dispatched task in D (forwards minus backwards), in the activations and bytes
+        held and in their peaks, and update what the bound withholds."""
         if kind == FORWARD:
             self.depth += 1
             if self._keeps_activations:
@@ -192,6 +196,8 @@ class Bounds:
             self.drains = self.is_at_limit and self._num_chunks > 1
 
     def _count_bytes(self, sizes: ActivationSizes, kind: int, chunk: int, microbatch: int) -> None:
+        """Update the activation bytes held, and their peak: F adds a microbatch's bytes, B frees
+        those that are not pending for W, and W frees the rest. A whole B frees all."""
         size = sizes.activations[chunk][microbatch]
         pending = 0
         if self._splits:
@@ -204,8 +210,9 @@ class Bounds:
             self.held_bytes -= size - pending if kind == BACKWARD else pending
 
     def _update_reserves(self) -> None:
-        """Recompute what each chunk must leave to deeper ones, from the heaviest microbatch left in
-        each."""
+        """Recompute what each chunk must leave of the budget to deeper chunks: the sum of their
+        heaviest microbatches whose forward has not run. Heaviest ones that ran are removed from the
+        lists."""
         total = 0
         for chunk in range(self._num_chunks - 1, -1, -1):
             self._reserves[chunk] = total
@@ -216,8 +223,9 @@ class Bounds:
                 total += self._needs[chunk][left[-1]]
 
     def next_to_drain(self) -> int:
-        """The number of the next task of the smallest unfinished microbatch. A microbatch's tasks
-        can only run in one order, as each needs the one before it."""
+        """Return the number of the next forward or backward of the smallest unfinished microbatch,
+        after moving on past finished ones. A microbatch's tasks can only run in one order, as each
+        needs the one before it. At least one microbatch must be unfinished."""
         num_chunks, num_microbatches = self._num_chunks, self._num_microbatches
         while self._progress[self._smallest_unfinished] == 2 * num_chunks:
             self._smallest_unfinished += 1
@@ -228,26 +236,30 @@ class Bounds:
 
     @property
     def used(self) -> int:
-        """The part of the budget in use: bytes or slots."""
+        """The part of the budget in use now: bytes, or slots of one chunk and one microbatch."""
         return self.held_bytes if self._counts_bytes else self.held
 
     @property
     def withholds_forwards(self) -> bool:
-        """Whether `fits` may be false for a forward now."""
+        """True if `fits` may be false for a forward now: there is a budget, or D has reached the
+        limit."""
         return self.has_budget or self.is_at_limit
 
     def fits(self, chunk: int, microbatch: int) -> bool:
-        """Whether the bounds let this forward start, unless the rank drains."""
+        """True if the budget has room for this forward, beside the reserve for deeper chunks, or
+        without a budget if D is below the limit. It ignores draining."""
         if not self.has_budget:
             return not self.is_at_limit
         return self._needs[chunk][microbatch] <= self._headroom(chunk)
 
     def _headroom(self, chunk: int) -> int:
-        """The largest size with which a forward of this chunk may start."""
+        """Return the largest size with which a forward of this chunk may start: the budget minus
+        what is in use and what is reserved for deeper chunks."""
         return self.budget - self.used - self._reserves[chunk]
 
     def permits(self, number: int) -> bool:
-        """Whether the bounds let the task of this number run."""
+        """True if the bounds let the task of this number run: every weight gradient; while the rank
+        drains, only the next task to drain; otherwise every backward, and forwards that fit."""
         if number >= 2 * self._num_chunks * self._num_microbatches:
             return True
         if self.drains:
@@ -258,9 +270,10 @@ class Bounds:
     def count_permitted(
         self, tracker: ReadyTracker, counts: Sequence[int], mask: int
     ) -> tuple[int, int, int]:
-        """Count the forwards, backwards and weight gradients that the bounds permit among the ready
-        tasks. `counts` are the ready tasks by row at the members of `mask`. All of a chunk's
-        forwards are permitted if the best one is, else none."""
+        """Count the ready forwards, backwards and weight gradients that the bounds permit; return
+        the three numbers. `counts` are the ready tasks by row at the members of `mask`. All of a
+        chunk's forwards count if the best one fits, else none. While the rank drains, at most the
+        next task to drain counts beside weight gradients."""
         num_chunks = self._num_chunks
         if num_chunks == 1:
             # The common case of the sums below, without building lists.
@@ -282,7 +295,8 @@ class Bounds:
         return forwards, backwards, weight_gradients
 
     def _best_forward_fits(self, tracker: ReadyTracker, chunk: int, mask: int) -> bool:
-        """Whether the best forward of a chunk that is ready at all members of `mask` fits."""
+        """True if the best forward of a chunk, of those ready at all members of `mask`, fits. At
+        least one must be ready."""
         if not self.has_budget:
             return not self.is_at_limit
         headroom, left = self._headroom(chunk), self._left[chunk]
@@ -294,5 +308,6 @@ class Bounds:
 
     @property
     def cause(self) -> Cause:
-        """The cause that a wait for a withheld task is recorded under."""
+        """The cause that a wait for a withheld task is recorded under: `HOLD` with a budget, else
+        `LIMIT`."""
         return Cause.HOLD if self.has_budget else Cause.LIMIT

@@ -96,7 +96,8 @@ class DispatcherStatus(Value):
 
     @property
     def ready(self) -> tuple[TaskStatus, ...]:
-        """The tasks with all inputs on this rank, withheld ones included."""
+        """The tasks with all inputs from this rank's own tasks and from arrivals here, tasks that
+        something withholds included."""
         return tuple(each for each in self.tasks if not each.lacks)
 
     def __str__(self) -> str:
@@ -117,6 +118,7 @@ class DispatcherStatus(Value):
 
 
 def _format_stimulus(stimulus: Stimulus) -> str:
+    """Format a stimulus as its type's name and its fields, separated by spaces."""
     return " ".join([type(stimulus).__name__, *map(str, stimulus)])
 
 
@@ -220,26 +222,28 @@ class Dispatcher:
 
     @property
     def depth(self) -> int:
-        """D: chunk-forwards minus chunk-backwards run."""
+        """D: chunk-forwards minus chunk-backwards dispatched so far."""
         return self._bounds.depth
 
     @property
     def held(self) -> int:
-        """Activations held, in slots of one chunk and one microbatch."""
+        """Activations held now, in slots of one chunk and one microbatch."""
         return self._bounds.held
 
     @property
     def peak_held(self) -> int:
-        """The most activations held at once."""
+        """The most activations held at once in this step, in slots of one chunk and one
+        microbatch."""
         return self._bounds.peak_held
 
     @property
     def peak_held_bytes(self) -> int:
-        """The most bytes of activations held at once; 0 without sizes."""
+        """The most bytes of activations held at once in this step; 0 without sizes."""
         return self._bounds.peak_held_bytes
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
-        """Process one stimulus and return the instructions that follow from it.
+        """Process one stimulus and return the instructions that follow from it. The stimulus is
+        kept for the status. With `validate`, the state is checked afterwards.
 
         Arrivals and announcements return none. Pass in all that arrived, then `ComputeIdle`, which
         returns `RunTask`, `Wait` or `StepDone`, preceded by `Waited` where a wait ends.
@@ -262,7 +266,8 @@ class Dispatcher:
 
     def input_arrived(self, number: int, member: int) -> None:
         """Record that the input of the task `number` has arrived at a member, as `InputArrived`
-        does. Raises DispatchError if it does not lack it."""
+        does. Once all members have it, the task's announcement is dropped. Raises DispatchError if
+        the input is not missing there."""
         bit = 1 << member
         missing = self._missing[number]
         if not missing & bit:
@@ -273,8 +278,8 @@ class Dispatcher:
 
     def decide(self, now_ns: int, *, is_idle: bool = True) -> int:
         """Choose the task to run next, count it as dispatched and return its number, or `NO_TASK`
-        to wait. It decides as `ComputeIdle` does or, unless `is_idle`, as `DecideAhead`, without
-        the counts and causes that a run records."""
+        to wait. With `is_idle` it decides as for `ComputeIdle`, else as for `DecideAhead`, but
+        records no waits, causes or positions in the order."""
         number = self._choose(now_ns, is_idle=is_idle)
         if number != NO_TASK:
             self._dispatch(number, number // self._tracker.num_microbatches)
@@ -290,8 +295,8 @@ class Dispatcher:
     # Its status.
 
     def status(self) -> DispatcherStatus:
-        """Describe the unfinished tasks, with what each lacks or what withholds it, and the last
-        stimuli."""
+        """Return a snapshot: the unfinished tasks, with what each lacks or what withholds it, the
+        hint's best task that lacks an input, and the last stimuli."""
         tracker, bounds = self._tracker, self._bounds
         numbers = range(tracker.num_tasks)
         by_hint = numbers if self._order is None else self._order.unfinished()
@@ -306,13 +311,17 @@ class Dispatcher:
         )
 
     def _status_of(self, number: int) -> TaskStatus:
+        """Return the inputs that a task lacks or, if it lacks none here, the cause that withholds
+        it."""
         tracker = self._tracker
         lacks = tracker.unmet_prerequisites(number)
         withheld_by = None if lacks else self._withheld_by(number)
         return TaskStatus(tracker.index.task(number), lacks, tracker.missing[number], withheld_by)
 
     def _withheld_by(self, number: int) -> Cause | None:
-        """The cause that withholds a task all of whose inputs are here; None if nothing does."""
+        """Return the cause that withholds a task whose inputs are all here: the binding order, the
+        bound, or the group (an input is missing at a member, or the leader decides). None if
+        nothing does."""
         if self._fixed:
             assert self._order is not None
             if number != self._order.best:
@@ -322,7 +331,8 @@ class Dispatcher:
         return Cause.COORDINATION if self._missing[number] or self._follows else None
 
     def _validate(self) -> None:
-        """Raise DispatchError if a part of the state contradicts the rest."""
+        """Raise DispatchError if more than the budget is in use, if D is wrong, or if the tracker's
+        state is inconsistent."""
         tracker, bounds = self._tracker, self._bounds
         if bounds.has_budget and bounds.used > bounds.budget:
             wrong: str | None = f"a hold of {bounds.budget}, of which {bounds.used} is in use"
@@ -336,12 +346,16 @@ class Dispatcher:
     # Arrivals and agreed tasks.
 
     def _handle_arrival(self, arrival: InputArrived) -> None:
+        """Record the arrival of a task's input at a member. Raises DispatchError if this rank does
+        not run the task, or the input is not missing there."""
         number = self._tracker.index.number(arrival.task)
         if number == NO_TASK:
             raise self._arrival_error(arrival.task, arrival.member)
         self.input_arrived(number, arrival.member)
 
     def _arrival_error(self, task: Task, member: int) -> DispatchError:
+        """Make the error for an input that arrived although its task does not lack it, with the
+        dispatcher's status."""
         return DispatchError(
             f"the input of {task} arrived on member {member} of pipeline rank {self.rank}, which "
             "does not lack it; a message was sent twice or to the wrong rank\n"
@@ -349,6 +363,9 @@ class Dispatcher:
         )
 
     def _handle_announcement(self, announced: Announced) -> None:
+        """Record an announcement. It is ignored if the input has arrived, and on a rank that
+        follows a leader or a binding order. Raises DispatchError if no other rank sends the task's
+        input."""
         number = self._tracker.index.number(announced.task)
         if number == NO_TASK or not self._tracker.has_remote_input(number):
             raise DispatchError(
@@ -360,6 +377,8 @@ class Dispatcher:
             self._announcements.add(number, announced)
 
     def _number_agreed_on(self, task: Task) -> int:
+        """Return the number of the task that the group agreed on. Raises DispatchError unless this
+        rank follows a leader, and the task is ready here."""
         number = self._tracker.index.number(task)
         if not self._follows or number == NO_TASK or not self._tracker.is_ready_here(number):
             raise DispatchError(
@@ -371,7 +390,9 @@ class Dispatcher:
     # Decision.
 
     def _choose(self, now_ns: int, *, is_idle: bool) -> int:
-        """The number of the task to run now, or `NO_TASK`; then it also sets `deadline_ns`."""
+        """Choose the task to run now and return its number, without dispatching it. `NO_TASK` if
+        none may run (an idle rank then starts a new round), or to wait for a better announced task
+        until `deadline_ns`, which it sets."""
         self.deadline_ns = NEVER
         choice = self._best_permitted() if self._tracker.num_unfinished else NO_TASK
         if choice == NO_TASK:
@@ -384,8 +405,9 @@ class Dispatcher:
         return choice
 
     def _best_permitted(self) -> int:
-        """The number of the best task that may run; `NO_TASK` if none may, or if another rank
-        decides."""
+        """Return the number of the best task that may run, or `NO_TASK`. A follower decides
+        nothing. Under a binding order it is the next task, if ready at all members. With several
+        ready sets (the unanimous rule), all must agree on the task."""
         if self._follows:
             return NO_TASK
         tracker = self._tracker
@@ -401,7 +423,9 @@ class Dispatcher:
         return choice
 
     def _best_of_set(self, ready: ReadySet) -> int:
-        """The number of the best task of a ready set that the bounds permit, or `NO_TASK`."""
+        """Return the number of the best task of a ready set that the bounds permit, or `NO_TASK`. A
+        rank that drains takes the next task to drain, else a weight gradient; otherwise the first
+        tier that has a permitted task decides."""
         tiers, tracker, bounds = self._tiers, self._tracker, self._bounds
         if bounds.drains:
             number = bounds.next_to_drain()
@@ -428,7 +452,8 @@ class Dispatcher:
     # Dispatch.
 
     def _dispatch(self, number: int, row: int) -> None:
-        """Count a task as done, and move on in the hint's round."""
+        """Count a task as done in the tracker and the bounds, move on in the hint's round, and
+        credit the task to those that need it."""
         tracker, kind = self._tracker, self._kinds[row]
         microbatch = number - row * tracker.num_microbatches
         tracker.mark_dispatched(number, row)
@@ -437,7 +462,8 @@ class Dispatcher:
         tracker.credit_dependents(number, kind, row)
 
     def _decide_and_answer(self, now_ns: int, *, is_idle: bool) -> tuple[Instruction, ...]:
-        """Decide, and return the instructions that follow."""
+        """Choose the next task, and return `RunTask` after dispatching it. If none may run, return
+        `Wait` (or `StepDone` at the end of the step) on an idle rank, else nothing."""
         number = self._choose(now_ns, is_idle=is_idle)
         if number != NO_TASK:
             return self._dispatch_and_answer(now_ns, number)
@@ -446,6 +472,9 @@ class Dispatcher:
         return self._answer_wait(now_ns) if self._tracker.num_unfinished else (StepDone(),)
 
     def _dispatch_and_answer(self, now_ns: int, number: int) -> tuple[Instruction, ...]:
+        """Dispatch a task and return `RunTask`, preceded by `Waited` if that ends a wait. The
+        numbers of ready tasks are from before the dispatch, D and the activations held from after
+        it."""
         tracker, bounds = self._tracker, self._bounds
         row = number // tracker.num_microbatches
         forwards, backwards, weight_gradients = bounds.count_permitted(
@@ -474,6 +503,8 @@ class Dispatcher:
     # Waiting.
 
     def _answer_wait(self, now_ns: int) -> tuple[Instruction, ...]:
+        """Return `Wait` with its cause and deadline, if any. A wait whose cause has changed is
+        split: `Waited` for the earlier cause precedes it. The start of the wait is remembered."""
         cause = self._cause_of_wait()
         wait = _WAITS[cause] if self.deadline_ns == NEVER else Wait(cause, self.deadline_ns)
         before = self._waiting
@@ -483,6 +514,9 @@ class Dispatcher:
         return (wait,) if before is None else (Waited(*before, now_ns), wait)
 
     def _cause_of_wait(self) -> Cause:
+        """Return the cause for which the rank runs nothing now: before its first task always
+        `WARMUP`, then patience, the group, the order or the bound that withholds a ready task, else
+        the kind of input that the hint's best task waits for."""
         tracker = self._tracker
         if tracker.num_unfinished == tracker.num_tasks:
             return Cause.WARMUP
@@ -502,8 +536,9 @@ class Dispatcher:
         return Cause.FORWARD_INPUT if self._best_lacks_forward() else Cause.BACKWARD_INPUT
 
     def _best_lacks_forward(self) -> bool:
-        """Whether the forward of the hint's best unfinished task (or the task itself) has yet to be
-        dispatched. Without an order, the first unfinished task stands in for the best one."""
+        """True if the forward of the hint's best unfinished task (or the task itself) has yet to be
+        dispatched on this rank. Without an order, the first unfinished task by number counts as the
+        best."""
         if self._order is None:
             while self._unmet[self._first_unfinished] < 0:
                 self._first_unfinished += 1

@@ -41,7 +41,8 @@ class Rounds(Value):
     """After a task of a kind; a kind that is not listed starts a new round."""
 
     def tiers(self, ran: Kind | None = None) -> tuple[Tier, ...]:
-        """The tiers to try after a task of kind `ran`, or, with None, at the top of a round.
+        """Return the tiers to try after a task of kind `ran`, or, with None, at the top of a round.
+        A kind that is not listed starts a new round.
 
         Weight gradients fill idle time: unless the hint ranks them among other tasks, this appends
         them as the last tier.
@@ -59,31 +60,33 @@ class Hint(Protocol):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are separate tasks."""
+        """True if weight gradients are separate tasks."""
         ...
 
     @property
     def ranks_weight_gradients(self) -> bool:
-        """Whether the hint ranks weight gradients among the other tasks."""
+        """True if the hint ranks weight gradients among the other tasks."""
         ...
 
     def for_shape(self, shape: Shape) -> "Hint":
-        """The hint for a pipeline of this shape; the shape's kinds are ignored. Raises UsageError,
-        saying what to change, for a shape that the hint does not support."""
+        """Return the hint for a pipeline of this shape; the shape's kinds are ignored. Raises
+        UsageError, saying what to change, for a shape that the hint does not support."""
         ...
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """A key for each of a rank's tasks, in the order of `Shape.tasks_of`: an integer from 0 to
-        the number of the rank's tasks - 1. Within a tier the smallest key wins."""
+        """Return a key for each of a rank's tasks, in the order of `Shape.tasks_of`: an integer
+        from 0 to the number of the rank's tasks - 1. Within a tier the smallest key wins."""
         ...
 
     def rounds(self, w: WeightGradients) -> Rounds:
-        """The kinds that go first, at each point of a round."""
+        """Return the kinds that go first at each point of a round; `w` says when an order runs
+        weight gradients."""
         ...
 
 
 def kinds_of(hint: Hint) -> tuple[Kind, ...]:
-    """The kinds of task that a training step has under this hint."""
+    """Return the kinds of task that a training step has under this hint: F and B, and W if it
+    splits backwards."""
     return SPLIT_BACKWARD if hint.splits_backward else WHOLE_BACKWARD
 
 
@@ -108,14 +111,17 @@ class Order(Value):
 
     @property
     def splits_backward(self) -> bool:
+        """True if weight gradients are separate tasks of the order."""
         return self.shape.splits_backward
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """True if the order splits backwards; then it places the weight gradients, too."""
         return self.splits_backward
 
     def for_shape(self, shape: Shape) -> "Order":
-        """Return itself. Raises UsageError for a shape other than its own."""
+        """Return itself. Raises UsageError for a shape other than its own; the kinds of tasks are
+        ignored."""
         if replace(shape, kinds=self.shape.kinds) != self.shape:
             raise UsageError(
                 f"order {self.name} is for {self.shape}, not for {shape}; choose another hint"
@@ -123,7 +129,8 @@ class Order(Value):
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """The position of each task in the rank's row, by task number."""
+        """Return the position of each task in the rank's row, by task number; cached by rank. Only
+        the number of tasks is taken from `shape`."""
         keys = self._keys.get(rank)
         if keys is None:
             keys = self._keys[rank] = [0] * shape.num_tasks_of_a_rank
@@ -132,41 +139,44 @@ class Order(Value):
         return keys
 
     def numbers(self, rank: int) -> list[int]:
-        """A rank's row as task numbers (`Shape.index_of`)."""
+        """Return a rank's row as task numbers (`Shape.index_of`); cached by rank."""
         numbers = self._numbers.get(rank)
         if numbers is None:
             numbers = self._numbers[rank] = [self.shape.index_of(task) for task in self.rows[rank]]
         return numbers
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Let all kinds compete by position, or with `idle` run weight gradients only when no other
+        task may."""
         return order_rounds(w)
 
     def peak_depth(self, rank: int) -> int:
-        """The largest D (chunk-forwards minus chunk-backwards run) that a rank reaches."""
+        """Return the largest D (chunk-forwards minus chunk-backwards run) that a rank reaches in
+        its row."""
         return _peak(self.rows[rank], ends=Kind.B)
 
     def peak_held(self, rank: int) -> int:
-        """The most activations that a rank keeps at once, from F until W (until B where B is
+        """Return the most activations that a rank keeps at once, from F until W (until B where B is
         whole), in slots of one chunk and one microbatch."""
         return _peak(self.rows[rank], ends=Kind.W if self.shape.splits_backward else Kind.B)
 
     def forwards(self) -> "Order":
-        """This order in a step without backwards: its forwards alone."""
+        """Return this order with its forwards alone, for steps without backwards."""
         rows = tuple(tuple(task for task in row if task.kind is Kind.F) for row in self.rows)
         return Order(self.name, replace(self.shape, kinds=FORWARD_ONLY), rows)
 
 
 def order_rounds(w: WeightGradients) -> Rounds:
-    """The rounds of an order: all kinds compete by position, or weight gradients run only when no
-    other task may."""
+    """Return the rounds of an order: with `ranked`, all kinds compete by position; otherwise
+    forwards and backwards do, and weight gradients run only when neither may."""
     if w is WeightGradients.RANKED:
         return Rounds(((Kind.F, Kind.B, Kind.W),), {})
     return Rounds(((Kind.F, Kind.B),), {})
 
 
 def _peak(row: tuple[Task, ...], ends: Kind) -> int:
-    """The largest number of microbatches whose forward has run and whose task of kind `ends` has
-    not."""
+    """Return the largest number, at any point of a row, of forwards run minus tasks of kind `ends`
+    run."""
     steps = {Kind.F: 1, ends: -1}
     return max(accumulate((steps.get(task.kind, 0) for task in row), initial=0))
 
@@ -187,18 +197,19 @@ class OrderProgress:
 
     @property
     def best(self) -> int:
-        """The number of the first unfinished task. At least one task must be unfinished."""
+        """The number of the first task in the order that was not dispatched. At least one must be
+        left."""
         while self._unmet[self._numbers[self._best]] < 0:
             self._best += 1
         return self._numbers[self._best]
 
     def unfinished(self) -> Iterator[int]:
-        """Yield the numbers of the unfinished tasks, in the order's sequence."""
+        """Yield the numbers of the tasks that were not dispatched, in the order's sequence."""
         return (number for number in self._numbers if self._unmet[number] >= 0)
 
     def take(self, number: int) -> tuple[int, int]:
-        """Count a dispatched task. Return its position, and the number of uncounted tasks before
-        it."""
+        """Count a dispatched task. Return its position in the order, and the number of uncounted
+        tasks before it, which it skips."""
         position = self._positions[number]
         ahead = self._taken_ahead
         if position > self._first:
@@ -215,12 +226,14 @@ class OrderProgress:
 
 
 def parse_order(text: str, shape: Shape, name: str) -> Order:
-    """Parse an order file for a pipeline of this shape. The file says whether backwards are split.
+    """Parse the text of an order file for a pipeline of this shape: a line per rank, whose empty
+    cells and trailing empty lines are ignored. The file, not the shape, says whether backwards are
+    split.
 
-    If any backward of the file is split into I and W, a whole one (B) is read as I immediately
-    followed by W. Raises UsageError, with the line, if a cell is not a task, is on the wrong rank's
-    line, repeats a task or contradicts how it is split, if a task is missing, and if the text is
-    not CSV.
+    If any backward is split into I and W, a whole one (B) is read as I immediately followed by W.
+    Raises UsageError for another number of lines than ranks, for a cell that is no task, is on the
+    wrong rank's line, repeats a task or contradicts how it is split, for a missing task, and for a
+    text that is not CSV.
     """
     lines = _cells(text, name)
     while lines and not any(lines[-1]):
@@ -239,7 +252,8 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
 
 
 def _cells(text: str, name: str) -> list[list[str]]:
-    """The cells of each line. Raises UsageError if the text is not CSV."""
+    """Return the stripped cells of each line of a CSV text. Raises UsageError, with the line, if
+    the text is not CSV."""
     reader = csv.reader(text.splitlines(), strict=True)
     try:
         return [[cell.strip() for cell in row] for row in reader]
@@ -248,12 +262,13 @@ def _cells(text: str, name: str) -> list[list[str]]:
 
 
 def _splits(lines: list[list[str]]) -> bool:
+    """True if any cell names a part of a split backward (I or W)."""
     return any("I" in cell or "W" in cell for cells in lines for cell in cells)
 
 
 def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """Parse one line into its tasks, in sequence. Raises UsageError for a missing or repeated
-    task."""
+    """Parse one rank's line into its tasks, in sequence; empty cells are skipped. Raises UsageError
+    for a wrong cell, and for a missing or repeated task."""
     cell_of: dict[Task, str] = {}
     for cell in filter(None, cells):
         for task in _parse_cell(cell, shape, rank, where):
@@ -268,8 +283,8 @@ def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[T
 
 
 def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """Parse a cell into its task. A whole backward in an order that splits others becomes I and
-    W."""
+    """Parse a cell into its task. A whole backward in an order that splits others becomes I and W.
+    Raises UsageError if it is not a task, or not one of this rank."""
     try:
         task, split = parse_task(cell)
     except ValueError as error:
@@ -286,7 +301,8 @@ def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, .
 
 
 def _repeated(before: str, cell: str) -> str:
-    """Describe the fault of two cells for the same task."""
+    """Return the error text for two cells with the same task: the second repeats it, or one has the
+    backward whole (B) and the other split (I or W)."""
     if ("B" in before) != ("B" in cell):
         return (
             f"{before} and {cell} cannot both be there; the backward of a microbatch on a stage "
@@ -296,7 +312,7 @@ def _repeated(before: str, cell: str) -> str:
 
 
 def format_order(order: Order) -> str:
-    """Format an order as CSV, which `parse_order` reads back."""
+    """Format an order as CSV text, a line per rank, which `parse_order` reads back."""
     split = order.shape.splits_backward
     lines = (",".join(format_task(task, split=split) for task in row) for row in order.rows)
     return "".join(f"{line}\n" for line in lines)
@@ -312,20 +328,26 @@ class OrderFile(Value):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the file splits its backwards. Raises UsageError if the text is not CSV."""
+        """True if the file splits its backwards. Raises UsageError if the text is not CSV."""
         return _splits(_cells(self.text, self.name))
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """True if the file splits its backwards; then it places the weight gradients, too. Raises
+        UsageError if the text is not CSV."""
         return self.splits_backward
 
     def for_shape(self, shape: Shape) -> Order:
-        """Parse the order. Raises UsageError, with the line, if the file does not hold an order of
-        this shape."""
+        """Parse the file's text into an order. Raises UsageError, with the line, if it does not
+        hold an order of this shape."""
         return parse_order(self.text, shape, self.name)
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
+        """Parse the file for this shape, and return the position of each task in the rank's row, by
+        task number. Raises UsageError as `for_shape`."""
         return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Let all kinds compete by position, or with `idle` run weight gradients only when no other
+        task may."""
         return order_rounds(w)

@@ -38,18 +38,22 @@ class Alternation(Value):
 
     @property
     def second(self) -> Kind:
+        """The direction that is tried after `first`: B after F, else F."""
         return Kind.B if self.first is Kind.F else Kind.F
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """Always False: split-off weight gradients only fill idle time."""
         return False
 
     def for_shape(self, shape: Shape) -> Self:
-        """Return itself: it fits any shape."""
+        """Return itself, as it fits any shape."""
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """Keys by chunk, then microbatch."""
+        """Return a key for each task, the smallest best: by chunk, then microbatch. Forwards prefer
+        the smallest chunk (the largest if `deep`), other kinds the largest. Keys of different kinds
+        may be equal."""
         num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
         keys: list[int] = []
         for kind in shape.kinds:
@@ -61,6 +65,8 @@ class Alternation(Value):
         return keys
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Try `first`, then the other direction. In rounds, after a task of `first` the other
+        direction goes first. `w` is ignored."""
         first, second = (self.first,), (self.second,)
         top = (first, second)
         if not self.in_rounds:
@@ -119,18 +125,21 @@ class _Block(Value):
 
 
 def v_half(shape: Shape, rank: int) -> tuple[Task, ...]:
-    """V-Half: N ranks hold at most (N + 2) // 2 microbatches each."""
+    """Return a rank's tasks under V-Half (two chunks in a V, split backwards), where N ranks hold
+    at most (N + 2) // 2 microbatches each."""
     return _rows(shape, _half_block)[rank]
 
 
 def v_min(shape: Shape, rank: int) -> tuple[Task, ...]:
-    """V-Min: N ranks hold at most (N + 4) // 3 microbatches each."""
+    """Return a rank's tasks under V-Min (two chunks in a V, split backwards), where N ranks hold at
+    most (N + 4) // 3 microbatches each."""
     return _rows(shape, _min_block)[rank]
 
 
 def _half_block(num_ranks: int) -> _Block:
-    """The block of V-Half: forwards, and then backwards, take two units per rank on the way down
-    the V, and one on the way up."""
+    """Return the building block of V-Half: forwards, and then backwards, take two units per rank on
+    the way down the V, and one on the way up. Some numbers of ranks need a pause between the
+    two."""
     pause = 3 if num_ranks % 2 == 0 else 0  # Without it tasks of a rank would coincide.
     ranks = range(num_ranks)
     forwards = [2 * rank for rank in ranks] + [2 * num_ranks - 1 + rank for rank in ranks]
@@ -140,7 +149,8 @@ def _half_block(num_ranks: int) -> _Block:
 
 
 def _min_block(num_ranks: int) -> _Block:
-    """The block of V-Min: each stage starts one unit after the stage before it."""
+    """Return the building block of V-Min: each stage starts one unit after the stage before it,
+    first all forwards, then all backwards."""
     pause = 2 if num_ranks % 3 == 0 else 0  # Without it tasks of a rank would coincide.
     num_stages = 2 * num_ranks
     forwards = list(range(num_stages))
@@ -150,7 +160,8 @@ def _min_block(num_ranks: int) -> _Block:
 
 def _block(forwards: list[int], backwards: list[int], *, peak: int) -> _Block:
     """Make a block from the starts of forwards and backwards, each in the sequence in which they
-    run (the last stage's backward first). `peak` is in microbatches."""
+    run (the last stage's backward first). `peak` is given in microbatches, and stored in slots of
+    one of the two chunks."""
     return _Block({F: tuple(forwards), B: tuple(reversed(backwards))}, 2 * peak)
 
 
@@ -180,8 +191,10 @@ class _Rank:
     """Forwards run minus weight gradients run."""
 
     def choose(self, shape: Shape, peak: int, ran: set[Task]) -> int | None:
-        """Choose the task to run in this unit; return its index in the row, or None to wait. `ran`
-        are the tasks that all ranks have run."""
+        """Choose the first task of the current phase (when steady, only the row's first) whose
+        prerequisites all ranks have run (`ran`) and that overtakes no other of its kind on its
+        stage; a forward must also stay within `peak`. Otherwise choose a pending weight gradient.
+        Return its index in the row, or None to wait."""
         held = largest = self.held  # Under the unchanged row, up to the task at hand.
         overtaken: set[tuple[int, Kind]] = set()
         for place, (phase, task) in enumerate(self.row):
@@ -205,7 +218,9 @@ class _Rank:
         return next(place for place, (_, task) in enumerate(self.row) if task is None)
 
     def run(self, place: int) -> Task:
-        """Remove the task at this index of the row, record that it ran, and return it."""
+        """Remove the entry at this index of the row, record that its task ran, and return the task.
+        None in the row stands for the oldest pending weight gradient; a backward makes its weight
+        gradient pending."""
         _, task = self.row[place]
         del self.row[place]
         if task is None:
@@ -221,8 +236,8 @@ class _Rank:
 
 @lru_cache(maxsize=4)
 def _rows(shape: Shape, block_of: Callable[[int], _Block]) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of all ranks: the blocks repeated, compacted and reordered. Cached, because all
-    rows are computed together."""
+    """Return the tasks of all ranks: the blocks repeated, compacted and reordered, unit of time by
+    unit of time. Cached, because all rows are computed together."""
     block = block_of(shape.num_ranks)
     ranks = [_Rank(_repeated(shape, block, rank)) for rank in range(shape.num_ranks)]
     ran: set[Task] = set()
@@ -236,7 +251,8 @@ def _rows(shape: Shape, block_of: Callable[[int], _Block]) -> tuple[tuple[Task, 
 
 
 def _repeated(shape: Shape, block: _Block, rank: int) -> _Row:
-    """The row of a rank in the repeated blocks, with weight gradients in the gaps."""
+    """Return the row of a rank when the block is repeated for every microbatch: its tasks by time,
+    each with its phase, and weight gradients in the gaps."""
     at = {
         block.starts[kind][stage] + _PERIOD * microbatch: Task(stage, kind, microbatch)
         for kind in (F, B)
@@ -272,6 +288,8 @@ class _Chunks(Value):
     placement: Placement | None = None
 
     def fits(self, shape: Shape) -> bool:
+        """True if the shape has a supported number of chunks and, where one is required, the
+        placement."""
         return (
             self.min_chunks <= shape.num_chunks
             and (self.max_chunks is None or shape.num_chunks <= self.max_chunks)
@@ -298,7 +316,8 @@ class NamedOrder(Value):
     """Whether the number of microbatches must be a multiple of the number of ranks."""
 
     def fits(self, shape: Shape) -> bool:
-        """Whether this order can be generated for this shape."""
+        """True if this order can be generated for the shape's chunks, placement and number of
+        microbatches."""
         return self.chunks.fits(shape) and self._fits_microbatches(shape)
 
     def for_shape(self, shape: Shape) -> Order:
@@ -324,25 +343,33 @@ class NamedOrder(Value):
 
     @property
     def splits_backward(self) -> bool:
+        """True if weight gradients are separate tasks of the order."""
         return W in self.kinds
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """True if the order splits backwards; then it places the weight gradients, too."""
         return self.splits_backward
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """The position of each task in the rank's row, by task number."""
+        """Generate the order for the shape, and return the position of each task in the rank's row,
+        by task number. Raises UsageError for a shape that it does not support."""
         return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Let all kinds compete by position, or with `idle` run weight gradients only when no other
+        task may."""
         return order_rounds(w)
 
     def _fits_microbatches(self, shape: Shape) -> bool:
+        """True if the number of microbatches is a multiple of that of ranks, or need not be one."""
         return not self.in_whole_rounds or shape.num_microbatches % shape.num_ranks == 0
 
 
 def _one_forward_one_backward(shape: Shape, rank: int) -> Iterator[Task]:
-    """1F1B (PipeDream-flush; Narayanan et al. 2021), as Megatron runs it."""
+    """Yield a rank's tasks under 1F1B (PipeDream-flush; Narayanan et al. 2021), as Megatron runs
+    it: a forward for each later rank, then forwards and backwards in turns. Ranks have one
+    chunk."""
     microbatches = range(shape.num_microbatches)
     forwards = [Task(rank, F, microbatch) for microbatch in microbatches]
     backwards = [Task(rank, B, microbatch) for microbatch in microbatches]
@@ -350,7 +377,8 @@ def _one_forward_one_backward(shape: Shape, rank: int) -> Iterator[Task]:
 
 
 def _gpipe(shape: Shape, rank: int) -> Iterator[Task]:
-    """GPipe (Huang et al. 2019): all forwards, then all backwards from the deepest chunk on."""
+    """Yield a rank's tasks under GPipe (Huang et al. 2019): all forwards, chunk by chunk, then all
+    backwards from the deepest chunk on."""
     stages = shape.stages_of(rank)
     for kind, of_kind in ((F, stages), (B, stages[::-1])):
         for stage in of_kind:
@@ -359,8 +387,8 @@ def _gpipe(shape: Shape, rank: int) -> Iterator[Task]:
 
 
 def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
-    """Interleaved 1F1B (Narayanan et al. 2021), as Megatron runs it with groups of one microbatch
-    per rank.
+    """Yield a rank's tasks under interleaved 1F1B (Narayanan et al. 2021), as Megatron runs it with
+    groups of one microbatch per rank.
 
     Each group of as many microbatches as there are ranks passes through all of the rank's chunks
     before the next group; backwards visit the chunks in reverse.
@@ -381,7 +409,8 @@ def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
 def _alternate(
     forwards: Sequence[Task], backwards: Sequence[Task], num_ahead: int
 ) -> Iterator[Task]:
-    """Yield `num_ahead` forwards, then alternate forwards and backwards, then the rest."""
+    """Yield `num_ahead` forwards, then forwards and backwards in turns, then the backwards that are
+    left."""
     num_ahead = min(num_ahead, len(forwards))
     yield from forwards[:num_ahead]
     for forward, backward in zip(forwards[num_ahead:], backwards, strict=False):
@@ -391,7 +420,7 @@ def _alternate(
 
 
 def _zb_h1(shape: Shape, rank: int) -> Iterator[Task]:
-    """ZB-H1 (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
+    """Yield a rank's tasks under ZB-H1 (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
 
     1F1B with weight gradients deferred, on rank r by r microbatches. Rank r of 1F1B holds r fewer
     activations than rank 0, so no rank comes to hold more than rank 0 did.
@@ -407,11 +436,12 @@ def _zb_h1(shape: Shape, rank: int) -> Iterator[Task]:
 
 
 def _zb_v(shape: Shape, rank: int) -> Iterator[Task]:
-    """ZB-V (Qi et al. 2024, "Pipeline parallelism with controllable memory").
+    """Yield a rank's tasks under ZB-V (Qi et al. 2024, "Pipeline parallelism with controllable
+    memory").
 
-    Every rank has an early and a late stage, so backwards start on the rank where forwards end.
-    The order is generated for at least 2N - 1 microbatches on N ranks; with fewer, the tasks of
-    the surplus microbatches are dropped.
+    Every rank has an early and a late stage, so backwards start on the rank where forwards end. The
+    order is generated for at least 2N - 1 microbatches on N ranks; with fewer, the tasks of the
+    surplus microbatches are dropped.
     """
     num_ranks = shape.num_ranks
     num = max(shape.num_microbatches, 2 * num_ranks - 1)
@@ -496,8 +526,8 @@ AUTO_CHOICES: Final[tuple[str, ...]] = (
 
 
 def hint_named(name: str, others: Sequence[str] = ()) -> Hint:
-    """The hint of that name. Raises UsageError, which lists the known names and `others` (names
-    that the caller accepts besides), for an unknown one."""
+    """Return the hint of that name. Raises UsageError for an unknown one; the error lists the known
+    names and `others`, names that the caller accepts besides."""
     if name not in HINTS:
         names = [*HINTS, *others]
         raise UsageError(
@@ -536,18 +566,23 @@ class AutoHint(Value):
 
     @property
     def name(self) -> str:
+        """The name of the hint, always `auto`."""
         return "auto"
 
     @property
     def splits_backward(self) -> bool:
+        """True if the initial hint splits backwards; the default ones all do."""
         return self.first is None or HINTS[self.first].splits_backward
 
     @property
     def ranks_weight_gradients(self) -> bool:
+        """Always False, whatever the initial hint does."""
         return False
 
     def for_shape(self, shape: Shape) -> Hint:
-        """The initial hint for this shape."""
+        """Return the initial hint for this shape: `first` or, by default, `zb-v` on a V, `bfw` with
+        one chunk and `bfw-deep` with several. Raises UsageError for a shape that it does not
+        support."""
         name = self.first
         if name is None and shape.placement is Placement.V:
             name = "zb-v"
@@ -556,9 +591,11 @@ class AutoHint(Value):
         return HINTS[name].for_shape(shape)
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
+        """Return the keys of the initial hint for this shape."""
         return self.for_shape(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
+        """Raise TypeError always: callers must use the hint that `for_shape` returns."""
         raise TypeError("hint auto has no rounds; use the hint that for_shape returns")
 
 

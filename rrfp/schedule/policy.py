@@ -98,8 +98,9 @@ Hold = int | Fraction | Bytes | ShareOf1F1B | Auto
 
 
 def parse_hold(text: str, name: str = "the hold", *, auto: bool = True) -> Hold:
-    """Parse a hold, which errors call `name`. Raises UsageError for any other text, and for `auto`
-    where no device is used (`auto=False`)."""
+    """Parse a hold: `12` counts microbatches, `512MiB` is bytes, `1.0x` a multiple of 1F1B's peak,
+    and `auto` what the device has left. Raises UsageError, which calls it `name`, for any other
+    text, and for `auto` where no device is used (`auto=False`)."""
     text = text.strip()
     if text == Auto.AUTO and auto:
         return Auto.AUTO
@@ -119,7 +120,8 @@ def parse_hold(text: str, name: str = "the hold", *, auto: bool = True) -> Hold:
 
 
 def check_hold(hold: object) -> None:
-    """Raise UsageError unless this is a hold or None (no bound)."""
+    """Raise UsageError unless this is a hold (at least 1 if it counts microbatches) or None (no
+    bound)."""
     if hold is None or isinstance(hold, Bytes | ShareOf1F1B | Auto):
         return
     if type(hold) not in (int, Fraction) or hold < 1:  # type: ignore[operator]
@@ -129,7 +131,8 @@ def check_hold(hold: object) -> None:
 
 
 def check_hold_is_absolute(hold: object) -> None:
-    """Raise UsageError for a share of 1F1B's peak, which only a comparison can resolve."""
+    """Raise UsageError for a share of 1F1B's peak, which only a comparison can resolve. Anything
+    else passes, without a check."""
     if isinstance(hold, ShareOf1F1B):
         raise UsageError(
             f"a hold of {hold} is a share of what 1F1B keeps in a comparison, and a run compares "
@@ -138,32 +141,35 @@ def check_hold_is_absolute(hold: object) -> None:
 
 
 def counts_microbatches(hold: Hold | None) -> bool:
-    """Whether a hold is in microbatches. True for None."""
+    """True if a hold is in microbatches, and for None (no hold)."""
     return hold is None or isinstance(hold, int | Fraction)
 
 
 def doubled(hold: Hold) -> Hold:
-    """Double a hold of microbatches or bytes; return any other unchanged."""
+    """Double a hold of microbatches (to a whole number) or bytes; return any other unchanged."""
     if isinstance(hold, int | Fraction):
         return int(2 * hold)
     return Bytes(2 * hold.num) if isinstance(hold, Bytes) else hold
 
 
 def hold_as_json(hold: Hold | None) -> int | float | str | None:
-    """Convert a hold for `run.json` and traces: a number of microbatches, or a text."""
+    """Convert a hold for `run.json` and traces: a number of microbatches, or a text for any other
+    hold. None stays."""
     if hold is None or isinstance(hold, int):
         return hold
     return float(hold) if isinstance(hold, Fraction) else str(hold)
 
 
 def byte_unit(num: float) -> tuple[str, int]:
-    """The largest binary unit not above this number of bytes, and the unit's size in bytes."""
+    """Return the largest binary unit not above this number of bytes, with its size in bytes; `B`
+    below 1 KiB."""
     units = reversed(_UNITS.items())
     return next(((name, size) for name, size in units if abs(num) >= size), ("B", 1))
 
 
 def format_bytes(num: float) -> str:
-    """Format a number of bytes with a binary unit, such as 1.25 GiB."""
+    """Format a number of bytes with a binary unit and three significant digits, such as 1.25 GiB;
+    whole numbers from 100 on."""
     name, size = byte_unit(num)
     value = num / size
     return f"{value:.0f} {name}" if name == "B" or value >= 100 else f"{value:.3g} {name}"
@@ -190,7 +196,8 @@ IMPATIENT = 0
 
 
 def parse_patience(text: str, name: str = "the patience") -> Patience:
-    """Parse a patience, which errors call `name`. Raises UsageError for any other text."""
+    """Parse a patience, which errors call `name`: `auto`, `0`, or a time such as 5ms, which is
+    returned in ns. Raises UsageError for any other text, and above 60 s."""
     text = text.strip()
     if text == AutoPatience.AUTO:
         return AutoPatience.AUTO
@@ -204,7 +211,7 @@ def parse_patience(text: str, name: str = "the patience") -> Patience:
 
 
 def check_patience(patience: object) -> None:
-    """Raise UsageError unless this is a patience."""
+    """Raise UsageError unless this is `auto`, or a whole number of ns from 0 to 60 s."""
     if isinstance(patience, AutoPatience):
         return
     if type(patience) is not int or not 0 <= patience <= LONGEST_NS:
@@ -215,7 +222,8 @@ def check_patience(patience: object) -> None:
 
 
 def patience_as_json(patience: Patience) -> str:
-    """Format a patience for `run.json` and traces. Reading it back is exact."""
+    """Format a patience for `run.json` and traces, in the largest unit in which it is a whole
+    number. Reading it back is exact."""
     if isinstance(patience, AutoPatience):
         return str(patience)
     if patience == 0:
@@ -265,12 +273,13 @@ class Knob:
     """Whether short help screens list the flag."""
 
     def help_text(self, *, in_run: bool) -> str:
-        """The help text for a command that runs a job, or for one that simulates."""
+        """Return the help text for a command that runs a job, or for one that simulates, with a
+        full stop."""
         return self.help + (self.in_runs if in_run else self.in_simulations) + "."
 
     def offered(self, *, in_run: bool) -> tuple[str, ...]:
-        """The texts that a shell completes, for a command that runs a job or for one that
-        simulates."""
+        """Return the choices that a shell completes: those that the knob's parser accepts in a
+        command that runs a job, or in one that simulates."""
         found = []
         for choice in self.choices:
             with suppress(UsageError):
@@ -279,8 +288,8 @@ class Knob:
         return tuple(found)
 
     def read(self, value: Any, label: str, *, in_run: bool) -> Any:
-        """Parse a text, which errors call `label`; return any other value unchanged. Raises
-        UsageError for an invalid text."""
+        """Parse a text, which errors call `label`; return any other value unchanged and unchecked.
+        Raises UsageError for an invalid text."""
         return self.parse(value, label, in_run) if type(value) is str else value
 
 
@@ -298,7 +307,8 @@ def knob(
     choices: tuple[str, ...] = (),
     is_common: bool = False,
 ) -> Any:
-    """Declare a field of `Policy` that a user may set. The help text ends without a full stop."""
+    """Declare a field of `Policy` that a user may set: a dataclass field whose metadata become a
+    `Knob`. The help text ends without a full stop."""
     return field(
         default=default,
         metadata={
@@ -317,7 +327,8 @@ def knob(
 
 
 def one_of(choices: type[StrEnum], *in_runs_only: StrEnum) -> Reader:
-    """Make the reader of a choice. Simulations do not offer `in_runs_only`."""
+    """Make a parser that accepts the values of an enum, and raises UsageError for any other text.
+    Simulations do not accept `in_runs_only`."""
 
     def parse(text: str, label: str, in_run: bool) -> StrEnum:
         offered = [each for each in choices if in_run or each not in in_runs_only]
@@ -333,24 +344,28 @@ def one_of(choices: type[StrEnum], *in_runs_only: StrEnum) -> Reader:
 
 
 def _parse_hint(text: str, label: str, in_run: bool) -> Hint:
-    """Parse a hint's name. `rrfp.inputs` resolves the paths of order files before."""
+    """Parse a hint's name or `auto`. Raises UsageError for anything else; `rrfp.inputs` resolves
+    the paths of order files before."""
     return AUTO if text == AUTO.name else hint_named(text, (AUTO.name,))
 
 
 def _parse_limit(text: str, label: str, in_run: bool) -> int:
+    """Parse a limit, a whole number from 1 on; the same in runs and simulations."""
     return parse_count(text, label)
 
 
 def _parse_hold(text: str, label: str, in_run: bool) -> Hold:
+    """Parse a hold; `auto` is only for runs, which have a device."""
     return parse_hold(text, label, auto=in_run)
 
 
 def _parse_patience(text: str, label: str, in_run: bool) -> Patience:
+    """Parse a patience; the same in runs and simulations."""
     return parse_patience(text, label)
 
 
 def parse_count(text: str, label: str) -> int:
-    """Parse a whole number from 1 on. Raises UsageError for any other text."""
+    """Parse a whole number from 1 to 10**9 - 1. Raises UsageError for any other text."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
         raise UsageError(f"{label} is '{text}'; it must be a whole number from 1 to {10**9 - 1}")
     return int(text)
@@ -470,7 +485,9 @@ class Policy:
             object.__setattr__(self, "order", self.hint)
 
     def _check_binding(self) -> None:
-        """Raise UsageError for a knob that needs `ready` dispatch."""
+        """Raise UsageError for values that only `ready` dispatch can follow: a hold that is not in
+        microbatches, the hint `auto`, a patience, and an `agreement` or `w` other than the
+        default."""
         if not counts_microbatches(self.hold):
             raise UsageError(
                 f"a hold of {self.hold} withholds forwards by their size, and --dispatch "
@@ -499,29 +516,32 @@ class Policy:
             )
 
     def with_usual_limit(self) -> Self:
-        """This policy with the usual limit, if it has `ready` dispatch and no bound."""
+        """Return this policy with `limits_by_shape` set if it has `ready` dispatch and neither
+        limit nor hold, else cleared. The limit itself is set by `of_shape`."""
         is_bound = self.limit is not None or self.hold is not None
         return replace(self, limits_by_shape=not is_bound and self.dispatch is Dispatch.READY)
 
     def of_shape(self, shape: Shape) -> Self:
-        """This policy with the usual limit for steps of this shape, if `limits_by_shape`. Raises
-        UsageError for a shape that the hint does not support."""
+        """Return this policy with the usual limit for steps of this shape if `limits_by_shape`,
+        else unchanged. Raises UsageError for a shape that the hint does not support."""
         if not self.limits_by_shape:
             return self
         return replace(self, limit=usual_limit(self.hint.for_shape(shape), shape))
 
     @property
     def waits(self) -> bool:
-        """Whether a free rank may wait for an announced task although others are ready."""
+        """True if a free rank may wait for an announced task although others are ready: the
+        patience is not 0."""
         return self.patience != IMPATIENT
 
     def waiting(self, waits: bool = True) -> Self:
-        """This policy with a patience of `auto`, or of 0 if not `waits`."""
+        """Return this policy with a patience of `auto`, or of 0 if not `waits`."""
         return replace(self, patience=AutoPatience.AUTO if waits else IMPATIENT)
 
     def hold_slots(self, num_chunks: int) -> int | None:
-        """The hold in slots of one chunk and one microbatch; None unless it counts microbatches.
-        Raises ValueError for a fraction that is no whole number of slots."""
+        """Return the hold in slots of one chunk and one microbatch; None without a hold, or if it
+        does not count microbatches. Raises ValueError for a fraction that is no whole number of
+        slots."""
         if not isinstance(self.hold, int | Fraction):
             return None
         if isinstance(self.hold, int):
@@ -533,16 +553,17 @@ class Policy:
 
     @property
     def hold_bytes(self) -> int | None:
-        """The hold in bytes; None if it is not in bytes."""
+        """The hold in bytes; None without a hold, or if it is in another unit."""
         return self.hold.num if isinstance(self.hold, Bytes) else None
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
-        """The number of messages that a link must be able to hold at once, so that a full link
-        never constrains a decision.
+        """Return the number of messages that a link must be able to hold at once, so that a full
+        link never constrains a decision. Only `ready` dispatch in steps with backwards gets less
+        than all microbatches and chunks.
 
         An activation waiting on a link counts in its sender's D and held slots, a gradient in its
         receiver's, so neither can exceed the bound. With one chunk per rank a link carries only one
-        of the two; with several it may carry both.
+        of the two; with several it may carry both, and the number doubles.
         """
         bound = num_microbatches * num_chunks
         if self.dispatch is Dispatch.READY and not forward_only:
@@ -555,12 +576,12 @@ class Policy:
         return bound if num_chunks == 1 else 2 * bound
 
     def values(self) -> dict[str, Any]:
-        """The values of the knobs by name."""
+        """Return the values of the knobs by name, as they are (not as JSON)."""
         return {name: getattr(self, name) for name in KNOBS}
 
     def flags(self) -> list[str]:
-        """The command-line flags of this policy, each with its value: the hint, and all values that
-        differ from the defaults."""
+        """Return the command-line flags of this policy, each with its value: the hint, and the
+        values that differ from the defaults. One string has flag and value, such as `--hold 8`."""
         values = self.described().items()
         usual = type(self)(hint=self.hint).described()
         return [
@@ -568,19 +589,21 @@ class Policy:
         ]
 
     def described(self) -> dict[str, Any]:
-        """The policy as JSON by flag name, for `run.json` and traces. A null bound withholds
-        nothing."""
+        """Return the policy as JSON by knob name, defaults included, for `run.json` and traces. A
+        null bound withholds nothing."""
         return {name: each.describe(getattr(self, name)) for name, each in KNOBS.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The policy as JSON for the ranks, which read it by `from_json`. In addition to
+        """Return the policy as JSON for the ranks, which read it by `from_json`. In addition to
         `described` it has the text of an order file, which a rank may not be able to read."""
         text = {_ORDER: self.hint.text} if isinstance(self.hint, OrderFile) else {}
         return self.described() | text
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the JSON of `to_json`. A policy without a bound gets the usual limit."""
+        """Read the JSON of `to_json`; knobs that it lacks get their defaults. A `ready` policy
+        without a bound later gets the usual limit for its shape. Raises UsageError for invalid
+        values."""
         given = {
             name: each.read(values[name], f"--{name}", in_run=True)
             for name, each in KNOBS.items()
@@ -603,22 +626,24 @@ KNOBS: dict[str, Knob] = {
 
 
 def split_knobs(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide keyword arguments into those that set knobs, and the others."""
+    """Split keyword arguments into those that set knobs, and the others. No value is checked."""
     given = {name: value for name, value in values.items() if name in KNOBS}
     return given, {name: value for name, value in values.items() if name not in KNOBS}
 
 
 def usual_limit(hint: Hint, shape: Shape) -> int | None:
-    """The default limit of `ready` dispatch: the paper's, or the one that fills the pipeline, if
-    that is larger; None if no limit fills it. `hint` must be that of the shape
+    """Return the default limit of `ready` dispatch: the paper's 32, or the one that fills the
+    pipeline, if that is larger; None if no limit fills it. `hint` must be that of the shape
     (`Hint.for_shape`)."""
     filling = filling_limit(hint, shape)
     return None if filling is None else max(PAPER_LIMIT, filling)
 
 
 def filling_limit(hint: Hint, shape: Shape) -> int | None:
-    """A limit under which steps of equal tasks are no slower than 1F1B's with the same chunks, by
-    simulation (docs/decisions/0036-usual-limit.md). None if no limit suffices for all steps."""
+    """Return a limit under which steps of equal tasks are no slower than 1F1B's with the same
+    chunks, as found by simulations (docs/decisions/0036-usual-limit.md): twice the ranks with one
+    chunk, twice an order's peak, else three times the stages. None, as no limit suffices, for a
+    rule that prefers the first of several chunks."""
     if shape.num_chunks == 1:
         return 2 * shape.num_ranks
     if isinstance(hint, Order):

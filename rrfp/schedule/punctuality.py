@@ -57,14 +57,17 @@ class Announcements:
         """The tiers of a rank that drains."""
 
     def add(self, number: int, announced: Announced) -> None:
-        """Record the announcement of the task `number`; later ones of it have no effect."""
+        """Record the announcement of the task `number` as a window of the patience before and after
+        the expected time. Later announcements of the task have no effect."""
         _, expected_ns, patience_ns = announced
         window = expected_ns - patience_ns, expected_ns + patience_ns
         self.windows.setdefault(number, window)
 
     def until(self, now_ns: int, choice: int, tiers: HeapTiers) -> int:
-        """The time until which to wait instead of running `choice`, the best task that may run, in
-        ns; `NEVER` to run it."""
+        """Return the time in ns until which to wait instead of running `choice`, the best task that
+        may run: the end of the window of the best announced task that goes before it and that the
+        bounds permit. `NEVER` to run `choice`, as always if it is a weight gradient that fills idle
+        time."""
         tracker, bounds = self._tracker, self._bounds
         if bounds.drains:
             tiers = self._draining
@@ -90,7 +93,7 @@ class Announcements:
         return found_ns
 
     def _tier(self, number: int, tiers: HeapTiers) -> int:
-        """The index of the tier in which a task competes now."""
+        """Return the index, in `tiers`, of the tier in which a task competes."""
         tracker = self._tracker
         num_chunks = tracker.index.num_chunks
         row = number // tracker.num_microbatches
@@ -135,17 +138,19 @@ class Durations:
         self._means_ns: dict[tuple[Kind, int], float] = {}
 
     def expected_ns(self, kind: Kind, chunk: int) -> float | None:
-        """The mean time of such tasks in ns; None before the first."""
+        """Return the decaying mean time of such tasks in ns; None before the first."""
         return self._means_ns.get((kind, chunk))
 
     def took(self, kind: Kind, chunk: int, taken_ns: int) -> None:
-        """Add the time of a task that has run, in ns."""
+        """Add the time of a task that has run, in ns, to the decaying mean, with a weight of 0.1
+        (the first one sets it)."""
         before_ns = self._means_ns.get((kind, chunk), float(taken_ns))
         self._means_ns[kind, chunk] = 0.9 * before_ns + 0.1 * taken_ns
 
 
 def new_punctuality(policy: Policy, num_chunks: int) -> "Punctuality | None":
-    """Make the tracker of a rank under this policy; None if such a rank never waits."""
+    """Make the punctuality tracker of a rank under this policy; None if such a rank never waits:
+    with patience 0, and with `auto` under a rule that puts the first of several chunks first."""
     hint, trust = policy.hint, TRUST_IN_ORDERS
     if isinstance(hint, Alternation):
         trust = TRUST_IN_RULES if hint.deep or num_chunks == 1 else NO_TRUST
@@ -172,12 +177,14 @@ class Punctuality:
 
     @property
     def noise(self) -> float:
-        """The error of announcements, as a share of the time that tasks take (root mean square)."""
+        """The error of announcements, as a share of the time that tasks take (root mean square,
+        with the latest errors weighing most)."""
         return sqrt(self._square_error)
 
     @property
     def patience_ns(self) -> int:
-        """The patience now, in ns: the given one or, with `auto`, a share of a mean task."""
+        """The patience now, in ns: the given one or, with `auto`, a share of a mean task that falls
+        to 0 as announcements get noisy."""
         patience, trust = self.asked
         if not isinstance(patience, AutoPatience):
             return patience
@@ -185,8 +192,8 @@ class Punctuality:
         return min(LONGEST_NS, int(self._mean_ns * trust.share * confidence))
 
     def announced(self, task: Task, now_ns: int, left_ns: int) -> Announced:
-        """Record an announcement that arrives now, and return it as a stimulus. It says that the
-        task's input will arrive `left_ns` from now."""
+        """Record an announcement that arrives now and says that the task's input will arrive
+        `left_ns` later. Return it as a stimulus, with that time corrected by the usual lateness."""
         stage, kind, _ = task
         said_ns = now_ns + left_ns
         self._due[task] = said_ns, left_ns
@@ -194,7 +201,9 @@ class Punctuality:
         return Announced(task, said_ns + int(lateness_ns), self.patience_ns)
 
     def arrived(self, task: Task, now_ns: int) -> None:
-        """Record that a task's input has arrived, with the error of its announcement, if any."""
+        """Record that a task's input has arrived: the error of its announcement updates the
+        lateness, the mean time and the noise. Without an announcement nothing changes; the first
+        one of a kind and stage only sets the lateness."""
         due = self._due.pop(task, None)
         if due is None:
             return
@@ -253,25 +262,27 @@ class JustInTime:
 
     @property
     def noise(self) -> float:
-        """The standard deviation of the logarithm of a task's time over its expected time."""
+        """The standard deviation of the logarithm of a task's time over its expected time, limited
+        to 0.001 to 2."""
         return min(_MOST_NOISE, max(_LEAST_NOISE, sqrt(self._square_noise)))
 
     @property
     def launch_ns(self) -> int:
         """The time to allow for a launch, in ns: the maximum over kinds and chunks, because the
-        next task is not known yet. For each it is the second longest of the latest launches, so
-        that a single launch that compiles a kernel, as the first often does, does not count."""
+        next task is not known yet; 0 before the first launch. For each it is the second longest of
+        the latest 9, so that a single launch that compiles a kernel does not count."""
         return max(
             (sorted(each)[max(0, len(each) - 2)] for each in self._latest_ns.values()), default=0
         )
 
     def launched(self, kind: Kind, chunk: int, taken_ns: int) -> None:
-        """Add the launch time of a task, in ns."""
+        """Add the launch time of a task, in ns; the latest 9 of each kind and chunk are kept."""
         latest_ns = self._latest_ns.setdefault((kind, chunk), deque(maxlen=_NUM_LAUNCHES))
         latest_ns.append(taken_ns)
 
     def ran(self, kind: Kind, chunk: int, taken_ns: int, known_ns: int | None = None) -> None:
-        """Add the run time of a task, in ns. `known_ns` is its expected time, if it was known."""
+        """Add the run time of a task, in ns, to the mean and, if a time was expected, to the noise.
+        `known_ns` is its expected time, if that was known; by default the mean of earlier tasks."""
         expected_ns = self._expected_ns(kind, chunk, known_ns)
         self._runs.took(kind, chunk, taken_ns)
         if not expected_ns or taken_ns <= 0:
@@ -284,9 +295,9 @@ class JustInTime:
     def due_ns(
         self, kind: Kind, chunk: int, start_ns: int, known_ns: int | None = None
     ) -> int | None:
-        """The time at which to decide on the successor of a task that began at `start_ns`, if the
-        task still runs then; None: at its end. `known_ns` is its expected time, if known. Without
-        any estimate the time is `start_ns`."""
+        """Return the time at which to decide on the successor of a task that began at `start_ns`,
+        if the task still runs then; None: at its end. `known_ns` is its expected time, if known.
+        Without any estimate the time is `start_ns`, or None with a risk above 1."""
         expected_ns = self._expected_ns(kind, chunk, known_ns)
         launch_ns = self.launch_ns
         if not expected_ns:
@@ -295,14 +306,17 @@ class JustInTime:
         return None if after_ns is None else start_ns + int(after_ns)
 
     def _expected_ns(self, kind: Kind, chunk: int, known_ns: int | None) -> float:
+        """Return the known time of a task, else the mean of earlier ones of its kind and chunk; 0
+        without either."""
         if known_ns is not None:
             return float(known_ns)
         return self._runs.expected_ns(kind, chunk) or 0.0
 
 
 def _latest_safe_ns(expected_ns: float, noise: float, launch_ns: int, risk: float) -> float | None:
-    """How long a task may run before the probability that it ends within one launch exceeds the
-    risk; None if it never does. The task's time is lognormal with this mean and noise."""
+    """Return how long a task may run (ns, in steps of 1/64 of the expected time) before the
+    probability that it ends within one launch exceeds the risk; None if it never does, or if
+    launches take no time. The task's time is lognormal with this mean and noise."""
     if launch_ns <= 0:
         return None
     location = log(expected_ns) - noise * noise / 2
@@ -319,5 +333,6 @@ def _latest_safe_ns(expected_ns: float, noise: float, launch_ns: int, risk: floa
 
 
 def _lognormal_cdf(time_ns: float, location: float, scale: float) -> float:
-    """The probability that a lognormal time is shorter than this one."""
+    """Return the probability that a lognormal time is shorter than this one; 0 for times up to 0.
+    `scale` is 1 / (sigma * sqrt(2))."""
     return (1 + erf((log(time_ns) - location) * scale)) / 2 if time_ns > 0 else 0.0

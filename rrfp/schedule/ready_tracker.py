@@ -72,19 +72,19 @@ class TaskIndex:
                 )
 
     def task(self, number: int) -> Task:
-        """The task with this number."""
+        """Return the task with this number."""
         row, microbatch = divmod(number, self.num_microbatches)
         return Task(self.stages[row], KINDS[self.kinds[row]], microbatch)
 
     def number(self, task: Task) -> int:
-        """The number of a task; `NO_TASK` if this rank does not run it."""
+        """Return the number of a task; `NO_TASK` if this rank does not run it."""
         shape = self.shape
         return shape.index_of(task) if shape.holds(self.rank, task) else NO_TASK
 
 
 @lru_cache(maxsize=4096)
 def task_index(shape: Shape, rank: int) -> TaskIndex:
-    """The cached task index of a pipeline rank."""
+    """Return the task index of a pipeline rank; cached by shape and rank."""
     return TaskIndex(shape, rank)
 
 
@@ -118,7 +118,7 @@ class ReadySet:
 
 @lru_cache(maxsize=256)
 def heaps_by_tier(tiers: tuple[Tier, ...], num_chunks: int) -> HeapTiers:
-    """Convert tiers of kinds to tiers of heap indices (`ReadySet.heaps`)."""
+    """Convert tiers of kinds to tiers of heap indices (`ReadySet.heaps`); cached."""
     heaps = {
         Kind.F: tuple(range(num_chunks)),
         Kind.B: (num_chunks,),
@@ -170,7 +170,8 @@ class ReadyTracker:
                 self._add_ready_row(row)
 
     def _add_ready_row(self, row: int) -> None:
-        """Mark all tasks of a row as ready from the start."""
+        """Mark all tasks of a row as ready from the start: in the counts, and in the heaps of all
+        ready sets."""
         self.num_ready_here[row] = self.num_ready[row] = self.num_microbatches
         first = row * self.num_microbatches
         for ready in self.ready_sets:
@@ -181,31 +182,35 @@ class ReadyTracker:
     # Queries.
 
     def has_remote_input(self, number: int) -> bool:
-        """Whether another rank sends this task's input."""
+        """True if another rank sends this task's input."""
         return self.index.has_remote_input[number // self.num_microbatches]
 
     def is_unfinished(self, number: int) -> bool:
-        """Whether a task has yet to be dispatched."""
+        """True if a task has yet to be dispatched."""
         return self.unmet[number] >= 0
 
     def is_ready_here(self, number: int) -> bool:
-        """Whether all of a task's inputs are on this rank."""
+        """True if a task was not dispatched and all of its inputs are on this rank, whatever other
+        members lack."""
         return self.unmet[number] == 0 and not self.missing[number] & 1
 
     def is_ready(self, number: int, mask: int) -> bool:
-        """Whether all of a task's inputs have arrived at all members of the mask."""
+        """True if a task was not dispatched and all of its inputs have arrived at all members of
+        the mask."""
         return self.unmet[number] == 0 and not self.missing[number] & mask
 
     def entry(self, number: int) -> int:
-        """The entry of a task in the heaps of ready sets; the smaller of two is better."""
+        """Return the entry of a task in the heaps of ready sets, which packs its key and number
+        into one integer; the smaller of two is better."""
         return self._keys[number] << self._num_bits | number
 
     def number_in_entry(self, entry: int) -> int:
-        """The number of the task that a heap's entry stands for."""
+        """Return the number of the task that a heap's entry stands for."""
         return entry & self._number_bits
 
     def best(self, heap: list[int]) -> int:
-        """The best entry of a ready set's heap, or `NO_TASK`; drops entries of dispatched tasks."""
+        """Return the best entry of a ready set's heap without removing it, or `NO_TASK`. Entries of
+        dispatched tasks above it are removed."""
         unmet, number_bits = self.unmet, self._number_bits
         while heap:
             entry = heap[0]
@@ -215,8 +220,8 @@ class ReadyTracker:
         return NO_TASK
 
     def best_ready_forward(self, chunk: int, mask: int) -> int:
-        """The number of the best forward of a chunk that is ready at all members of the mask. At
-        least one must be."""
+        """Return the number of the best forward, by the hint's keys, of those of a chunk that are
+        ready at all members of the mask. At least one must be."""
         first = chunk * self.num_microbatches
         ready = [
             number
@@ -226,13 +231,14 @@ class ReadyTracker:
         return min(ready, key=self._keys.__getitem__)
 
     def unmet_prerequisites(self, number: int) -> tuple[Task, ...]:
-        """The tasks whose output a task still needs on this rank."""
+        """Return the tasks whose output a task still needs on this rank: those of this rank that
+        were not dispatched, and those of other ranks whose output has not arrived here."""
         needed = self.shape.prerequisites(self.index.task(number))
         return tuple([each for each in needed if self._is_unmet(each, number)])
 
     def _is_unmet(self, needed: Task, number: int) -> bool:
-        """Whether a prerequisite of the task `number` has not been dispatched here, or its output
-        has not arrived here."""
+        """True if a prerequisite of the task `number` is one of this rank that was not dispatched,
+        or one of another rank whose output has not arrived at this rank (member 0)."""
         if self.shape.rank_of(needed.stage) == self.rank:
             return self.unmet[self.shape.index_of(needed)] >= 0
         return bool(self.missing[number] & 1)
@@ -240,13 +246,15 @@ class ReadyTracker:
     # Changes.
 
     def mark_arrived(self, number: int, bit: int) -> None:
-        """Record that the missing input of a task has arrived at a member, given as a bit."""
+        """Record that the missing input of a task has arrived at a member, given as a bit; a task
+        that lacks nothing else there may become ready. The caller checks that it was missing."""
         self.missing[number] ^= bit
         if self.unmet[number] == 0:
             self._mark_ready(number, bit)
 
     def mark_dispatched(self, number: int, row: int) -> None:
-        """Count a task as done. `credit_dependents` must follow."""
+        """Count a task as dispatched: it is no longer unfinished or ready. `credit_dependents` must
+        follow."""
         self.unmet[number] = -1
         self.num_unfinished -= 1
         self.num_ready[row] -= 1
@@ -254,8 +262,8 @@ class ReadyTracker:
             self.num_ready_here[row] -= 1
 
     def credit_dependents(self, number: int, kind: int, row: int) -> None:
-        """Credit a dispatched task to the tasks of this rank that need it: the next kind on its own
-        stage, and the same kind on the next stage if that is here too."""
+        """Credit a dispatched task to the tasks of this rank that need it, which may become ready:
+        the next kind on its own stage, and the same kind on the next stage if that is here too."""
         if kind != self._last_kind:
             self._decrement_unmet(number + self.num_per_kind)
         if self._feeds_own_rank[row]:
@@ -264,7 +272,8 @@ class ReadyTracker:
             self._decrement_unmet(number + step)
 
     def _decrement_unmet(self, number: int) -> None:
-        """Record that one more of a task's prerequisites on this rank is met."""
+        """Record that one more of a task's prerequisites on this rank is met. With the last one it
+        becomes ready at the members that have its input."""
         unmet = self.unmet[number] - 1
         self.unmet[number] = unmet
         if unmet == 0:
@@ -273,7 +282,8 @@ class ReadyTracker:
                 self._mark_ready(number, members)
 
     def _mark_ready(self, number: int, members: int) -> None:
-        """Add a task that has become ready at these members (bits) to counts and ready sets."""
+        """Add a task that has become ready at these members (bits) to the counts, and to the ready
+        sets all of whose members now have its input."""
         row = number // self.num_microbatches
         missing = self.missing[number]
         if missing == 0:
@@ -287,8 +297,8 @@ class ReadyTracker:
     # Invariants.
 
     def find_inconsistency(self) -> str | None:
-        """Name the part of the state that contradicts the rest; None if all agree. Takes time
-        linear in the tasks of the step."""
+        """Return the name of the first part of the state that contradicts the rest; None if all
+        agree. It raises and repairs nothing, and takes time linear in the tasks of the step."""
         left = [number for number in range(self.num_tasks) if self.is_unfinished(number)]
         here = [number for number in left if self.is_ready_here(number)]
         ready = [number for number in left if self.is_ready(number, self.all_members)]
@@ -310,14 +320,16 @@ class ReadyTracker:
         return next((what for what, holds in checks.items() if not holds), None)
 
     def depth(self) -> int:
-        """Count the forwards minus the backwards dispatched, from the state of each task."""
+        """Recount D, the forwards minus the backwards dispatched, from the state of each task."""
         return self._num_dispatched(FORWARD) - self._num_dispatched(BACKWARD)
 
     def _num_dispatched(self, kind: int) -> int:
+        """Count the dispatched tasks of a kind."""
         of_kind = self.unmet[kind * self.num_per_kind : (kind + 1) * self.num_per_kind]
         return sum([unmet < 0 for unmet in of_kind])
 
     def _count_by_row(self, numbers: Iterable[int]) -> list[int]:
+        """Count these tasks by row of the table (kind and chunk); 0 for a row without any."""
         counts = Counter([number // self.num_microbatches for number in numbers])
         return [counts[row] for row in range(len(self.num_ready_here))]
 

@@ -41,7 +41,8 @@ class Rehearsal(Value):
 
     @property
     def blocked(self) -> tuple[Blocked, ...]:
-        """The ranks that could not finish; empty if the order can run."""
+        """The ranks that could not finish, each with the first task of its row that never ran and
+        the prerequisites that this lacks; empty if the order can run."""
         ran = set(chain.from_iterable(self.timeline))
         firsts_left = [
             (rank, next((task for task in row if task not in ran), None))
@@ -64,12 +65,13 @@ class Rehearsal(Value):
 
     @property
     def num_idle(self) -> int:
-        """Units of time in which a rank ran nothing, over all ranks."""
+        """The units of time in which a rank ran nothing, summed over all ranks."""
         return sum(row.count(None) for row in self.timeline)
 
 
 def order_of(hint: Hint, shape: Shape) -> Order:
-    """The order that a hint produces when all times are equal. For an order it is the order itself.
+    """Return the order that a hint produces when all times are equal, by playing a step in
+    lockstep. For an order it is the order itself.
 
     The hint says whether the backward is split; the kinds of `shape` are ignored. Raises UsageError
     for a shape that the hint does not support.
@@ -85,7 +87,8 @@ def order_of(hint: Hint, shape: Shape) -> Order:
 
 
 def rehearse(order: Order) -> Rehearsal:
-    """Run an order in lockstep as `fixed` dispatch does."""
+    """Run an order in lockstep as `fixed` dispatch does, to its end or until it deadlocks; a
+    deadlock raises nothing."""
     policy = Policy(order, dispatch=Dispatch.FIXED)
     ranks = range(order.shape.num_ranks)
     return Rehearsal(order, _play([Dispatcher(order.shape, rank, policy) for rank in ranks]))
@@ -94,10 +97,10 @@ def rehearse(order: Order) -> Rehearsal:
 def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
     """Complete a policy for steps of this shape; also return the shape with the kinds of its hint.
 
-    The policy gets the hint and the limit for the shape, and the hint's order. With
-    `counts_places=False` a policy that does not bind gets no order: for a million tasks, making one
-    takes as long as the step. Raises UsageError for a shape that the hint does not support, and for
-    a binding order that deadlocks or exceeds a bound.
+    The policy gets the hint and, if it has none, the usual limit for the shape, and the hint's
+    order. With `counts_places=False` a policy that does not bind gets no order: for a million
+    tasks, making one takes as long as the step. Raises UsageError for a shape that the hint does
+    not support, and for a binding order that deadlocks or exceeds a bound.
     """
     hint = policy.hint.for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
@@ -110,8 +113,8 @@ def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple
 
 
 def check_binding(order: Order, policy: Policy) -> None:
-    """Raise UsageError if an order, run under fixed dispatch, deadlocks or exceeds a bound of the
-    policy."""
+    """Raise UsageError if an order, run under fixed dispatch, deadlocks or exceeds the limit or
+    hold of the policy. A hold in bytes is not checked."""
     blocked = rehearse(order).blocked
     if blocked:
         raise UsageError(deadlock_sentence(order, blocked))
@@ -136,7 +139,7 @@ def check_binding(order: Order, policy: Policy) -> None:
 
 
 def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
-    """Describe a deadlock in a sentence: the order, where each rank is stuck, and the remedy."""
+    """Format a sentence about a deadlock: the order, where each rank is stuck, and the remedy."""
     split = order.shape.splits_backward
     places = ", ".join(f"rank {b.rank} at {format_task(b.task, split=split)}" for b in blocked)
     return (
@@ -146,7 +149,9 @@ def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
 
 
 def _play(dispatchers: list[Dispatcher]) -> Timeline:
-    """Run all dispatchers unit by unit until no rank starts a task."""
+    """Run all dispatchers unit of time by unit until no rank starts a task, because all are done or
+    stuck; return what each rank ran. Messages arrive at the end of the unit in which they are
+    sent."""
     shape = dispatchers[0].shape
     units: list[list[Task | None]] = []
     while True:
@@ -165,7 +170,8 @@ def _play(dispatchers: list[Dispatcher]) -> Timeline:
 
 
 def _decide(dispatcher: Dispatcher, now: int) -> Task | None:
-    """The task that a rank starts in this unit; None if it starts none."""
+    """Let a rank decide, and return the task that it starts in this unit; None if it starts
+    none."""
     for instruction in dispatcher.handle(now, ComputeIdle()):
         if isinstance(instruction, RunTask):
             return instruction.task
@@ -181,7 +187,8 @@ BLOCKED = "!"
 
 
 def format_grid(rehearsal: Rehearsal, width: int) -> str:
-    """Format a rehearsal as a grid, wrapped into blocks of columns that fit `width` characters.
+    """Format a rehearsal as text: a row per rank and a column per unit of time, wrapped into blocks
+    of columns that fit `width` characters.
 
     A cell is a task, `.` where the rank was idle, and `!` before a task at which it deadlocks.
     """
@@ -200,7 +207,8 @@ def format_grid(rehearsal: Rehearsal, width: int) -> str:
 
 
 def format_blocked(shape: Shape, blocked: Blocked) -> str:
-    """Describe a stuck rank in a sentence: its task, and the prerequisites that the task lacks."""
+    """Format a phrase about a stuck rank: its task, and the prerequisites that the task lacks, each
+    with the rank that runs it."""
     split = shape.splits_backward
     lacks = " and ".join(
         f"{format_task(task, split=split)} of {_owner(shape.rank_of(task.stage), blocked.rank)}"
@@ -210,11 +218,14 @@ def format_blocked(shape: Shape, blocked: Blocked) -> str:
 
 
 def _owner(rank: int, here: int) -> str:
+    """Format the rank of a prerequisite: `rank 2`, or that it stands later in the stuck rank's own
+    row."""
     return "its own, further on in the row" if rank == here else f"rank {rank}"
 
 
 def _rows(rehearsal: Rehearsal) -> list[list[str]]:
-    """The cells of each rank, up to the end of the step or to its deadlock."""
+    """Return the cells of each rank as text, up to the end of the step or to its deadlock, where
+    the blocked task follows instead of idle units."""
     split = rehearsal.order.shape.splits_backward
     rows = [
         [IDLE if task is None else format_task(task, split=split) for task in row]
@@ -229,5 +240,7 @@ def _rows(rehearsal: Rehearsal) -> list[list[str]]:
 
 
 def _line(cells: tuple[str, ...], label_width: int, cell_width: int) -> str:
+    """Format a line of the grid: the label to the left, the other cells aligned to the right,
+    without trailing spaces."""
     label, *rest = cells
     return (label.ljust(label_width) + "".join(cell.rjust(cell_width) for cell in rest)).rstrip()

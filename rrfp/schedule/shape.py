@@ -65,24 +65,28 @@ class Shape(Value):
 
     @property
     def splits_backward(self) -> bool:
+        """True if weight gradients (W) are separate tasks."""
         return Kind.W in self.kinds
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         if self.placement is Placement.V and stage >= self.num_ranks:
             return 2 * self.num_ranks - 1 - stage
         return stage % self.num_ranks
 
     def chunk_of(self, stage: int) -> int:
-        """The index of a stage among its rank's chunks, which are numbered in model order."""
+        """Return the index of a stage among its rank's chunks, which are numbered in model
+        order."""
         return stage // self.num_ranks
 
     def stage_of(self, rank: int, chunk: int) -> int:
+        """Return the stage that a rank holds as this chunk."""
         if self.placement is Placement.V and chunk == 1:
             return 2 * self.num_ranks - 1 - rank
         return chunk * self.num_ranks + rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank holds, by chunk."""
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def tasks_of(self, rank: int) -> Iterator[Task]:
@@ -93,7 +97,8 @@ class Shape(Value):
                     yield Task(stage, kind, microbatch)
 
     def index_of(self, task: Task) -> int:
-        """The index of a task in its rank's `tasks_of`."""
+        """Return the index of a task in its rank's `tasks_of`. The task must be one of the step
+        (not checked)."""
         stage, kind, microbatch = task
         row = stage // self.num_ranks
         if kind is not Kind.F:
@@ -102,10 +107,11 @@ class Shape(Value):
 
     @property
     def num_tasks_of_a_rank(self) -> int:
+        """The number of tasks of each rank: kinds times chunks times microbatches."""
         return len(self.kinds) * self.num_chunks * self.num_microbatches
 
     def holds(self, rank: int, task: Task) -> bool:
-        """Whether the task exists in this step and runs on this rank."""
+        """True if the task exists in this step and runs on this rank."""
         return (
             0 <= task.stage < self.num_stages
             and 0 <= task.microbatch < self.num_microbatches
@@ -114,7 +120,8 @@ class Shape(Value):
         )
 
     def prerequisites(self, task: Task) -> tuple[Task, ...]:
-        """The tasks that must have run before this one (paper section 3.1)."""
+        """Return the tasks that must have run before this one (paper section 3.1): the sender of
+        its input and, for a backward, its own forward; for a weight gradient only its backward."""
         stage, kind, microbatch = task
         if kind is Kind.W:
             return (Task(stage, Kind.B, microbatch),)
@@ -123,15 +130,19 @@ class Shape(Value):
         return received if kind is Kind.F else (Task(stage, Kind.F, microbatch), *received)
 
     def sender(self, task: Task) -> Task | None:
-        """The task on a neighboring stage whose output this one consumes, or None."""
+        """Return the task on a neighboring stage whose output this one consumes; None for a forward
+        on the first stage, a backward on the last one, and weight gradients. It may be on the same
+        rank."""
         return self._on_stage(sending_stage(task.kind, task.stage), task)
 
     def receiver(self, task: Task) -> Task | None:
-        """The task on a neighboring stage that consumes this one's output, or None."""
+        """Return the task on a neighboring stage that consumes this one's output; None for a
+        forward on the last stage, a backward on the first one, and weight gradients. It may be on
+        the same rank."""
         return self._on_stage(receiving_stage(task.kind, task.stage), task)
 
     def link(self, task: Task) -> tuple[int, int] | None:
-        """The pipeline ranks that send and receive the message for a task.
+        """Return the pipeline ranks that send and receive the message for a task.
 
         None if it needs no message: it consumes no other stage's output, or one of its own rank.
         """
@@ -142,26 +153,28 @@ class Shape(Value):
         return None if source == destination else (source, destination)
 
     def neighbours(self, rank: int) -> set[int]:
-        """The other pipeline ranks that hold a stage adjacent to one of this rank's."""
+        """Return the other pipeline ranks that hold a stage adjacent to one of this rank's."""
         adjacent = {each for stage in self.stages_of(rank) for each in (stage - 1, stage + 1)}
         return {self.rank_of(each) for each in adjacent if 0 <= each < self.num_stages} - {rank}
 
     def _on_stage(self, stage: int | None, task: Task) -> Task | None:
+        """Return the task of the same kind and microbatch on another stage; None without such a
+        stage."""
         if stage is None or not 0 <= stage < self.num_stages:
             return None
         return Task(stage, task.kind, task.microbatch)
 
 
 def sending_stage(kind: str, stage: int) -> int | None:
-    """The stage whose output a task of this kind and stage consumes; None for a weight gradient.
-    The stage may lie beyond the pipeline's ends."""
+    """Return the stage whose output a task of this kind and stage consumes; None for a weight
+    gradient. The stage may lie beyond the pipeline's ends."""
     if kind == Kind.F:
         return stage - 1
     return stage + 1 if kind == Kind.B else None
 
 
 def receiving_stage(kind: str, stage: int) -> int | None:
-    """The stage that consumes the output of a task of this kind and stage; None for a weight
+    """Return the stage that consumes the output of a task of this kind and stage; None for a weight
     gradient. The stage may lie beyond the pipeline's ends."""
     if kind == Kind.F:
         return stage + 1
@@ -171,8 +184,8 @@ def receiving_stage(kind: str, stage: int) -> int | None:
 def shape_of_stages(
     stages: Mapping[int, tuple[int, ...]], num_microbatches: int, kinds: tuple[Kind, ...]
 ) -> Shape | None:
-    """Find the shape in which each pipeline rank holds these stages (by rank); None if no placement
-    does that."""
+    """Find the shape in which each pipeline rank holds these stages (by rank), a loop or a V; None
+    if neither does that."""
     num_ranks, num_chunks = 1 + max(stages), len(next(iter(stages.values())))
     for placement in Placement:
         if placement is Placement.V and num_chunks != 2:

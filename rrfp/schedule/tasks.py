@@ -40,7 +40,8 @@ def whole_number(value: SupportsIndex, name: str) -> int:
 
 
 def plain_integer(value: Any) -> object:
-    """Convert a whole number of any library to an int; return anything else as it is."""
+    """Convert a whole number of any library to an int; return anything else as it is, booleans
+    included."""
     if isinstance(value, bool):  # in a conditional expression, compiled, it would be a number
         return value
     try:
@@ -50,7 +51,8 @@ def plain_integer(value: Any) -> object:
 
 
 def plain_real(value: object) -> object:
-    """Convert a number of any library to an int or a float; return anything else as it is."""
+    """Convert a number of any library to an int or a float; return anything else as it is, such as
+    an array of several numbers."""
     if isinstance(plain_integer(value), int) or not isinstance(value, SupportsFloat):
         return plain_integer(value)
     try:
@@ -88,7 +90,8 @@ _TASK = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
 def parse_task(text: str) -> tuple[Task, bool]:
-    """Parse ``2F0``. Also return whether the letter belongs to a split backward (``I`` or ``W``).
+    """Parse ``2F0`` (stage, kind, microbatch). Also return whether the letter belongs to a split
+    backward (``I``, read as kind B, or ``W``).
 
     Raises ValueError when the text is not a task.
     """
@@ -104,7 +107,7 @@ def parse_task(text: str) -> tuple[Task, bool]:
 
 
 def format_task(task: Task, *, split: bool = False) -> str:
-    """Format a task in torch's letters. `split` means that the backward is split into I and W."""
+    """Format a task in torch's letters. With `split` a backward is written as I, else as B."""
     letter = "I" if split and task.kind is Kind.B else task.kind
     return f"{task.stage}{letter}{task.microbatch}"
 

@@ -17,7 +17,8 @@ from rrfp.simulate.time_bounds import Floor, floor
 
 
 def admitted(costs: StepCosts, admission: Admission, step: int, replica: int = 0) -> StepCosts:
-    """The costs of the same step, with its microbatches in admission order.
+    """Return the costs of the same step, with its microbatches in admission order. Under `given`
+    they are returned as they are.
 
     Raises UsageError as `order_by_costs` does.
     """
@@ -29,8 +30,8 @@ def admitted(costs: StepCosts, admission: Admission, step: int, replica: int = 0
 def order_by_costs(
     costs: StepCosts, admission: Admission, step: int, replica: int = 0
 ) -> Sequence[int]:
-    """The order in which the microbatches of step `step` (from 0) of a replica are admitted. What
-    is to be planned is given the pyramid, from which plans begin.
+    """Return the order in which a replica admits the microbatches of step `step` (from 0), by their
+    total times. For `plan` it is the pyramid, from which planning starts.
 
     Raises UsageError if they would be sorted by costs that are not known before the step, or if the
     listed order has another number of microbatches.
@@ -48,7 +49,7 @@ def order_by_costs(
 
 
 def weights_ns(times: TaskTimes) -> list[int]:
-    """The time of each microbatch, summed over all stages."""
+    """Return the time of each microbatch in ns, summed over all stages and kinds."""
     rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
     return [sum(of_microbatch) for of_microbatch in zip(*rows, strict=True)]
 
@@ -69,11 +70,12 @@ class Conditions:
     replica: int
 
     def stretch(self) -> Stretch | None:
-        """The delays and stops, with fresh state: they depend on what the ranks run."""
+        """Return the delays and stops of the step, with fresh state, as they depend on what the
+        ranks run; None if the jitter has none."""
         return self.jitter.stretch(self.shape, self.seed, self.replica)
 
     def floor(self) -> Floor:
-        """The lower bound on the step's time."""
+        """Return the lower bound on the step's time, with jitter but without delays and stops."""
         return floor(self.shape, self.times, None if self.links.is_free else self.links)
 
 
@@ -86,10 +88,11 @@ def conditions(
     replica: int,
     step: int,
 ) -> Conditions:
-    """The conditions of a replica under a seed, which stands for one step's data and jitter.
+    """Compute the costs and the jitter of one step of a replica. The seed stands for the step's
+    data and jitter; `step` is its number, from 0, by which the admission order is chosen.
 
-    `step` is the number of that step, from 0. Raises UsageError if the costs, the admission order
-    or the jitter do not fit the shape.
+    Raises UsageError if the costs, the admission order or the jitter do not fit the shape, or if no
+    task takes any time.
     """
     of_step = admitted(costs.step(shape, seed, replica), admit, step, replica)
     times = jitter.times(of_step.times, shape, seed, replica)
@@ -101,7 +104,9 @@ def conditions(
 def world_of(
     met: Conditions, policy: Policy, num_members: int = 1, *, blocking: bool
 ) -> StepConditions:
-    """The world of a replica's step, with fresh state, under a policy."""
+    """Build the simulator's inputs for a replica's step under a policy, with fresh state. With
+    several members their messages are late, and rounds of agreement take time unless an order
+    binds. Ranks expect the tasks' times only if the costs are known before the step."""
     costs, links = met.costs, met.links
     binds = policy.dispatch is Dispatch.FIXED
     return StepConditions(

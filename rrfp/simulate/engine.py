@@ -51,7 +51,7 @@ class TaskTimes(Value):
     weight_gradient: Sequence[Sequence[int]]
 
     def by_kind(self, *, split: bool) -> dict[Kind, Sequence[Sequence[int]]]:
-        """The times by kind: of F, B and W if `split`, else of F and whole B."""
+        """Return the times by kind: of F, B and W if `split`, else of F and of B with W added."""
         if split:
             return {
                 Kind.F: self.forward,
@@ -163,21 +163,22 @@ class Log(Protocol):
     """Receives the events on every member of every pipeline rank."""
 
     def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
-        """A member's dispatcher processed a stimulus."""
+        """Receive a stimulus that a member's dispatcher has processed."""
 
     def waited(self, rank: int, member: int, waited: Waited) -> None:
-        """A member's idle interval ended."""
+        """Receive an idle interval of a member that has ended."""
 
     def ran(self, rank: int, start_ns: int, end_ns: int, run: RunTask) -> None:
-        """Every member of a rank ran a task."""
+        """Receive a task that every member of a rank runs, when it starts."""
 
     def agreed(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
-        """A group agreed on its next task, perhaps while another one ran."""
+        """Receive a round in which a group agreed on its next task, perhaps while another one
+        ran."""
 
     def passed(
         self, sender: int, receiver: int, member: int, start_ns: int, end_ns: int, task: Task
     ) -> None:
-        """The message for a task went from a member of one rank to that member of another."""
+        """Receive the message for a task, from a member of one rank to that member of another."""
 
 
 class Step:
@@ -222,6 +223,8 @@ class Step:
         self._runs: list[RunTask | None] = [None] * shape.num_ranks
 
     def _dispatcher(self, policy: Policy, rank: int, member: int) -> Dispatcher:
+        """Make the dispatcher of a member of a rank, with the activation sizes and the budget of
+        that rank; the first of several members leads the group."""
         conditions, shape = self.conditions, self.shape
         sizes: ActivationSizes | None = None
         if conditions.sizes is not None:
@@ -231,7 +234,7 @@ class Step:
         return Dispatcher(shape, rank, policy, group, sizes=sizes, budget=budget)
 
     def _times_of(self, index: TaskIndex) -> list[int]:
-        """The nominal times of a rank's tasks in ns, by task number."""
+        """Return the nominal times of a rank's tasks in ns, by task number."""
         times = self._times
         times_ns: list[int] = []
         for kind, stage in zip(index.kinds, index.stages, strict=True):
@@ -239,7 +242,7 @@ class Step:
         return times_ns
 
     def push(self, time_ns: int, what: int, rank: int, member: int, number: int) -> None:
-        """Schedule an event of type `what` for the task `number`."""
+        """Schedule an event of type `what` for the task `number`, at a time in ns."""
         _push(
             self._events,
             time_ns << self._time_shift
@@ -250,11 +253,12 @@ class Step:
         )
 
     def next_ns(self) -> int:
-        """The time of the next event; `NEVER` without one."""
+        """Return the time of the next event without removing it; `NEVER` without one."""
         return self._events[0] >> self._time_shift if self._events else NEVER
 
     def pop(self) -> tuple[int, int, int, int]:
-        """Remove the next event; return its type, rank, member and task number."""
+        """Remove the next event, by time and then by type; return its type, rank, member and task
+        number."""
         event = _pop(self._events)
         return (
             (event & self._what_bits) >> self._what_shift,
@@ -264,7 +268,8 @@ class Step:
         )
 
     def decide(self, rank: int, now_ns: int, *, is_idle: bool = True) -> int:
-        """Let a rank decide; return the number of the task to run next, or `NO_TASK`."""
+        """Let a rank's leader choose and dispatch its next task; return its number, or `NO_TASK`.
+        With a log, the stimulus is logged and the decision kept for `run`."""
         if self.log is None:
             return self.leaders[rank].decide(now_ns, is_idle=is_idle)
         run = self.handle(rank, 0, now_ns, IDLE if is_idle else AHEAD)
@@ -272,8 +277,8 @@ class Step:
         return NO_TASK if run is None else self.indices[rank].number(run.task)
 
     def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
-        """Pass a stimulus to a dispatcher, log it and the end of a wait, and return the decision to
-        run a task, if any."""
+        """Pass a stimulus to a member's dispatcher, log the stimulus and the end of a wait, and
+        return the decision to run a task, if any. Only for steps with a log."""
         assert self.log is not None
         instructions = self.members[rank][member].handle(now_ns, stimulus)
         self.log.took_in(rank, member, now_ns, stimulus)
@@ -285,7 +290,8 @@ class Step:
         return None
 
     def run(self, rank: int, start_ns: int, number: int) -> int:
-        """Start the decided task on every member of a rank and schedule its end; return the end."""
+        """Start the decided task on every member of a rank: stretch its time, count it, schedule
+        its end and log it. Return the end in ns."""
         time_ns = self._times_ns[rank][number]
         if self.conditions.stretch is not None:
             task = self.indices[rank].task(number)
@@ -304,7 +310,8 @@ class Step:
         return end_ns
 
     def deliver(self, rank: int, member: int, now_ns: int, number: int) -> None:
-        """Deliver the input of a task to a member: the member and its leader count it."""
+        """Deliver the input of a task to a member: with a log, the leader and that member count it;
+        without one, the leader alone."""
         if self.log is None:
             self.leaders[rank].input_arrived(number, member)
             return
@@ -314,7 +321,8 @@ class Step:
             self.handle(rank, member, now_ns, InputArrived(task))
 
     def result(self) -> PipelineRun:
-        """The outcome of the step. Raises RrfpError if tasks are left (a deadlock)."""
+        """Return the outcome of the step. Raises RrfpError if tasks are left, which means a
+        deadlock."""
         if self._num_left:
             firsts = [leader.unfinished()[:1] for leader in self.leaders]
             places = [f"rank {rank} at {left[0][0]}" for rank, left in enumerate(firsts) if left]

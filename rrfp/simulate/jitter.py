@@ -56,12 +56,13 @@ _LOG = [2 / n for n in range(1, 24, 2)]
 
 
 def uniforms(num: int, *key: int | str) -> Floats:
-    """`num` draws from [0, 1); a larger `num` only appends draws."""
+    """Return `num` draws from [0, 1), the same for one key on every machine; a larger `num` only
+    appends draws."""
     return uniforms_in_parts(*key)(num)
 
 
 def uniforms_in_parts(*key: int | str) -> Callable[[int], Floats]:
-    """A function that returns the draws of `uniforms` piece by piece: the next `num` at each
+    """Return a function that returns the draws of `uniforms` piece by piece: the next `num` at each
     call."""
     digest = blake2b(json.dumps(key).encode(), digest_size=16).digest()
     bits = np.random.Philox(key=int.from_bytes(digest, "little"))
@@ -69,7 +70,8 @@ def uniforms_in_parts(*key: int | str) -> Callable[[int], Floats]:
 
 
 def normals(num: int, *key: int | str) -> Floats:
-    """`num` draws of mean 0 and standard deviation 1; a larger `num` only appends draws.
+    """Return `num` draws of mean 0 and standard deviation 1, the same for one key on every machine;
+    a larger `num` only appends draws.
 
     Marsaglia's polar method: of points in a square, those inside the circle are used, 79 in 100.
     """
@@ -85,19 +87,21 @@ def normals(num: int, *key: int | str) -> Floats:
 
 
 def lognormals(num: int, sigma: float, *key: int | str) -> Floats:
-    """`num` factors of mean 1 whose logarithms have the standard deviation `sigma`."""
+    """Return `num` factors of mean 1 whose logarithms have the standard deviation `sigma`."""
     return exp(sigma * normals(num, *key) - sigma * sigma / 2)
 
 
 def exp(x: Floats) -> Floats:
-    """e**x to within two units in the last place, for x between -700 and 700."""
+    """Return e**x to within two units in the last place, for x between -700 and 700, with the same
+    bits on every machine."""
     power = np.rint(x * _LOG2_E)
     rest = (x - power * _LN2_HIGH) - power * _LN2_LOW
     return np.ldexp(_polynomial(_EXP, rest), power.astype(np.int32))
 
 
 def log(x: Floats) -> Floats:
-    """The natural logarithm of normal positive numbers, to within two units in the last place."""
+    """Return the natural logarithm of normal positive numbers, to within two units in the last
+    place, with the same bits on every machine."""
     mantissa, power = np.frexp(x)
     is_low = mantissa < _SQRT_HALF
     mantissa, power = np.where(is_low, 2 * mantissa, mantissa), power - is_low
@@ -106,7 +110,7 @@ def log(x: Floats) -> Floats:
 
 
 def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
-    """Horner's rule; the coefficient of x**0 comes first."""
+    """Evaluate a polynomial by Horner's rule; the coefficient of x**0 comes first."""
     value = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
@@ -144,10 +148,12 @@ _Draw = Callable[..., Floats]
 
 
 def _pareto(num: int, alpha: float, *key: int | str) -> Floats:
+    """Draw `num` factors of mean 1 from a Pareto distribution with the exponent `alpha`."""
     return (alpha - 1) / alpha * exp(log(1 - uniforms(num, *key)) / -alpha)
 
 
 def _constant(num: int, factor: float, *key: int | str) -> Floats:
+    """Return the same factor `num` times; nothing is drawn."""
     return np.full(num, factor)
 
 
@@ -165,7 +171,8 @@ class _Factor:
     ranks: _Ranks
 
     def row(self, shape: Shape, stage: int, kind: Kind, key: _Key) -> Floats:
-        """The factors by microbatch."""
+        """Return the factors by microbatch for tasks of a kind on a stage: drawn for each task, or
+        the same for all tasks of a microbatch."""
         of_task = (stage, kind) if self.is_of_task else ()
         return self.draw(shape.num_microbatches, self.value, *key, *self.key, *of_task)
 
@@ -199,7 +206,8 @@ class _SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """A parsed spec."""
+    """A parsed spec of jitter: factors on task times, delays after tasks, stops of ranks and slow
+    links."""
 
     spec: str
     factors: tuple[_Factor, ...] = ()
@@ -208,7 +216,7 @@ class Jitter:
     slow_links: tuple[_SlowLink, ...] = ()
 
     def times(self, times: TaskTimes, shape: Shape, seed: int, replica: int) -> TaskTimes:
-        """The times of this step's tasks, without delays and stops.
+        """Return the times of this step's tasks with the factors, and without delays and stops.
 
         Raises UsageError if the spec names a pipeline rank or a link that does not exist.
         """
@@ -231,6 +239,8 @@ class Jitter:
     def _row(
         self, row: Sequence[int], shape: Shape, stage: int, kind: Kind, key: _Key
     ) -> Sequence[int]:
+        """Multiply the times of a kind of task on a stage by all factors for its rank, rounded to
+        whole ns; without such factors they stay."""
         rank = shape.rank_of(stage)
         factors = [
             each.row(shape, stage, kind, key) for each in self.factors if _is_on(rank, each.ranks)
@@ -244,24 +254,25 @@ class Jitter:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether real tasks cannot be made to follow it just by lengthening them, because some
-        would have to be shortened, or because the times of messages must be known."""
+        """True if real tasks cannot be made to follow it just by lengthening them: some would have
+        to be shortened, or a link is slower and the times of messages must be known."""
         lengthens = all(each.draw is _constant and each.value >= 1 for each in self.factors)
         return bool(self.slow_links) or not lengthens
 
     @property
     def delays_tasks(self) -> bool:
-        """Whether tasks take longer than `times` says."""
+        """True if tasks may take longer than `times` says, because of delays or stops."""
         return bool(self.delays or self.stops)
 
     def stretch(self, shape: Shape, seed: int, replica: int) -> Stretch | None:
-        """The delays and stops of one replica's step, which depend on what its ranks run."""
+        """Return the delays and stops of one replica's step, which depend on what its ranks run;
+        None if the spec has neither."""
         if not self.delays_tasks:
             return None
         return _Stretch(self, shape, (seed, replica))
 
     def links(self, links: Links) -> Links:
-        """The links with this jitter.
+        """Return the links with the slow ones slower, by factors on top of their own.
 
         Raises UsageError if a link is to be slower and messages take no time.
         """
@@ -279,6 +290,8 @@ class Jitter:
         return replace(links, factors=factors)
 
     def _check(self, shape: Shape) -> None:
+        """Raise UsageError if the spec names a pipeline rank that the shape lacks, or a link that
+        carries no message."""
         name = f"jitter {self.spec}"
         bound_to = (part.ranks for parts in (self.factors, self.delays) for part in parts)
         for rank in chain.from_iterable(ranks for ranks in bound_to if ranks is not None):
@@ -322,7 +335,8 @@ class _Stretch:
         return self._end_ns(rank, start_ns, stretched_ns) - start_ns
 
     def _scales(self, delays: _Delays, stage: int, kind: Kind) -> list[float]:
-        """By microbatch: a task's delay as a multiple of e (or of base)."""
+        """Return the delay of each microbatch's task as a multiple of e (or of base); 0 for tasks
+        that are not delayed. Drawn once for each kind and stage."""
         key = (*self._key, *delays.key, stage, kind)
         if key not in self._drawn:
             # The key omits the level, so that J2 delays all tasks that J1 delays.
@@ -333,7 +347,8 @@ class _Stretch:
         return self._drawn[key]
 
     def _end_ns(self, rank: int, start_ns: int, time_ns: int) -> int:
-        """The end of a task that needs `time_ns` of work, given the stops of its rank."""
+        """Return the end of a task that needs `time_ns` of work, later by the stops of its rank
+        that it meets."""
         now_ns, left_ns = start_ns, time_ns
         for stop in self._stops[rank]:
             if now_ns < stop.until_ns and now_ns + left_ns > stop.from_ns:
@@ -343,6 +358,7 @@ class _Stretch:
 
 
 def _is_on(rank: int, ranks: _Ranks) -> bool:
+    """True if the rank is one of `ranks`; None means all ranks."""
     return ranks is None or rank in ranks
 
 
@@ -359,10 +375,11 @@ _LIST_ITEM = re.compile(r"\d{1,6}(-\d{1,6})?", re.ASCII)
 
 
 def parse_jitter(spec: str) -> Jitter:
-    """Read a spec: `none`, or parts joined by ``+``.
+    """Parse a spec: `none`, or parts joined by ``+``.
 
     Parts that are drawn may be limited to pipeline ranks: ``lognormal:0.5@0-2,5``. Raises
-    UsageError for an unknown part, and for a number out of range.
+    UsageError for an unknown part, and for a number out of range; whether the ranks exist is
+    checked later.
     """
     if spec == "none":
         return NO_JITTER
@@ -379,7 +396,7 @@ def parse_jitter(spec: str) -> Jitter:
 
 
 class _Reader:
-    """Reads a spec part by part."""
+    """Parses a spec of jitter part by part."""
 
     def __init__(self, spec: str) -> None:
         self.factors: list[_Factor] = []
@@ -389,6 +406,9 @@ class _Reader:
         self._names: list[str] = []
 
     def read(self, part: str) -> None:
+        """Parse one part of a spec, such as `J1@0-2` or `stop:3:0.2:0.1`, and append it to the
+        factors, delays, stops or slow links. Raises UsageError for an unknown part, for a number
+        out of range, and for `none` beside other parts."""
         what, at, bound_to = part.partition("@")
         ranks: _Ranks = None
         if at:
@@ -427,12 +447,15 @@ class _Reader:
                 raise UsageError(f"'{part}' is not jitter; write {', '.join(SPECS)}")
 
     def _key(self, name: str) -> _Key:
-        """A part's name and its number among parts of that name, which draw independently."""
+        """Count a part, and return the key of its draws: its name and its number among parts of
+        that name, which draw independently."""
         self._names.append(name)
         return (name, self._names.count(name) - 1)
 
 
 def _number(text: str, least: float, most: float, part: str) -> float:
+    """Parse a number from `least` to `most`. Raises UsageError, which names `part`, for anything
+    else."""
     if not _NUMBER.fullmatch(text) or not least <= float(text) <= most:
         raise UsageError(
             f"jitter {part}: '{text}' must be a number from {least:g} to {most:g}; correct it"
@@ -441,6 +464,8 @@ def _number(text: str, least: float, most: float, part: str) -> float:
 
 
 def _rank(text: str, part: str) -> int:
+    """Parse the number of a pipeline rank. Raises UsageError for any other text; whether the rank
+    exists is not checked."""
     if not _RANK.fullmatch(text):
         raise UsageError(f"jitter {part}: '{text}' must be a pipeline rank, from 0 on; correct it")
     return int(text)

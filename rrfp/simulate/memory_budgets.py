@@ -50,7 +50,7 @@ class UnfilledPipeline:
     """A higher bound, which fills the pipeline; None if no bound does under this hint."""
 
     def describe(self) -> str:
-        """Describe the bound, its price and a remedy in a sentence."""
+        """Format a sentence with the bound, its price and a remedy."""
         instead = (
             "choose a hint that needs less, such as bfw-deep"
             if self.enough is None
@@ -64,8 +64,10 @@ class UnfilledPipeline:
 
 
 def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:
-    """The bound that a user has set as a number, if it cannot fill a pipeline of this shape; None
-    for any other policy. Raises UsageError for a hint that does not fit the shape."""
+    """Find out by simulating equal tasks whether a limit or hold that a user set as a number is too
+    low to fill a pipeline of this shape: a step takes over 1% longer than 1F1B's and than without
+    the bound. None if not, and for any other policy. Raises UsageError for a hint that does not fit
+    the shape."""
     flag, bound = ("limit", policy.limit) if policy.hold is None else ("hold", policy.hold)
     is_asked = policy.dispatch is Dispatch.READY and not policy.limits_by_shape
     if not is_asked or not isinstance(bound, int) or not _withholds(flag, bound, shape):
@@ -94,8 +96,9 @@ def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:
 
 
 def unbounded(policy: Policy, shape: Shape) -> str | None:
-    """Describe what a rank may keep if the usual limit withholds nothing; None if that is at most
-    twice what it keeps under 1F1B. Raises UsageError for a hint that does not fit the shape."""
+    """Return a warning that ranks may keep nearly all microbatches, if the usual limit is to be
+    chosen but none fills the pipeline; None if that is at most twice what 1F1B keeps. Raises
+    UsageError for a hint that does not fit the shape."""
     if not policy.limits_by_shape or policy.of_shape(shape).limit is not None:
         return None
     # 1F1B runs N (C + 1) - 1 forwards ahead (docs/decisions/0036-usual-limit.md).
@@ -111,7 +114,8 @@ def unbounded(policy: Policy, shape: Shape) -> str | None:
 
 
 def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
-    """A bound that fills the pipeline, if one above `bound` does."""
+    """Return a limit or hold that fills the pipeline, by a formula; None if none does, or if it is
+    not above `bound`."""
     limit = filling_limit(policy.hint.for_shape(shape), shape)
     if limit is None:
         return None
@@ -120,17 +124,20 @@ def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
 
 
 def _num_forwards_of_a_rank(shape: Shape) -> int:
+    """Return the number of chunks times that of microbatches."""
     return shape.num_chunks * shape.num_microbatches
 
 
 def _withholds(flag: str, bound: int, shape: Shape) -> bool:
-    """Whether a bound can withhold a forward."""
+    """True if a bound can withhold a forward: it is below the rank's number of microbatches (hold)
+    or of forwards (limit)."""
     num = shape.num_microbatches if flag == "hold" else _num_forwards_of_a_rank(shape)
     return bound < num
 
 
 def _smaller(shape: Shape) -> Shape:
-    """A shape like this one that is quick to simulate."""
+    """Return a shape like this one that is quick to simulate: at most 8 microbatches per rank, and
+    fewer ranks if there are too many forwards."""
     num_ranks = shape.num_ranks
     num_microbatches = min(shape.num_microbatches, _NUM_ROUNDS * num_ranks)
     num_forwards = num_ranks * shape.num_chunks * num_microbatches
@@ -141,11 +148,14 @@ def _smaller(shape: Shape) -> Shape:
 
 
 def _time_of_1f1b_ns(shape: Shape) -> int:
+    """Return 1F1B's time for a step of equal tasks of 1000 ns by formula, without simulating it."""
     fewer, more = sorted((shape.num_ranks, shape.num_microbatches))
     return 3 * _TASK_NS * (shape.num_chunks * more + fewer - 1)
 
 
 def _time_ns(policy: Policy, shape: Shape) -> int:
+    """Simulate a step of equal tasks of 1000 ns and free messages under a policy; return its
+    time."""
     hint = policy.hint.for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     rows = [[_TASK_NS] * shape.num_microbatches] * shape.num_stages
@@ -159,11 +169,12 @@ def _time_ns(policy: Policy, shape: Shape) -> int:
 def resolved(
     policy: Policy, shape: Shape, costs: Costs, steps: Sequence[tuple[int, int]]
 ) -> Policy:
-    """The policy with its share of 1F1B's peak as a number; any other policy as it is.
+    """Return the policy with a share of 1F1B's peak resolved to a number; any other policy as it
+    is.
 
-    The peak is the largest over ranks and `steps`, which are (seed, replica) pairs. Where the costs
-    say nothing of memory, microbatches are of one size, and the peak is theirs. Raises UsageError
-    for a hold in bytes where they say nothing, and for one below what some step needs.
+    The peak is the largest over ranks and `steps`, which are (seed, replica) pairs; it is in bytes,
+    or in microbatches if the costs say nothing of memory. Raises UsageError for a hold in bytes
+    where they say nothing, and for one below what some step needs.
     """
     share = policy.hold
     if isinstance(share, Bytes):
@@ -185,8 +196,8 @@ def resolved(
 def _check_suffices(
     hold: Bytes, shape: Shape, costs: Costs, steps: Sequence[tuple[int, int]]
 ) -> None:
-    """Raise UsageError for a hold with which a rank could get stuck in one of the steps, with the
-    least one that is enough for all."""
+    """Raise UsageError if the costs say nothing of memory, and for a hold with which a rank could
+    get stuck in one of the steps; the error names the least one that is enough for all."""
     least = 0
     for seed, replica in steps:
         sizes = costs.step(shape, seed, replica).sizes
@@ -206,8 +217,8 @@ def _check_suffices(
 
 
 def peak_of_1f1b(costs: Costs, shape: Shape, seed: int, replica: int) -> int | None:
-    """The largest sum of bytes, over ranks, that 1F1B keeps at once in a step with as many ranks
-    and microbatches, in the order given by the data; None if the costs say nothing of memory.
+    """Return the most bytes that 1F1B keeps at once on any rank in a step with as many ranks and
+    microbatches, in the order given by the data; None if the costs say nothing of memory.
 
     1F1B has one chunk per rank. Costs that are given by chunk count a rank's chunks as one.
     """
@@ -225,14 +236,16 @@ def peak_of_1f1b(costs: Costs, shape: Shape, seed: int, replica: int) -> int | N
 
 
 def peak_bytes_of_1f1b(whole: ActivationSizes) -> int:
-    """The largest sum that 1F1B keeps at once on any rank; `whole` has a row for each."""
+    """Return the most bytes that 1F1B keeps at once on any rank; `whole` has a row for each rank.
+    Rank r of N keeps at most N - r consecutive microbatches."""
     num_ranks = len(whole.activations)
     # Rank r starts the microbatch num_ranks - r places after the one whose backward it ends.
     return max(_widest(row, num_ranks - rank) for rank, row in enumerate(whole.activations))
 
 
 def by_rank(sizes: ActivationSizes, shape: Shape) -> ActivationSizes:
-    """Sizes of whole ranks, all chunks of a rank added up."""
+    """Return activation sizes of whole ranks: all chunks of a rank added up, without the bytes
+    pending for W."""
     return ActivationSizes(
         [
             [sum(each) for each in zip(*sizes.of(shape.stages_of(rank)).activations, strict=True)]
@@ -242,6 +255,6 @@ def by_rank(sizes: ActivationSizes, shape: Shape) -> ActivationSizes:
 
 
 def _widest(row: Sequence[int], width: int) -> int:
-    """The largest sum of `width` consecutive entries."""
+    """Return the largest sum of at most `width` consecutive entries."""
     sums = [0, *accumulate(row)]
     return max(sums[end] - sums[max(0, end - width)] for end in range(1, len(sums)))

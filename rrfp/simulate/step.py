@@ -37,7 +37,7 @@ HOST = "simulated"
 def new_recording(
     shape: Shape, num_members: int, num_replicas: int, settings: Mapping[str, object]
 ) -> Recording:
-    """A recording without records, for `num_members` (tensor parallelism) times `num_replicas`
+    """Make a recording without records, for `num_members` (tensor parallelism) times `num_replicas`
     pipelines, with ranks numbered in Megatron's order (tensor, then data, then pipeline)."""
     places = product(range(shape.num_ranks), range(num_replicas), range(num_members))
     return Recording(
@@ -50,7 +50,7 @@ def new_recording(
 
 
 def end_of(recording: Recording) -> int:
-    """The end of the last recorded step, in ns; 0 without steps."""
+    """Return the end of the last recorded step, in ns; 0 without steps."""
     return max((phase.end_ns for r in recording.ranks for phase in r.phases[-1:]), default=0)
 
 
@@ -86,15 +86,18 @@ class StepLog:
         }
 
     def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
+        """Record a stimulus of a member's dispatcher, on the run's clock."""
         record = stimulus_record(self._origin_ns + now_ns, self._step, stimulus)
         self._members[rank][member].stimuli.append(record)
 
     def waited(self, rank: int, member: int, waited: Waited) -> None:
+        """Record an idle interval of a member, with its cause."""
         cause, start_ns, end_ns = waited
         record = WaitRecord(*self._moved(start_ns, end_ns), self._step, cause)
         self._members[rank][member].waits.append(record)
 
     def ran(self, rank: int, start_ns: int, end_ns: int, run: RunTask) -> None:
+        """Record a task, with the counts of its decision, for every member of its rank."""
         (stage, kind, microbatch), chunk, *counts = run
         record = TaskRecord(
             *self._moved(start_ns, end_ns), self._step, kind, stage, chunk, microbatch, *counts
@@ -103,6 +106,7 @@ class StepLog:
             records.tasks.append(record)
 
     def agreed(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
+        """Record a round of agreement for every member of a rank, numbered within the step."""
         stage, kind, microbatch = task
         record = AgreementRecord(
             *(*self._moved(start_ns, end_ns), self._step, kind, stage, microbatch),
@@ -115,6 +119,8 @@ class StepLog:
     def passed(
         self, sender: int, receiver: int, member: int, start_ns: int, end_ns: int, task: Task
     ) -> None:
+        """Record a message as a send of one member and a receive of the other, numbered on its link
+        through the run."""
         source, destination = self._members[sender][member], self._members[receiver][member]
         link = sender, receiver, member
         times = self._moved(start_ns, end_ns)
@@ -127,8 +133,9 @@ class StepLog:
         destination.receives.append(ReceiveRecord(*what, source.info.rank, *message))
 
     def returned(self, rank: int, end_ns: int, finish_ns: int) -> None:
-        """A rank ended its last task at `end_ns`, and left the schedule at `finish_ns`, after the
-        replicas' gradients were reduced."""
+        """Record for every member that its rank ended its last task at `end_ns`, and left the
+        schedule at `finish_ns`, after the replicas' gradients were reduced: that wait, if any, and
+        the schedule phase."""
         for records in self._members[rank]:
             if finish_ns > end_ns:
                 times = self._moved(end_ns, finish_ns)
@@ -138,11 +145,12 @@ class StepLog:
             records.phases.append(PhaseRecord(*times, self._step, Phase.SCHEDULE, budget))
 
     def _moved(self, start_ns: int, end_ns: int) -> tuple[int, int]:
+        """Convert times since the start of the step to times of the run."""
         return self._origin_ns + start_ns, self._origin_ns + end_ns
 
 
 def _messages_of_a_step(shape: Shape) -> Counter[tuple[int, int]]:
-    """How many messages go from one pipeline rank to another, by (sender, receiver)."""
+    """Count the messages of a step from one pipeline rank to another, by (sender, receiver)."""
     counts: Counter[tuple[int, int]] = Counter()
     for stage in range(shape.num_stages):
         for kind in shape.kinds:
@@ -158,9 +166,11 @@ def _messages_of_a_step(shape: Shape) -> Counter[tuple[int, int]]:
 def play(
     shape: Shape, policy: Policy, world: StepConditions, log: Log | None = None
 ) -> PipelineRun:
-    """Run one step of one pipeline, from 0 ns until no events are left.
+    """Simulate one step of one pipeline, from 0 ns until no events are left; the garbage collector
+    is paused. Where ranks may wait for announced tasks, the step is first played once for them to
+    learn.
 
-    Raises RrfpError if tasks are left then, because a binding order deadlocks over its links.
+    Raises RrfpError if tasks are left at the end, because a binding order deadlocks over its links.
     """
     with _collector_paused():
         if world.blocking:
@@ -172,8 +182,9 @@ def play(
 def _announcing_after_a_step(
     shape: Shape, policy: Policy, world: StepConditions
 ) -> AnnouncementModel | None:
-    """Announcements between ranks that have run this step before: in the runtime, too, all steps
-    but the first have some to learn from. None where no rank ever waits."""
+    """Play the step once, without a log, and return the announcements between ranks that have
+    learned from it: in the runtime, too, all steps but the first have some to learn from. None,
+    without playing, where no rank ever waits."""
     heard = [new_punctuality(policy, shape.num_chunks) for _ in range(shape.num_ranks)]
     patient = [each for each in heard if each is not None]
     if not patient:
@@ -187,7 +198,8 @@ def _announcing_after_a_step(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: a step makes millions of tuples, and no cycles."""
+    """Pause the garbage collector, unless it was off: a step makes millions of tuples, and no
+    cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -199,7 +211,7 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """The outcome of a step."""
+    """The outcome of a simulated step of all replicas."""
 
     makespan_ns: int
     """From its start until the last rank ends, the reduction of gradients included."""
@@ -212,7 +224,8 @@ class SimulatedStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in the step that is not work."""
+        """The share of all ranks' time in the step, gradient reduction included, that is not in
+        tasks."""
         num_ranks = len(self.peak_held) * len(self.busy_ns)
         return 1 - sum(map(sum, self.busy_ns)) / (self.makespan_ns * num_ranks)
 
@@ -226,11 +239,12 @@ def simulate_step(
     recording: Recording | None = None,
     step: int = 0,
 ) -> SimulatedStep:
-    """Simulate a step of data-parallel replicas, one in each world.
+    """Simulate a step of data-parallel replicas, one for each of `worlds`, their conditions.
 
     A pipeline rank leaves the step `gradient_sync_ns` after its last task has ended on every
-    replica. The step's records are appended to `recording`, which must be made for this shape and
-    number of replicas; its steps must be numbered from 0. Raises RrfpError if an order deadlocks.
+    replica. The step's records are appended to `recording`, if given, after its last step; it must
+    be made for this shape and number of replicas, and its steps must be numbered from 0. Raises
+    RrfpError if an order deadlocks.
     """
     origin_ns = 0 if recording is None else end_of(recording)
     logs = [
@@ -258,11 +272,13 @@ def simulate_step(
 
 
 def _budgets(shape: Shape, policy: Policy, world: StepConditions) -> Sequence[int]:
-    """The bounds in bytes by pipeline rank; empty without any."""
+    """Return the bounds in bytes by pipeline rank, for the records: the step's own, else the
+    policy's hold; empty without any, or in a step without backwards."""
     if world.budgets or policy.hold_bytes is None or Kind.B not in shape.kinds:
         return world.budgets
     return [policy.hold_bytes] * shape.num_ranks
 
 
 def _largest(by_replica: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the largest value of all replicas, by pipeline rank."""
     return tuple(map(max, zip(*by_replica, strict=True)))

@@ -42,7 +42,8 @@ class Floor:
 
     @property
     def ns(self) -> int:
-        """The floor that results are quoted against."""
+        """The lower bound that results are compared with: the larger of `way_ns` and the critical
+        path."""
         return max(self.way_ns, self.critical_path_ns)
 
 
@@ -59,7 +60,9 @@ class _Place:
 
 
 def floor(shape: Shape, times: TaskTimes, transfer: Transfer | None = None) -> Floor:
-    """The floor of one pipeline's step; the shape says whether its backward is split.
+    """Compute lower bounds on one pipeline's step, which no schedule can beat: the largest load of
+    a rank, that with the shortest way to and from the rank, and the longest chain of one
+    microbatch. The shape says whether its backward is split.
 
     `transfer` gives the time of each message between two ranks; without it messages take none.
     """
@@ -96,7 +99,8 @@ def floor(shape: Shape, times: TaskTimes, transfer: Transfer | None = None) -> F
 
 
 def _chain(shape: Shape, times: TaskTimes, transfer: Transfer | None) -> list[_Place]:
-    """The places of the chain, in sequence; a step without backwards ends with its forwards."""
+    """Return the places of the chain that each microbatch passes, in sequence: the forwards of all
+    stages, then their backwards. A step without backwards ends with its forwards."""
     microbatches = range(shape.num_microbatches)
     stages = range(shape.num_stages)
     nothing = [0] * shape.num_microbatches
@@ -146,8 +150,9 @@ def paper_bound_ns(shape: Shape, times: TaskTimes) -> int:
 
 
 def one_way_ns(times: Sequence[Sequence[int]]) -> int:
-    """The makespan of a pipeline in one direction. `times` are `[stage][microbatch]`, first stage
-    first; microbatches are all present at the start and pass in sequence."""
+    """Return the makespan of a pipeline in one direction. `times` are `[stage][microbatch]`, first
+    stage first; microbatches are all present at the start and pass in sequence, and messages take
+    no time."""
     ends_ns = [0] * len(times[0])
     for of_stage in times:
         free_ns = 0
@@ -157,5 +162,5 @@ def one_way_ns(times: Sequence[Sequence[int]]) -> int:
 
 
 def _excess_ns(times: Sequence[Sequence[int]]) -> list[int]:
-    """By microbatch: how much longer it takes on its slowest stage than on the last."""
+    """Return how much longer each microbatch takes on its slowest stage than on the last."""
     return [max(by_stage) - by_stage[-1] for by_stage in zip(*times, strict=True)]

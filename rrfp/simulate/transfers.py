@@ -59,8 +59,9 @@ class AnnouncementModel:
         self._left_ns: dict[Task, int] = {}
 
     def expected_ns(self, rank: int, task: Task, time_ns: int) -> int | None:
-        """The time that a rank expects the task that it begins to take; None without an estimate.
-        Its real time, `time_ns`, updates the estimate for later tasks."""
+        """Return the time that a rank expects the task that it begins to take: the known one, else
+        the mean of earlier tasks; None before the first. Where it is not known, the real time,
+        `time_ns`, then updates the mean."""
         stage, kind, microbatch = task
         if self._known_ns is not None:
             return self._known_ns[kind][stage][microbatch]
@@ -70,15 +71,18 @@ class AnnouncementModel:
         return None if mean_ns is None else int(mean_ns)
 
     def announce(self, task: Task, left_ns: int) -> None:
-        """Send the announcement that a task's input will arrive `left_ns` after it."""
+        """Store the announcement that a task's input will arrive `left_ns` after it, until
+        `receive` delivers it."""
         self._left_ns[task] = left_ns
 
     def receive(self, rank: int, task: Task, now_ns: int) -> Announced:
-        """Deliver the announcement of a task to its rank; return it as a stimulus."""
+        """Deliver the stored announcement of a task to its rank, which records it; return it as a
+        stimulus."""
         return self._punctualities[rank].announced(task, now_ns, self._left_ns.pop(task))
 
     def arrived(self, rank: int, task: Task, now_ns: int) -> None:
-        """Record that the input of a task has reached its rank."""
+        """Record that the input of a task has reached its rank, which learns how accurate its
+        announcement was."""
         self._punctualities[rank].arrived(task, now_ns)
 
 
@@ -136,7 +140,9 @@ class BlockingStep(Step):
         self._half_posted: set[Task] = set()
 
     def _rank_of(self, row: tuple[Task, ...]) -> _Rank:
-        """The initial state of a rank, with its transfers between the tasks of this row."""
+        """Return the initial state of a rank, with its transfers between the tasks of this row, and
+        record the link of each message that it receives. Where transfers are combined, those of a
+        forward and of the backward after it surround the pair. Weight gradients have none."""
         units: list[list[Task]] = []
         pairs = self._pairs(row)
         for task in row:
@@ -162,7 +168,7 @@ class BlockingStep(Step):
         return rank
 
     def _pairs(self, row: tuple[Task, ...]) -> bool:
-        """Whether the transfers of a forward and of the backward after it are combined: with
+        """True if the transfers of a forward and of the backward after it are combined: with
         several chunks, unless Megatron's warmup covers all forwards."""
         shape = self.shape
         rank = shape.rank_of(row[0].stage)
@@ -172,6 +178,8 @@ class BlockingStep(Step):
         return shape.num_chunks > 1 and not (starts_with_all and num_warmup >= num_forwards)
 
     def play(self) -> PipelineRun:
+        """Simulate the step until no events are left, and return its outcome. Raises RrfpError if
+        the order deadlocks over blocking transfers."""
         for rank in range(self.shape.num_ranks):
             self._exchange(rank, 0, None)
         while (now_ns := self.next_ns()) != NEVER:
@@ -186,7 +194,9 @@ class BlockingStep(Step):
         return self.result()
 
     def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:
-        """Post the sends and receives that follow the task `ended` (None: the start), and go on."""
+        """Post the sends and receives that follow the task `ended` (None: the start), and run the
+        next task if they are done. With one chunk and different peers, receives are posted only
+        when the sends are done."""
         this = self._ranks[rank]
         sent = [] if ended is None else this.sends[ended]
         needed = this.receives[ended]
@@ -199,7 +209,8 @@ class BlockingStep(Step):
         self._go_on(rank, now_ns)
 
     def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
-        """Post a rank's side of these transfers. A transfer starts once both sides are posted."""
+        """Post a rank's side of these transfers. A transfer starts once both sides are posted: its
+        end is scheduled and it is logged."""
         for task in messages:
             self._ranks[rank].open.add(task)
             if task not in self._half_posted:
@@ -220,7 +231,8 @@ class BlockingStep(Step):
             self.push(end_ns, ARRIVED, receiver, 0, self.indices[receiver].number(task))
 
     def _finish_transfer(self, now_ns: int, task: Task) -> None:
-        """Deliver a message and let both of its ranks go on."""
+        """Deliver a message to all members of its receiver, and let both of its ranks go on: with
+        receives that they put off, then with their next task."""
         sender, receiver = self._links[task]
         number = self.indices[receiver].number(task)
         for member in range(self.conditions.num_members):
@@ -234,7 +246,8 @@ class BlockingStep(Step):
             self._go_on(rank, now_ns)
 
     def _go_on(self, rank: int, now_ns: int) -> None:
-        """Run the next task of the row, if the rank is free and its transfers are done."""
+        """Run the next task of the row, and log the wait before it, if the rank is free and its
+        transfers are done. A weight gradient runs during transfers."""
         this = self._ranks[rank]
         if this.is_busy or this.num_run == len(this.row):
             return
@@ -252,8 +265,8 @@ class BlockingStep(Step):
 
 
 def check_blocking_transfers(order: Order) -> None:
-    """Raise RrfpError if an order deadlocks over blocking transfers. Durations do not matter: the
-    transfers after each task follow from the row alone."""
+    """Raise RrfpError if an order deadlocks over blocking transfers, by simulating a step.
+    Durations do not matter: the transfers after each task follow from the row alone."""
     shape = order.shape
     times = [[1] * shape.num_microbatches] * shape.num_stages
     policy = Policy(order, dispatch=Dispatch.FIXED)
@@ -297,6 +310,9 @@ class AsyncStep(Step):
         self._last_arrival_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
     def play(self) -> PipelineRun:
+        """Simulate the step until no events are left, and return its outcome: at each instant all
+        events are processed, then ranks decide. Raises RrfpError if tasks are left, because a
+        binding order deadlocks."""
         now_ns = 0
         while True:
             self._decide_all(now_ns)
@@ -323,13 +339,14 @@ class AsyncStep(Step):
                     self._request_decision(rank)
 
     def _request_decision(self, rank: int) -> None:
-        """Let a rank decide after all events of this instant."""
+        """Add a rank, once, to those that decide after all events of this instant."""
         if not self._is_to_decide[rank]:
             self._is_to_decide[rank] = True
             self._to_decide.append(rank)
 
     def _decide_all(self, now_ns: int) -> None:
-        """Let the ranks decide for which a decision was requested."""
+        """Let the ranks decide for which a decision was requested. A busy rank decides ahead only
+        if its decision time has come and it has not decided yet."""
         for rank in self._to_decide:
             self._is_to_decide[rank] = False
             if not self._is_busy[rank]:
@@ -339,7 +356,9 @@ class AsyncStep(Step):
         self._to_decide.clear()
 
     def _decide(self, rank: int, now_ns: int) -> None:
-        """Let a free rank start its next task, if one may run."""
+        """Let a free rank start its next task, which it may have decided ahead, after the round of
+        agreement and the launch. It schedules its next decision and announces its output. If no
+        task may run, it schedules the end of its patience, if any."""
         if self._ahead and rank in self._ahead:
             number, agreed_ns = self._ahead.pop(rank)
         else:
@@ -369,7 +388,8 @@ class AsyncStep(Step):
             self.push(max(start_ns, end_ns - self._agreement_ns), DECIDES_AHEAD, rank, 0, number)
 
     def _decide_in_time(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
-        """Schedule the decision on a rank's next task while its device runs this one."""
+        """Record the launch of a task, and schedule the decision on the rank's next task while its
+        device runs this one, unless that is due only at its end."""
         index, in_time = self.indices[rank], self._in_time[rank]
         row = number // index.num_microbatches
         kind, chunk = KINDS[index.kinds[row]], index.chunks[row]
@@ -382,19 +402,23 @@ class AsyncStep(Step):
             self.push(due_ns, DECIDES_AHEAD, rank, 0, number)
 
     def _observe_run(self, rank: int, now_ns: int, number: int) -> None:
-        """Record how long the device of a rank ran a task that ends now."""
+        """Record how long the device of a rank ran a task that ends now, for the times of later
+        decisions."""
         index = self.indices[rank]
         row = number // index.num_microbatches
         taken_ns = now_ns - self._began_ns[rank]
         self._in_time[rank].ran(KINDS[index.kinds[row]], index.chunks[row], taken_ns)
 
     def _idle_followers(self, rank: int, now_ns: int) -> None:
+        """Pass `ComputeIdle` to the followers of a rank's group, so that their waits are logged;
+        nothing without a log."""
         # Without a log, `members` has no followers.
         for member in range(1, len(self.members[rank])):
             self.handle(rank, member, now_ns, IDLE)
 
     def _decide_ahead(self, rank: int, now_ns: int) -> None:
-        """Let a rank that runs a task decide on the next one, if one may run."""
+        """Let a rank that runs a task decide on the next one, if one may run, and keep it with the
+        end of its round of agreement."""
         number = self.decide(rank, now_ns, is_idle=False)
         if number != NO_TASK:
             agreed_ns = now_ns + self._agreement_ns
@@ -402,13 +426,16 @@ class AsyncStep(Step):
             self._log_round(rank, now_ns, agreed_ns, number)
 
     def _log_round(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
+        """Log a round of agreement on a task; nothing without a log or with one member."""
         if self.log is not None and self.conditions.num_members > 1:
             self.log.agreed(rank, start_ns, end_ns, self.indices[rank].task(number))
 
     def _announce(
         self, announcing: AnnouncementModel, rank: int, start_ns: int, end_ns: int, number: int
     ) -> None:
-        """Announce the output of a task that starts to the rank that consumes it."""
+        """Announce the output of a task that starts to the rank that consumes it, if another rank
+        does and the task's time can be expected. The announcement arrives after the time of the
+        output's message."""
         index = self.indices[rank]
         expected_ns = announcing.expected_ns(rank, index.task(number), end_ns - start_ns)
         row, microbatch = divmod(number, index.num_microbatches)
@@ -424,7 +451,7 @@ class AsyncStep(Step):
         self.push(start_ns + hop_ns, ANNOUNCED, output_rank, 0, consumer)
 
     def _deliver_announcement(self, rank: int, now_ns: int, number: int) -> None:
-        """Pass an announcement to a rank's dispatcher."""
+        """Pass an announcement that arrives to the dispatcher of the rank's leader."""
         assert self._announcing is not None
         announced = self._announcing.receive(rank, self.indices[rank].task(number), now_ns)
         if self.log is None:
@@ -433,14 +460,17 @@ class AsyncStep(Step):
             self.handle(rank, 0, now_ns, announced)
 
     def _deliver_input(self, rank: int, member: int, now_ns: int, number: int) -> None:
-        """Deliver the input of a task to a member, and let its rank decide."""
+        """Deliver the input of a task to a member, note its arrival for the announcements, and
+        request a decision of its rank."""
         if self._announcing is not None and member == 0:
             self._announcing.arrived(rank, self.indices[rank].task(number), now_ns)
         self.deliver(rank, member, now_ns, number)
         self._request_decision(rank)
 
     def _send_output(self, rank: int, now_ns: int, number: int) -> None:
-        """Send the output of a task that ends to the rank that consumes it."""
+        """Send the output of a task that ends to the rank that consumes it, if that is another one,
+        once the link is free. Each member's message is logged, and delivered at once if it takes no
+        time, else scheduled."""
         index, conditions = self.indices[rank], self.conditions
         row = number // index.num_microbatches
         output_rank = index.output_rank[row]

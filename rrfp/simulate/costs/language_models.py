@@ -74,7 +74,8 @@ class Lengths:
             )
 
     def draw(self, num: int, *key: int | str) -> Floats:
-        """`num` lengths, as whole numbers."""
+        """Draw `num` lengths as whole numbers within the limits; the same key gives the same
+        lengths. With a sigma of 0 all are the median."""
         drawn = np.full(num, float(self.median))
         if self.sigma:
             drawn = drawn * exp(self.sigma * normals(num, *key))
@@ -98,25 +99,29 @@ class Layers:
 
     @property
     def query_width(self) -> int:
+        """The width of all query heads together."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def key_width(self) -> int:
+        """The width of all key heads together, which is also that of the values."""
         return self.query_width * (self.kv_heads or self.heads) // self.heads
 
     @property
     def _ffn_matrices(self) -> int:
-        """The matrices of the feed-forward layer; also how many tensors of its width it keeps."""
+        """The number of matrices of the feed-forward layer (3 with a gate, else 2); also how many
+        tensors of its width it keeps."""
         return 3 if self.gated else 2
 
     @property
     def linear_flops(self) -> int:
-        """Operations of the linear layers in one transformer layer, forward, for one token."""
+        """The operations of the linear layers in one transformer layer, forward, for one token."""
         attention = self.hidden * 2 * (self.query_width + self.key_width)
         return 2 * (attention + self.hidden * self.ffn * self._ffn_matrices)
 
     def activation_bytes(self, value_bytes: int, tp_size: int, *, dropout: bool) -> float:
-        """The activation bytes of one token in one transformer layer, from forward to backward.
+        """Return the activation bytes of one token in one transformer layer, from forward to
+        backward.
 
         Every tensor-parallel rank holds all inputs and outputs of the two norms, and the two masks
         of dropout. It holds its share of queries, keys, values and the attention's output, of the
@@ -137,8 +142,8 @@ class Language(Layers):
     """Text tokens in a microbatch."""
 
     def head_bytes(self, value_bytes: int, tp_size: int) -> float:
-        """The activation bytes of one token in the head: the last norm's input and output, and the
-        rank's share of the logits in fp32, which the loss needs."""
+        """Return the activation bytes of one token in the head: the last norm's input and output,
+        and the rank's share of the logits in fp32, which the loss needs."""
         return value_bytes * 2 * self.hidden + 4 * self.vocabulary / tp_size
 
 
@@ -186,7 +191,7 @@ class TensorParallel:
     bandwidth_bytes_per_s: float = ranged(1, _MOST_PER_S, default=_MOST_PER_S)
 
     def all_reduce_s(self, num_bytes: Floats) -> Floats:
-        """Seconds of one all-reduce."""
+        """Return the seconds of one ring all-reduce of these bytes; 0 on a single rank."""
         if self.size == 1:
             return num_bytes * 0.0
         share = 2 * (self.size - 1) / self.size
@@ -215,7 +220,7 @@ class _LayerCosts:
 
     @property
     def whole_s(self) -> float:
-        """The time of its first microbatch, all kinds together."""
+        """The seconds of its first microbatch, all kinds together."""
         return float(self.forward[0] + self.input_gradient[0] + self.weight_gradient[0])
 
 
@@ -240,7 +245,8 @@ class FlopCosts:
     agreement: Agreement = field(default_factory=Agreement)
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """The costs of one step of one replica; equal arguments give equal costs.
+        """Compute the costs of one step of one replica, with lengths drawn from the seed; equal
+        arguments give equal costs.
 
         Raises UsageError if the pipeline has more stages than the model has layers.
         """
@@ -279,12 +285,14 @@ class FlopCosts:
 
     @property
     def _num_vision(self) -> int:
+        """The number of vision layers; 0 without a vision model."""
         return self.vision.layers if self.vision else 0
 
     @property
     def fixed_ns(self) -> dict[Kind, Floats]:
-        """The part of each unit's task times that does not depend on the length, in ns: kernel
-        launches, and the latency of collectives."""
+        """The part of each unit's task times that does not depend on the length, in ns by kind: the
+        fixed time of a layer, and the latency of collectives. The units are the embedding (0), the
+        layers and the head."""
         rest_s = self.device.layer_s
         tp = self.tensor_parallel
         latency_s = tp.latency_s if tp.size > 1 else 0.0
@@ -301,11 +309,12 @@ class FlopCosts:
         }
 
     def slowness(self, num_ranks: int) -> Sequence[float]:
-        """All ranks have the same device."""
+        """Return 1 for every rank, as all have the same device."""
         return [1.0] * num_ranks
 
     def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
-        """The costs of each layer and of the head (`rrfp.simulate.costs.layer_costs.Layered`)."""
+        """Compute the costs of each layer and of the head, with lengths drawn as for `step`; the
+        embedding costs nothing (`rrfp.simulate.costs.unit_costs.Layered`)."""
         text = self.language.tokens.draw(num_microbatches, seed, replica, "text")
         patches, squares = self._images(num_microbatches, seed, replica)
         seen = text if self.vision is None else text + patches // self.vision.patches_per_token
@@ -336,10 +345,11 @@ class FlopCosts:
         )
 
     def split_over(self, num_stages: int) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """Return the number of layers of each stage, vision and language together."""
         return tuple(map(sum, self._cuts(num_stages)))
 
     def _check(self, shape: Shape) -> None:
+        """Raise UsageError if the pipeline has more stages than the model has layers."""
         if shape.num_stages > self.num_layers:
             raise UsageError(
                 f"the model has {self.num_layers} layers for {shape.num_stages} stages; choose "
@@ -347,7 +357,8 @@ class FlopCosts:
             )
 
     def _images(self, num: int, seed: int, replica: int) -> tuple[Floats, Floats]:
-        """By microbatch: its patches, and the sum of the squares of its images' patches."""
+        """Draw the images of each microbatch; return its number of patches, and the sum of the
+        squares of its images' patches. Zeros without a vision model."""
         total, squares = np.zeros(num), np.zeros(num)
         if self.vision is None:
             return total, squares
@@ -362,8 +373,8 @@ class FlopCosts:
     def _layer_costs(
         self, tokens: Floats, patches: Floats, squares: Floats
     ) -> tuple[_LayerCosts, _LayerCosts, _LayerCosts]:
-        """Costs of a vision layer, a language layer and the head, for these lengths by
-        microbatch."""
+        """Compute the costs of a vision layer, a language layer and the head, for these lengths by
+        microbatch. Without a vision model, the language layer's stand for the vision layer's."""
         # Causal attention needs scores for half of all pairs.
         language = self._costs_of(self.language, tokens, tokens * tokens / 2)
         vision = language if self.vision is None else self._costs_of(self.vision, patches, squares)
@@ -373,6 +384,8 @@ class FlopCosts:
         return vision, language, _LayerCosts(head_s, head_s + collective_s, head_s, kept)
 
     def _costs_of(self, layers: Layers, tokens: Floats, pairs: Floats) -> _LayerCosts:
+        """Compute the costs of one layer by microbatch, from its tokens and its pairs of tokens
+        with attention scores. With `recompute` the input gradient includes the forward."""
         linear_s = self._seconds(tokens * layers.linear_flops)
         scores_s = self._seconds(pairs * (4 * layers.query_width))
         collectives_s = 2 * self._all_reduce_s(tokens, layers)
@@ -385,20 +398,24 @@ class FlopCosts:
         return _LayerCosts(forward_s, backward_s, linear_s + rest_s, kept)
 
     def _layer_bytes(self, layers: Layers) -> float:
-        """The activation bytes of one token in one layer."""
+        """Return the activation bytes of one token in one layer; with `recompute` the input's
+        alone."""
         if self.recompute:
             return layers.hidden * self.precision_bytes
         size = self.tensor_parallel.size
         return layers.activation_bytes(self.precision_bytes, size, dropout=self.dropout)
 
     def _seconds(self, flops: Floats) -> Floats:
+        """Return the seconds of these operations, divided among the tensor-parallel ranks."""
         return flops / (self.device.flops_per_s * self.tensor_parallel.size)
 
     def _all_reduce_s(self, tokens: Floats, layers: Layers) -> Floats:
+        """Return the seconds of one all-reduce of the hidden values of these tokens."""
         return self.tensor_parallel.all_reduce_s(tokens * (layers.hidden * self.precision_bytes))
 
     def _median_microbatch(self) -> tuple[Floats, Floats, Floats]:
-        """Tokens, patches and the sum of their squares if every length is its median."""
+        """Return the tokens (patches that became tokens included), the patches and the sum of their
+        squares, for one microbatch all of whose lengths are the median."""
         tokens = np.array([self.language.tokens.median])
         if self.vision is None:
             return tokens, np.zeros(1), np.zeros(1)
@@ -408,7 +425,8 @@ class FlopCosts:
         return seen, np.array([images * patches]), np.array([images * patches * patches])
 
     def _cuts(self, num_stages: int) -> list[tuple[int, int]]:
-        """How many vision and language layers every stage has."""
+        """Return the numbers of vision and of language layers of every stage: equal numbers of
+        layers, or balanced by the time of a median microbatch."""
         num_vision, num_layers = self._num_vision, self.num_layers
         if self.split is Split.LAYERS:
             # The last stage, which has the head, gets no more layers than others.
@@ -426,6 +444,8 @@ class FlopCosts:
         ]
 
     def _links(self, shape: Shape, tokens: Floats) -> Links:
+        """Return the links of the pipeline's ranks, with messages as large as these tokens' hidden
+        values. Those between hosts are slower by their factor."""
         links = self.links
         factors = {}
         ranks = range(shape.num_ranks)
@@ -442,9 +462,9 @@ class FlopCosts:
 
 @cache
 def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple[int, ...]:
-    """The cut into contiguous stages with the smallest largest load and, among those, the most even
-    loads: the layer at which each stage begins, and the end. Every stage has at least one layer,
-    except that the last one may have only the head.
+    """Find the cut into contiguous stages with the smallest largest load and, among those, the most
+    even loads; return the layer at which each stage begins, and the end. Every stage has at least
+    one layer, except that the last one may have only the head. Cached.
 
     Dynamic programming over the stages.
     """
@@ -469,10 +489,11 @@ def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple
 
 
 def parse_flops(document: Mapping[str, Any], name: str) -> FlopCosts:
-    """Read the FLOP model in a TOML document; `name` is what errors call it.
+    """Read the FLOP model in a parsed TOML document; `name` is what errors call it.
 
-    Raises UsageError for an unknown or missing key, and for a value of the wrong type or out of
-    range.
+    Raises UsageError for an unknown or missing key, for a value of the wrong type or out of range,
+    and for heads that do not divide the hidden size (without `head_dim`) or `kv_heads` that do not
+    divide them.
     """
     costs = read_table(FlopCosts, document, name)
     for part, where in ((costs.language, "language"), (costs.vision, "vision")):

@@ -37,7 +37,8 @@ _REMEMBERED = 64
 
 
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Equally many layers for every stage, give or take one; later stages get no more."""
+    """Return the number of layers of each stage: equally many, give or take one; the last stage
+    gets no more than any other."""
     ends = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
     return tuple(end - begin for begin, end in pairwise(ends))
 
@@ -58,9 +59,14 @@ class CutCosts:
         object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._cut))
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Return the costs of a step in the new split (cached, for the latest 64 steps). Raises
+        UsageError if the split does not fit the shape."""
         return self._step(shape, seed, replica)  # type: ignore[attr-defined,no-any-return]
 
     def _cut(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Compute the costs of a step: resize the microbatches, sum the units of each stage, and
+        apply the slowness of its rank. Raises UsageError if the split has another number of stages,
+        if the microbatches do not divide evenly, and for times or sizes out of range."""
         if len(self.split) != shape.num_stages:
             raise UsageError(
                 f"the layers are cut into {len(self.split)} stages and {shape.num_ranks} ranks of "
@@ -102,15 +108,20 @@ class CutCosts:
         )
 
     def _times_ns(self, given: UnitCosts, kind: Kind, factors: Floats) -> list[list[int]]:
+        """Return the times of a kind of task in ns by stage and microbatch, multiplied by the
+        slowness `factors` of the stages."""
         fixed_ns = self.layered.fixed_ns
         resized = self._resized(given.times_ns[kind], None if fixed_ns is None else fixed_ns[kind])
         return _whole(self._stages(resized) * factors)
 
     def _bytes(self, of_units: Floats) -> Floats:
+        """Return rows of bytes by stage from rows by unit, for the resized microbatches,
+        rounded."""
         return np.rint(self._stages(self._resized(of_units, None)))
 
     def _resized(self, rows: Floats, fixed: Floats | None) -> Floats:
-        """The rows of microbatches of another size; `fixed` does not grow with it."""
+        """Return the rows by unit with microbatches joined and divided. `fixed`, by unit, is the
+        part that a microbatch takes whatever its size; None: no such part."""
         if self.joined == self.divided == 1:
             return rows
         own = np.zeros((len(rows), 1)) if fixed is None else fixed[:, None]
@@ -118,7 +129,8 @@ class CutCosts:
         return np.asarray(growing.reshape(len(rows), -1, self.joined).sum(axis=2) + own)
 
     def _stages(self, rows: Floats) -> Floats:
-        """The sums by stage of rows by unit."""
+        """Sum rows by unit to rows by stage. The embedding counts for the first stage, the head for
+        the last."""
         ends = list(accumulate(self.split, initial=1))
         ends[0], ends[-1] = 0, len(rows)
         sums = np.vstack([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
@@ -126,8 +138,9 @@ class CutCosts:
 
 
 def check_split(split: Sequence[int], num_layers: int, num_stages: int, name: str) -> None:
-    """Raise UsageError for a split that does not give each stage its layers; only the first and the
-    last one, which have more to do, may have none. `name` is what errors call it."""
+    """Raise UsageError unless a split has `num_stages` stages and `num_layers` layers in all. Only
+    the first and the last stage, which have more to do, may have none. Errors call the split
+    `name`."""
     told = ",".join(map(str, split))
     if len(split) != num_stages:
         raise UsageError(
@@ -146,6 +159,7 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int, name: st
 
 
 def _whole(rows: Floats) -> list[list[int]]:
+    """Round rows to whole numbers, none below 0, and return them as lists."""
     return [[max(0, round(each)) for each in row] for row in rows.tolist()]
 
 
@@ -171,13 +185,18 @@ class StageLayers:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers of all stages."""
         return sum(self.split)
 
     @property
     def fixed_ns(self) -> dict[Kind, Floats] | None:
+        """Always None: costs by stage do not show which part does not depend on a microbatch's
+        size."""
         return None
 
     def slowness(self, num_ranks: int) -> Sequence[float]:
+        """Return the factor by which each rank is slower than usual (1: as usual, below 1: faster).
+        Raises UsageError for another number of ranks than that of the costs."""
         if num_ranks != self.shape.num_ranks:
             raise UsageError(
                 f"the costs are of {self.shape.num_ranks} pipeline ranks, not {num_ranks}; choose "
@@ -186,6 +205,9 @@ class StageLayers:
         return self._usual.slowness
 
     def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
+        """Return the costs of a step by unit, without the ranks' slowness: each stage's layers take
+        equal parts of it, and the rest of the first and last stage is the embedding's and the
+        head's. Raises UsageError for another number of ranks."""
         slowness = np.array(self.slowness(num_ranks))
         costs = self._step(num_microbatches, seed, replica)
         times, sizes = costs.times, costs.sizes
@@ -215,17 +237,22 @@ class StageLayers:
         )
 
     def _units(self, rows: Floats, shares: Floats) -> Floats:
-        """The units of rows by stage; `shares` is the part of each stage that its layers take."""
+        """Convert rows by stage to rows by unit. `shares` is the part of each stage that its layers
+        take; the rest of the first stage becomes the embedding, that of the last the head."""
         layers = np.array(self.split)
         each = rows * (shares / np.maximum(layers, 1))[:, None]
         rest = rows * (1 - shares)[:, None]
         return np.vstack([rest[:1], np.repeat(each, layers, axis=0), rest[-1:]])
 
     def _step(self, num_microbatches: int, seed: int, replica: int) -> StepCosts:
+        """Return the given costs of a step with this many microbatches, still by stage."""
         shape = replace(self.shape, num_microbatches=num_microbatches)
         return self.costs.step(shape, seed, replica)
 
     def _find_usual(self) -> "_Usual":
+        """Compute from the mean of the steps of `seeds` (replica 0) how slow each rank is, and
+        which part of each stage's time and bytes its layers take. Without known sizes, layers take
+        all bytes."""
         steps = [self._step(self.shape.num_microbatches, seed, 0) for seed in self.seeds]
         means = {
             kind: np.mean([_array(rows).mean(axis=1) for rows in of_steps], axis=0)
@@ -252,16 +279,19 @@ class StageLayers:
         return _Usual(tuple(slowness), shares, kept)
 
     def _rates(self, of_stages: Floats) -> Floats:
+        """Divide figures of stages by their numbers of layers (by 1 for a stage without layers)."""
         return np.asarray(of_stages / np.maximum(np.array(self.split), 1))
 
     def _of_tower(self, stage: int) -> list[int]:
-        """The other stages that a stage is compared with, those in the middle where there are
-        some."""
+        """Return the stages that a stage is compared with, itself included: those with layers of
+        the same tower, only those in the middle where there are some."""
         towers = self.towers or (None,) * len(self.split)
         like = [s for s, tower in enumerate(towers) if tower == towers[stage] and self.split[s]]
         return [s for s in like if 0 < s < len(self.split) - 1] or like
 
     def _usual_rate(self, of_stages: Floats, stage: int) -> float:
+        """Return the usual figure per layer in a stage's tower: the median of the middle stages or,
+        without any, the smallest of the others. 0 if there is nothing to compare with."""
         rates = self._rates(of_stages)
         like = self._of_tower(stage)
         if not like:
@@ -271,7 +301,9 @@ class StageLayers:
         return median_low(found) if is_middle else min(found)
 
     def _slowness(self, whole: Floats) -> list[float]:
-        """By rank: what all of its stages are slower, or faster, than is usual."""
+        """Return for each rank the factor by which all of its stages are slower, or faster, than
+        usual; 1 if they differ in direction, and for all ranks if `uneven` is `layers`. Extra time
+        of the first and last stage is the embedding's or the head's, and does not count."""
         if self.uneven is Uneven.LAYERS:
             return [1.0] * self.shape.num_ranks
         rates, last = self._rates(whole), len(self.split) - 1
@@ -292,7 +324,8 @@ class StageLayers:
         return found
 
     def _shares(self, of_stages: Floats) -> Floats:
-        """The part of each stage that its layers take: all of it in the middle."""
+        """Return the part of each stage that its layers take, at most 1: all of it in the middle,
+        and in the first and last stage what as many layers take elsewhere."""
         shares = np.ones(len(self.split))
         for stage in {0, len(self.split) - 1}:
             if of_stages[stage] > 0:
@@ -303,7 +336,8 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual costs by stage."""
+    """The usual costs by stage: how slow each rank is, and which part of each stage its layers
+    take."""
 
     slowness: tuple[float, ...]
     """By rank."""
@@ -314,6 +348,7 @@ class _Usual:
 
 
 def _array(rows: Sequence[Sequence[int]]) -> Floats:
+    """Convert rows to an array of floats."""
     return np.array(rows, dtype=float)
 
 
@@ -339,6 +374,8 @@ class Given:
     uneven: Uneven = Uneven.RANKS
 
     def layered(self, costs: Costs) -> Layered:
+        """Split these costs by layer, as the table says. Raises UsageError for layers that do not
+        fit the stages."""
         shape = Shape(self.pp, self.microbatches, self.chunks, self.placement)
         return layered_of(costs, shape, parse_split(self.layers, "layers"), self.uneven)
 
@@ -363,8 +400,9 @@ class _Document:
 
 
 def parse_cut(document: Mapping[str, Any], name: str, resolve: Callable[[str], Costs]) -> CutCosts:
-    """Read such a document; `name` is what errors call it, and `resolve` reads the costs that it
-    cuts. Raises UsageError for what is wrong."""
+    """Build the costs of a TOML document with a `[cut]`; `name` is what errors call it, and
+    `resolve` reads the costs that it cuts. Raises UsageError for a wrong document, for costs that
+    do not say their layers, and for a split that does not fit."""
     cut = cut_in(document, name)
     costs = resolve(cut.costs)
     if cut.given is not None:
@@ -382,13 +420,13 @@ def parse_cut(document: Mapping[str, Any], name: str, resolve: Callable[[str], C
 
 
 def cut_in(document: Mapping[str, Any], name: str) -> Cut:
-    """The `[cut]` of a document; `name` is what errors call it. Raises UsageError for a wrong
-    one."""
+    """Read the `[cut]` of a TOML document; `name` is what errors call it. Raises UsageError for a
+    wrong or missing one. The split itself is not checked."""
     return read_table(_Document, document, name).cut
 
 
 def written_cut(cut: Cut) -> str:
-    """The document, as `parse_cut` reads it."""
+    """Format a cut as TOML, which `parse_cut` reads; nothing is written to disk."""
     lines = ["[cut]", f"costs = {_quoted(cut.costs)}", f'layers = "{cut.layers}"']
     lines += [
         f"{name} = {value}"
@@ -413,8 +451,8 @@ def written_cut(cut: Cut) -> str:
 def layered_of(
     costs: Costs, shape: Shape, split: Sequence[int], uneven: Uneven = Uneven.RANKS
 ) -> StageLayers:
-    """Costs by stage as costs by layer: `split` says how many layers each stage of `shape` has.
-    Raises UsageError where they do not fit."""
+    """Convert costs by stage to costs by layer: `split` says how many layers each stage of `shape`
+    has. Raises UsageError for a split of another number of stages, or without any layers."""
     check_split(split, sum(split), shape.num_stages, "the split")
     if not any(split):
         raise UsageError("the stages have no layers at all; say how many each has")
@@ -423,8 +461,8 @@ def layered_of(
 
 
 def parse_split(text: str, name: str) -> tuple[int, ...]:
-    """Layers by stage, such as 7,8,8,7. Raises UsageError for anything else; `name` is what errors
-    call it."""
+    """Parse the numbers of layers by stage, such as 7,8,8,7. Raises UsageError for anything else;
+    `name` is what errors call it."""
     cells = text.split(",")
     if not all(cell.strip().isdecimal() and len(cell.strip()) < 5 for cell in cells):
         raise UsageError(f"{name} is '{text:.60}'; write the layers of each stage, such as 7,8,8,7")
@@ -432,13 +470,14 @@ def parse_split(text: str, name: str) -> tuple[int, ...]:
 
 
 def _quoted(text: str) -> str:
+    """Quote a text as a TOML string."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def check_divided(costs: Costs, name: str, tp: int) -> None:
     """Raise UsageError if a model is divided among a number of tensor-parallel ranks other than
-    `tp`; `name` is what errors call its costs."""
+    `tp`; costs that are not a model's pass. `name` is what errors call them."""
     model = costs.layered if isinstance(costs, CutCosts) else costs
     if isinstance(model, FlopCosts) and model.tensor_parallel.size != tp:
         raise UsageError(

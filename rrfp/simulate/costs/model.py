@@ -19,7 +19,7 @@ _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 def parse_ranges(text: str, where: str) -> tuple[range, ...]:
-    """Read ``0-2,5``; `where` is what errors call it.
+    """Parse ``0-2,5``, with both ends included; `where` is what errors call it.
 
     Raises UsageError for any other text, and for a descending range.
     """
@@ -74,7 +74,7 @@ class Links:
 
     @property
     def is_free(self) -> bool:
-        """Whether no message takes any time."""
+        """True if no message takes any time, by latency and sizes; the factors do not count."""
         return self.latency_ns == 0 and (self.ns_per_byte == 0 or not any(self.num_bytes))
 
 
@@ -97,7 +97,8 @@ class StepCosts:
     """The activation sizes by stage; None if the costs do not include memory."""
 
     def permuted(self, order: Sequence[int]) -> "StepCosts":
-        """The same step with microbatch `order[i]` admitted as number i."""
+        """Return the costs of the same step with microbatch `order[i]` admitted as number i: times,
+        message sizes and activation sizes."""
 
         def rows(times: Sequence[Sequence[int]]) -> list[list[int]]:
             return [[row[microbatch] for microbatch in order] for row in times]
@@ -119,7 +120,7 @@ class Costs(Protocol):
     """A source of the costs of a step."""
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """The costs of one step of one replica; equal arguments give equal costs.
+        """Return the costs of one step of one replica; equal arguments give equal costs.
 
         Raises UsageError if they do not fit the shape.
         """
@@ -127,13 +128,13 @@ class Costs(Protocol):
 
 
 def part_of(whole: int, num_parts: int, part: int) -> int:
-    """One of the even parts into which a rank's time, or what it keeps, is divided; they add up to
-    the whole."""
+    """Return part number `part`, from 0, of a whole number (a rank's time or bytes) divided into
+    even whole parts, which add up to the whole."""
     return whole * (part + 1) // num_parts - whole * part // num_parts
 
 
 def check_takes_time(times: TaskTimes, name: str) -> None:
-    """Raise UsageError if no task takes any time, as there would be nothing to compare.
+    """Raise UsageError if every task takes 0 ns, as there would be nothing to compare.
 
     `name` is what errors call the costs or the jitter.
     """
@@ -145,8 +146,8 @@ def check_takes_time(times: TaskTimes, name: str) -> None:
 
 
 def check_sizes(sizes: ActivationSizes, name: str) -> None:
-    """Raise UsageError if a microbatch keeps more than `MOST_BYTES`; `name` is what errors call the
-    costs."""
+    """Raise UsageError if a microbatch keeps more than `MOST_BYTES` on a stage; `name` is what
+    errors call the costs."""
     for stage, row in enumerate(sizes.activations):
         if max(row) > MOST_BYTES:
             raise UsageError(
@@ -156,7 +157,7 @@ def check_sizes(sizes: ActivationSizes, name: str) -> None:
 
 
 def check_rank(rank: int, shape: Shape, name: str) -> None:
-    """Raise UsageError if the pipeline lacks a rank that `name` refers to."""
+    """Raise UsageError if `rank` is beyond the last pipeline rank; `name` is what refers to it."""
     if rank >= shape.num_ranks:
         raise UsageError(
             f"{name} names pipeline rank {rank} and there are {shape.num_ranks}, from 0 on; "
@@ -165,7 +166,8 @@ def check_rank(rank: int, shape: Shape, name: str) -> None:
 
 
 def check_chunk(chunk: int, shape: Shape, name: str) -> None:
-    """Raise UsageError if ranks lack a chunk that `name` refers to."""
+    """Raise UsageError if `chunk` is beyond the last chunk of a rank; `name` is what refers to
+    it."""
     if chunk >= shape.num_chunks:
         raise UsageError(
             f"{name} names chunk {chunk} and a rank has {shape.num_chunks}, from 0 on; "
@@ -174,7 +176,8 @@ def check_chunk(chunk: int, shape: Shape, name: str) -> None:
 
 
 def check_link(sender: int, receiver: int, shape: Shape, name: str) -> None:
-    """Raise UsageError if `name` refers to a link that carries no message."""
+    """Raise UsageError if a rank does not exist, or if no message passes from sender to receiver as
+    they hold no adjacent stages; `name` is what refers to the link."""
     check_rank(max(sender, receiver), shape, name)
     if receiver not in shape.neighbours(sender):
         raise UsageError(
@@ -194,6 +197,8 @@ class ScaledCosts:
     factor: float
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Return the other costs' step with all task times multiplied and rounded to ns. Messages,
+        sizes and the rest stay."""
         costs = self.costs.step(shape, seed, replica)
         times = costs.times
         return replace(
@@ -206,4 +211,5 @@ class ScaledCosts:
         )
 
     def _rows(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Multiply rows of times by the factor, rounded to ns."""
         return [[round(time_ns * self.factor) for time_ns in row] for row in rows]

@@ -51,10 +51,12 @@ class _Found:
 
     @property
     def time_ns(self) -> int:
+        """The row's time in ns or, if the row covers several chunks, the even part of this one."""
         return part_of(self.row.time_ns, self.num_parts, self.part)
 
     @property
     def num_bytes(self) -> int | None:
+        """The row's bytes, divided likewise; None if the row has none."""
         whole = self.row.num_bytes
         return None if whole is None else part_of(whole, self.num_parts, self.part)
 
@@ -72,6 +74,9 @@ class RowCosts:
     rows: Mapping[_Key, _Row]
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Return the costs of a step, the same for every seed and replica. Without rows for W, the
+        weight gradient takes no time. Raises UsageError if a row names a rank or chunk that the
+        shape lacks, and if a task has no row."""
         # Rows may list more microbatches than this step has, but not more ranks or chunks.
         for _, rank, chunk, _ in self.rows:
             check_rank(rank, shape, self.name)
@@ -88,8 +93,8 @@ class RowCosts:
         return StepCosts(times, sizes=self._sizes(forward, weight_gradient))
 
     def _found(self, shape: Shape, kind: Kind) -> _FoundRows:
-        """The rows of the tasks of one kind, by stage and microbatch; empty for a W that neither
-        the step nor the file has."""
+        """Return the rows of the tasks of one kind, by stage and microbatch; empty for a W that
+        neither the step nor the file has. Raises UsageError for a task without a row."""
         knows_kind = any(kind is each for each, *_ in self.rows)
         if kind is Kind.W and not shape.splits_backward and not knows_kind:
             return []
@@ -102,6 +107,8 @@ class RowCosts:
         ]
 
     def _found_for(self, shape: Shape, task: Task) -> _Found:
+        """Return the most specific row for a task (by chunk, then by microbatch), and the task's
+        part of it. Raises UsageError without any."""
         stage, kind, microbatch = task
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
         # The more specific row wins; a chunk is more specific than a microbatch.
@@ -121,7 +128,8 @@ class RowCosts:
         )
 
     def _sizes(self, forward: _FoundRows, weight_gradient: _FoundRows) -> ActivationSizes | None:
-        """The activation sizes; None if no matching row has bytes."""
+        """Return the activation sizes; None if no row of F or W in use has bytes. Raises UsageError
+        if only some rows of F have them, or W has more than its F."""
         says_owed = _has_bytes(weight_gradient)
         if not says_owed and not _has_bytes(forward):
             return None
@@ -142,6 +150,7 @@ class RowCosts:
         return ActivationSizes(kept, owed if says_owed else None)
 
     def _activation_bytes(self, found: _Found, task: Task) -> int:
+        """Return the bytes of a task's row. Raises UsageError if it has none."""
         num_bytes = found.num_bytes
         if num_bytes is None:
             raise UsageError(
@@ -151,7 +160,8 @@ class RowCosts:
         return num_bytes
 
     def _pending_bytes(self, found: _Found, forward: _Found, task: Task) -> int:
-        """The bytes pending for W: all of its F if the row has none."""
+        """Return the bytes pending for W: all of its F if the row has none. Raises UsageError if
+        they are more than its F keeps."""
         owed, kept = found.num_bytes, forward.num_bytes or 0
         if owed is None:
             return kept
@@ -166,18 +176,21 @@ class RowCosts:
 
 
 def _times_ns(rows: _FoundRows) -> list[list[int]]:
+    """Return the times of these tasks in ns, by stage and microbatch."""
     return [[found.time_ns for found in row] for row in rows]
 
 
 def _has_bytes(rows: _FoundRows) -> bool:
+    """True if any of these rows has bytes."""
     return any(found.row.num_bytes is not None for row in rows for found in row)
 
 
 def parse_rows(content: str, name: str) -> RowCosts:
-    """Read rows of costs from CSV; `name` is what errors call it.
+    """Parse costs in CSV; `name` is what errors call it. Empty lines are skipped, and the first
+    other line has the headings.
 
     Raises UsageError, with the line, for missing or unknown columns, an invalid value, and two rows
-    for the same tasks.
+    for the same tasks; also if there are no rows.
     """
     reader = csv.reader(io.StringIO(content), strict=True)
     rows: dict[_Key, _Row] = {}
@@ -221,7 +234,8 @@ def parse_rows(content: str, name: str) -> RowCosts:
 
 
 def _places(cells: list[str], line: str) -> dict[str, int]:
-    """The position of each column, by its heading."""
+    """Return the position of each column, by its heading. Raises UsageError for missing, unknown or
+    repeated columns; only the bytes are optional."""
     heading = [cell.strip() for cell in cells]
     columns = (*COLUMNS, BYTES) if BYTES in heading else COLUMNS
     if sorted(heading) != sorted(columns):
@@ -233,12 +247,15 @@ def _places(cells: list[str], line: str) -> dict[str, int]:
 
 
 def _kind(text: str, line: str) -> Kind:
+    """Parse a kind of task. Raises UsageError for anything but F, B and W."""
     if text not in tuple(Kind):
         raise UsageError(f"{line}: kind is '{text}'; it must be F, B or W")
     return Kind(text)
 
 
 def _index(text: str, column: str, line: str) -> int:
+    """Parse a rank, chunk or microbatch, a whole number from 0 to 1,000,000. Raises UsageError for
+    anything else."""
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) > _MOST:
         raise UsageError(
             f"{line}: {column} is '{text}'; it must be a whole number from 0 to {_MOST}"
@@ -247,6 +264,8 @@ def _index(text: str, column: str, line: str) -> int:
 
 
 def _nanoseconds(text: str, line: str) -> int:
+    """Parse seconds, and return them in ns. Raises UsageError unless they are a number from 0 to
+    3600."""
     try:
         seconds = float(text)
     except ValueError:
@@ -260,6 +279,8 @@ def _nanoseconds(text: str, line: str) -> int:
 
 
 def _bytes(text: str, kind: Kind, line: str) -> int | None:
+    """Parse a number of bytes; None if the cell is empty. Raises UsageError for anything else, and
+    for bytes in a row of B."""
     if not text:
         return None
     if kind is Kind.B:

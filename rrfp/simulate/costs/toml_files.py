@@ -41,12 +41,13 @@ _T = TypeVar("_T")
 
 
 def ranged(least: float, most: float = MOST, **of_the_field: Any) -> Any:
-    """A dataclass field for a number, or for a mapping to numbers, from `least` to `most`."""
+    """Declare a dataclass field for a number, or for a mapping to numbers, from `least` to `most`;
+    `read_table` checks the range."""
     return field(metadata={"range": (least, most)}, **of_the_field)
 
 
 def read_table(kind: type[_T], table: object, where: str) -> _T:
-    """A `kind` read from a table; `where` is what errors call the table.
+    """Build a dataclass from a table of TOML; `where` is what errors call the table.
 
     Fields may be numbers (at least 0 unless `ranged`), strings, booleans, choices (a StrEnum),
     other such dataclasses, tuples of them (an array of tables) or mappings from names or choices to
@@ -71,7 +72,8 @@ def read_table(kind: type[_T], table: object, where: str) -> _T:
 
 
 def _value(kind: Any, value: object, limits: tuple[float, float], key: str, where: str) -> Any:
-    """The value of the table's `key`, as the field's type `kind`."""
+    """Convert the value of the table's `key` to the field's type `kind`, nested tables included.
+    Raises UsageError for a value of the wrong type or out of range."""
     if NoneType in get_args(kind):
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
     origin = get_origin(kind)
@@ -104,6 +106,7 @@ def _value(kind: Any, value: object, limits: tuple[float, float], key: str, wher
 
 
 def _choice(kind: type[StrEnum], value: object, key: str, where: str) -> StrEnum:
+    """Return the value as a member of the enum `kind`. Raises UsageError for any other value."""
     if value not in tuple(kind):
         raise UsageError(f"{where}: {key} is {value!r}; it must be {' or '.join(kind)}")
     return kind(str(value))
@@ -112,6 +115,8 @@ def _choice(kind: type[StrEnum], value: object, key: str, where: str) -> StrEnum
 def _number(
     kind: type, value: object, limits: tuple[float, float], key: str, where: str
 ) -> int | float:
+    """Return the number unchanged. Raises UsageError unless it is of the wanted type and within the
+    limits; booleans and NaN are refused."""
     least, most = limits
     wanted = int if kind is int else int | float
     # NaN compares as false, and booleans are integers to Python; neither is accepted.
@@ -135,8 +140,8 @@ class LinkSpeed:
     """By default, bytes take no time."""
 
     def links(self, num_bytes: Sequence[int], factors: Mapping[tuple[int, int], float]) -> Links:
-        """Links of this speed. `num_bytes` are message sizes by microbatch; `factors` slow down
-        links, by (sender, receiver)."""
+        """Make links of this speed. `num_bytes` are message sizes by microbatch; `factors` slow
+        down links, by (sender, receiver). Without a bandwidth, messages take only the latency."""
         bandwidth = self.bandwidth_bytes_per_s
         return Links(
             round(self.latency_s * NS_PER_S),
@@ -183,7 +188,8 @@ class RankTimes:
     length: str | None = None
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
-        """The pipeline ranks that this entry is about."""
+        """Return the pipeline ranks that this entry is about, as listed or by its share from the
+        pipeline's start or end. Listed ranks may be beyond the last one."""
         if self.pp_ranks is not None:
             return [rank for each in parse_ranges(self.pp_ranks, "pp_ranks") for rank in each]
         if self.first_share is not None:
@@ -193,6 +199,7 @@ class RankTimes:
 
 
 def _num_in(share: float, num_ranks: int) -> int:
+    """Return the number of ranks in a share of the pipeline, rounded, at least 1."""
     return max(1, int(share * num_ranks + 0.5))
 
 
@@ -237,7 +244,7 @@ class Table:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether it says anything of memory."""
+        """True if the table, or an entry for some ranks, gives bytes."""
         return self.bytes is not None or any(each.bytes is not None for each in self.ranks)
 
 
@@ -254,7 +261,8 @@ class _Figure:
     part: int
 
     def row(self, factors: Sequence[float]) -> list[int]:
-        """The amounts by microbatch."""
+        """Return the amounts by microbatch: this chunk's part of the amount times each microbatch's
+        factor."""
         return [
             part_of(round(self.amount * factor), self.num_parts, self.part) for factor in factors
         ]
@@ -269,6 +277,9 @@ class TableCosts:
     table: Table
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """Return the costs of a step. Each length is drawn once per microbatch from the seed and
+        the replica, and scales the seconds and bytes that grow with it. Raises UsageError if the
+        table does not fit the shape."""
         table, num_microbatches = self.table, shape.num_microbatches
         factors: dict[str | None, Sequence[float]] = {None: [1.0] * num_microbatches}
         for length, sigma in table.lengths.items():
@@ -294,14 +305,16 @@ class TableCosts:
         )
 
     def towers(self, shape: Shape) -> tuple[str | None, ...]:
-        """The name of the length that each stage's time grows with: what its layers look at."""
+        """Return for each stage the name of the length that its times grow with (None: constant),
+        by which stages of different models are distinguished."""
         by_rank = self._by_rank(shape)
         return tuple(
             self._time(by_rank, shape, stage, Kind.F).length for stage in range(shape.num_stages)
         )
 
     def _by_rank(self, shape: Shape) -> list[list[RankTimes]]:
-        """By rank: the entries about it, the one with precedence last."""
+        """Return the table's entries about each rank; those for one chunk, which have precedence,
+        come last. Raises UsageError for a rank or a chunk that the shape lacks."""
         by_rank: list[list[RankTimes]] = [[] for _ in range(shape.num_ranks)]
         for each in sorted(self.table.ranks, key=lambda each: each.chunk is not None):
             if each.chunk is not None:
@@ -314,6 +327,9 @@ class TableCosts:
     def _time(
         self, by_rank: list[list[RankTimes]], shape: Shape, stage: int, kind: Kind
     ) -> _Figure:
+        """Return the figure of a kind of task on a stage, in ns. Raises UsageError if the table has
+        none."""
+
         def time_ns(entry: Table | RankTimes) -> float | None:
             seconds = entry.seconds.get(kind)
             return None if seconds is None else seconds * NS_PER_S
@@ -327,7 +343,8 @@ class TableCosts:
         return figure
 
     def _activations(self, by_rank: list[list[RankTimes]], shape: Shape) -> list[_Figure]:
-        """The activation bytes by stage; empty if the table does not model memory."""
+        """Return the activation bytes by stage; empty if the table does not model memory. Raises
+        UsageError if it gives bytes for some stages only."""
         if not self.table.has_bytes:
             return []
         figures = []
@@ -348,7 +365,9 @@ class TableCosts:
         stage: int,
         of: Callable[[Table | RankTimes], float | None],
     ) -> _Figure | None:
-        """The figure of a stage; None if the table has none."""
+        """Return the figure of a stage, which `of` takes from the table or an entry; the last entry
+        that has one counts. A figure of the whole rank is divided among its chunks. None without
+        any."""
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
         amount, length, is_own = of(self.table), self.table.length, False
         for each in by_rank[rank]:
@@ -363,6 +382,8 @@ class TableCosts:
         return _Figure(amount, length, num_parts, part)
 
     def _sizes(self, kept: list[list[int]]) -> ActivationSizes:
+        """Make the activation sizes, with the table's share of the bytes pending for W. Raises
+        UsageError for sizes out of range."""
         share = self.table.bytes_owed_to_w
         owed = None if share is None else [[round(size * share) for size in row] for row in kept]
         sizes = ActivationSizes(kept, owed)
@@ -370,6 +391,8 @@ class TableCosts:
         return sizes
 
     def _links(self, shape: Shape) -> Links:
+        """Make the links, with messages of one size. Raises UsageError for a slow link that carries
+        no message."""
         links = self.table.links
         for slow in links.slow:
             check_link(slow.sender, slow.receiver, shape, f"{self.name}, [[links.slow]],")
@@ -380,7 +403,7 @@ class TableCosts:
 
 
 def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
-    """Read a table of costs from a TOML document; `name` is what errors call it.
+    """Build the costs of a table from a parsed TOML document; `name` is what errors call it.
 
     Raises UsageError for an unknown key, for a value of the wrong type or out of range, and for
     entries that contradict each other or would have no effect.
@@ -428,7 +451,7 @@ def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
 
 
 def preset(name: str) -> TableCosts:
-    """Read the costs of a name in `PRESETS` from the package; the name is not checked."""
+    """Read a preset of costs from the package's profiles/NAME.toml; the name is not checked."""
     text = (
         files("rrfp.simulate.costs").joinpath(f"profiles/{name}.toml").read_text(encoding="utf-8")
     )

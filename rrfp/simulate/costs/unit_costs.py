@@ -50,10 +50,10 @@ class Layered(Protocol):
         ...
 
     def slowness(self, num_ranks: int) -> Sequence[float]:
-        """The factor on all times of each pipeline rank; 1 is usual."""
+        """Return the factor on all times of each pipeline rank; 1 is usual."""
         ...
 
     def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
-        """The costs of one step by unit. Raises UsageError if the costs are of another number of
-        ranks or microbatches."""
+        """Return the costs of one step by unit. Raises UsageError if the costs are of another
+        number of ranks or microbatches."""
         ...
