@@ -10,7 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, SupportsIndex
 
 import torch
@@ -46,15 +46,16 @@ from rrfp.megatron.step_groups import (
 from rrfp.megatron.step_report import StepObserver, StepReport
 from rrfp.planning.collectives import exchange_items
 from rrfp.planning.step_admission import StepAdmission
-from rrfp.planning.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.runtime.pace import Delays, Pace
 from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.rendezvous import default_store, publish_early_end
 from rrfp.schedule.policy import counts_microbatches
+from rrfp.schedule.rehearsal import StepPolicy, step_policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Cause
+from rrfp.simulate.memory_budgets import BoundWarning
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 
@@ -180,7 +181,8 @@ class ForwardBackward:
         differ in both."""
         self._recorded: LayoutLinks | None = None
         """The recorded links. A recording has one pipeline, the first one opened."""
-        self._step_policies = StepPolicies(settings.policy)
+        self._step_policy = cache(partial(step_policy, settings.policy))
+        self._bound_warning = BoundWarning(settings.policy)
         at_end.register(self.close)
         at_end.register(publish_early_end)
         self.was_called = False
@@ -312,7 +314,7 @@ class ForwardBackward:
         )
         chooser = links.hint_chooser(self._settings.policy)
         if chooser is None or forward_only:
-            policy = self._step_policies.of(shape, forward_only=forward_only)
+            policy = self._step_policy(shape, forward_only=forward_only)
         else:
             policy = chooser.policy(
                 step,
@@ -324,7 +326,7 @@ class ForwardBackward:
                 call.has_experts,
             )
         if not forward_only and call.place.rank == 0:
-            self._step_policies.warn_once(shape)
+            self._bound_warning.warn_once(shape)
         # The activation sizes of the microbatches in the model that paces them.
         pace = None if forward_only else self._pace
         sizes = None if pace is None else pace.sizes(step, policy.shape)

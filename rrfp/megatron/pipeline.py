@@ -17,7 +17,6 @@ from rrfp.megatron.step.microbatch_data import DataHabits
 from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.planning.hint_chooser import HintChooser
 from rrfp.planning.order_planner import OrderPlanner
-from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.agreement import GroupAgreement
 from rrfp.runtime.net.transport import SocketTransport, TransportFactory, make_planes
 from rrfp.runtime.pace import Delays, StepPace
@@ -29,6 +28,7 @@ from rrfp.runtime.worker import make_worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.named_hints import AutoHint
 from rrfp.schedule.policy import Auto, Bytes, Dispatch, Policy
+from rrfp.schedule.rehearsal import StepPolicy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import whole_number
 from rrfp.trace.records import Record, evaluation_step

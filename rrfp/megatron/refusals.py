@@ -8,8 +8,8 @@ from rrfp.megatron.adapters.global_state import tracker_of_generators
 from rrfp.megatron.adapters.models import attribute_of
 from rrfp.megatron.step.microbatch_data import is_iterator, shared_objects
 from rrfp.megatron.step.weight_gradients import describe_hook, unreachable_hook
-from rrfp.planning.step_policy import StepPolicy, hints_in_order
 from rrfp.runtime.net.transport import check_device
+from rrfp.schedule.rehearsal import StepPolicy, hints_in_order
 from rrfp.schedule.tasks import Kind
 
 _REFUSED = {

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.planes.selection import AcceptedPlanes
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.admission import Assignment
+from rrfp.schedule.rehearsal import StepPolicy
 
 
 @dataclass(frozen=True, slots=True)

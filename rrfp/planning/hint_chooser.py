@@ -29,10 +29,10 @@ from rrfp.planning.collectives import (
 from rrfp.planning.forecast import MeasuredTasks, Numbers
 from rrfp.planning.planner_process import PlannerProcess
 from rrfp.planning.process_tasks import NUM_STEPS, ChoiceRequest, ChoiceRules
-from rrfp.planning.step_policy import ChoiceFigures, StepPolicy, step_policy
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.schedule.named_hints import HINTS, AutoHint
 from rrfp.schedule.policy import Policy, counts_microbatches
+from rrfp.schedule.rehearsal import ChoiceFigures, StepPolicy, step_policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import NS_PER_S, Record
 

@@ -7,6 +7,7 @@ one microbatch takes on one chunk. A hint that takes longer even without a bound
 that, so that the price covers only the bound itself.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,6 +23,8 @@ from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.step import play
 
+_log = logging.getLogger(__name__)
+
 _TASK_NS = 1000
 
 _TOLERANCE = 1.01
@@ -29,8 +32,8 @@ _TOLERANCE = 1.01
 
 _MOST_FORWARDS = 2**15
 """The largest number of forwards of a simulated step, which then takes some 60 ms. A larger step is
-simulated with fewer ranks and
-a bound that is lower in proportion. Where ranks of several chunks drain, more of them pay more."""
+simulated with fewer ranks and a bound that is lower in proportion. Where ranks of several chunks
+drain, more of them pay more."""
 
 _NUM_ROUNDS = 8
 """The most microbatches of a simulated step, for each rank; more hardly change the price."""
@@ -61,6 +64,24 @@ class UnfilledPipeline:
             f"takes about {self.price:.3g} times as long (simulated, equal tasks); {instead}, or "
             f"leave --{self.flag} out"
         )
+
+
+class BoundWarning:
+    """The warning about a bound of a run's policy, which is logged at most once."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._has_checked = False
+
+    def warn_once(self, shape: Shape) -> None:
+        """Warn if a bound cannot fill the pipeline of this shape, or about the memory that it takes
+        without one. Only the first call checks, at the first training step."""
+        if not self._has_checked:
+            self._has_checked = True
+            found = unfilled(self._policy, shape)
+            warning = unbounded(self._policy, shape) if found is None else found.describe()
+            if warning is not None:
+                _log.warning("%s", warning)
 
 
 def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:

@@ -14,8 +14,7 @@ from rrfp.megatron.pipeline import discard
 from rrfp.megatron.step_groups import step_groups
 from rrfp.planning.collectives import gather_orders
 from rrfp.planning.step_admission import StepAdmission, StepFile
-from rrfp.planning.step_policy import StepPolicy
-from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.rehearsal import StepPolicy, fitted
 from rrfp.trace.records import Record
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.data.batches import Batch, Data

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings, GradOrder
-from rrfp.planning.step_policy import step_policy
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hints import WeightGradients
 from rrfp.schedule.named_hints import ALTERNATIONS, HINTS
 from rrfp.schedule.policy import KNOBS, PAPER_LIMIT, AgreementRule, Dispatch, Policy
+from rrfp.schedule.rehearsal import step_policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import ComputeIdle, InputArrived, RunTask, Task
 from rrfp.trace.records import PhaseRecord, Record, TaskRecord

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.planning.step_policy import StepPolicy
 from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.rehearsal import StepPolicy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Record, TaskRecord
 from rrfp.train.checks import check_settings

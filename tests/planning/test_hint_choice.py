@@ -22,7 +22,6 @@ from rrfp.planning.candidates import (
     describe_choice,
     fits,
 )
-from rrfp.planning.step_policy import StepPolicies
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.replay.recorded import read_run
 from rrfp.schedule.bounds import ActivationSizes
@@ -35,6 +34,7 @@ from rrfp.simulate.costs.model import Links
 from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import parse_jitter
+from rrfp.simulate.memory_budgets import BoundWarning
 from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.trace.run_json import (
     FIRST_STEP,
@@ -376,10 +376,10 @@ def test_a_bound_that_fills_the_pipeline_needs_no_warning(run: Run, given: str) 
 
 
 def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
-    policies = StepPolicies(DispatchSettings(limit=4).policy)
+    policies = BoundWarning(DispatchSettings(limit=4).policy)
     for _ in range(2):
         policies.warn_once(Shape(8, 32))
-    StepPolicies(DispatchSettings().policy).warn_once(Shape(64, 512))
+    BoundWarning(DispatchSettings().policy).warn_once(Shape(64, 512))
     (warning,) = caplog.messages
     assert "limit 4 cannot fill a pipeline of 8 stages" in warning
     assert "use 16 or more, or leave --limit out" in warning
@@ -388,7 +388,7 @@ def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_job_is_warned_once_that_it_may_hold_nearly_all_microbatches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    policies = StepPolicies(DispatchSettings().policy)
+    policies = BoundWarning(DispatchSettings().policy)
     for _ in range(2):
         policies.warn_once(Shape(8, 64, 2))
     for without_warning, shape in [
@@ -399,7 +399,7 @@ def test_a_job_is_warned_once_that_it_may_hold_nearly_all_microbatches(
         (DispatchSettings(hint="auto"), Shape(8, 64, 2)),
         (DispatchSettings(hold=64), Shape(8, 64, 2)),
     ]:
-        StepPolicies(without_warning.policy).warn_once(shape)
+        BoundWarning(without_warning.policy).warn_once(shape)
     (warning,) = caplog.messages
     assert "bf over 2 chunks fills the pipeline only without a limit" in warning
     assert "nearly all 64 microbatches, where interleaved 1F1B keeps those of about 12" in warning

@@ -36,10 +36,10 @@ from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import Pipeline, discard
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_groups import Place
-from rrfp.planning.step_policy import StepPolicies
 from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, check_cuda
 from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.rehearsal import step_policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.language_models import parse_flops
@@ -388,7 +388,7 @@ def test_a_transport_carries_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipeline, "transport", example("A transport")["ThreadTransport"])
     shape, store = Shape(2, 3), HashStore()
     settings = DispatchSettings()
-    steering = StepPolicies(settings.policy).of(shape, forward_only=False)
+    steering = step_policy(settings.policy, shape, forward_only=False)
 
     def run(rank: int) -> dict[Task, float]:
         pipeline = Pipeline(
