@@ -277,7 +277,7 @@ class _Race:
     def num_candidates(self) -> int:
         """The number of candidates that were simulated, with those that do not fit into the
         memory."""
-        return len(self._times_ns) + len(self._fails)
+        return len(self._times_ns)
 
     def run(self, candidates: Sequence[Candidate], num: int) -> list[Candidate]:
         """Simulate the first `num` steps under each candidate, except those that it has run before.
