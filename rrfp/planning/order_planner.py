@@ -235,7 +235,8 @@ class OrderPlanner:
     def _answers_for(self, step: int, process: PlannerProcess) -> list[dict[str, Any]]:
         """Return the process' new answers for a step; those for other steps are dropped. A search
         of a number of simulations is waited for until its last answer. Raises RrfpError if the
-        process ends or gives no answer for 300 s."""
+        process ends or gives no answer for 300 s: a pyramid in place of that plan would make the
+        order depend on when the process ended."""
         found = [fields for fields in process.answers() if fields["step"] == step]
         if self._num_simulations is not None and self._requested_step == step:
             while not any("last" in fields for fields in found):
