@@ -29,7 +29,7 @@ from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
 _MAX_IN_FLIGHT = 16
-"""Pieces of one host in the store that host 0 has not taken out yet."""
+"""Most pieces of one host in the store that host 0 has not taken out yet."""
 _POLL_S = 0.2
 _ANSWER_S = 120.0
 """How long a piece may be in flight. On a bad network this is longer than a host may be silent."""
@@ -262,7 +262,7 @@ class _Sender(_Transfer):
         """Return the reason to stop waiting: host 0 is silent, or has taken no pieces for
         `silence_s` seconds; else an empty text."""
         if self._heartbeat.is_silent(0):
-            return "host 0 is not heard any more"
+            return "host 0 is silent"
         if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
             return f"host 0 took no records for {self._heartbeat.silence_s:g} s"
         return ""
@@ -309,8 +309,8 @@ class _Sender(_Transfer):
         return True
 
     def _put(self, piece: bytes) -> None:
-        """Put a piece into the store; first wait while more than 16 pieces are in flight."""
-        self._await_received(self._num_sent - _MAX_IN_FLIGHT)
+        """Put a piece into the store; first wait while 16 pieces are in flight."""
+        self._await_received(self._num_sent + 1 - _MAX_IN_FLIGHT)
         self._store.set(f"{self._key}/{self._num_sent}", piece)
         self._num_sent += 1
 
@@ -350,7 +350,7 @@ class _Receiver(_Transfer):
         unfinished = [*self._unfinished]
         hosts = ", ".join(map(str, unfinished))
         if unfinished and all(map(self._heartbeat.is_silent, unfinished)):
-            return f"host {hosts} is not heard any more"
+            return f"host {hosts} is silent"
         if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
             return f"host {hosts} sent no records for {self._heartbeat.silence_s:g} s"
         return ""
