@@ -176,10 +176,10 @@ def check_chunk(chunk: int, shape: Shape, name: str) -> None:
 def check_link(sender: int, receiver: int, shape: Shape, name: str) -> None:
     """Raise UsageError if `name` refers to a link that carries no message."""
     check_rank(max(sender, receiver), shape, name)
-    if receiver not in shape.neighbours(sender):
+    if receiver not in shape.neighbors(sender):
         raise UsageError(
             f"{name} names the link from rank {sender} to rank {receiver}, which carries no "
-            "message; name two neighbours"
+            "message; name two neighbors"
         )
 
 
