@@ -110,7 +110,7 @@ def _difference(own: torch.Tensor, other: torch.Tensor) -> float:
 
 
 _LEAST_TIMEOUT_S = 120.0
-"""Time limit of a turn beyond `_TIMEOUT_FACTOR` times its modelled work."""
+"""Time limit of a turn beyond `_TIMEOUT_FACTOR` times its modeled work."""
 _TIMEOUT_FACTOR = 4
 
 
@@ -253,11 +253,11 @@ class RacedSystem:
         """A round and its batches: the order of a round is planned once."""
 
     def prepare(self, number: int) -> None:
-        """Draw the round's modelled times, before its step begins."""
+        """Draw the round's modeled times, before its step begins."""
         self._pace.pacer.prepare(number)
 
     def batches(self, number: int) -> list[Batch]:
-        """The round's microbatches, in the admission order of the modelled costs. The next round's
+        """The round's microbatches, in the admission order of the modeled costs. The next round's
         order is planned while this one is raced."""
         if self._batches is None or self._batches[0] != number:
             self._batches = number, self._source.batches(number)
@@ -353,9 +353,9 @@ class RacedSystem:
     def _peak_bytes(self) -> int:
         """Return the peak activation bytes of this rank in the last round, and drop the records of
         its tasks; -1 if sizes are unknown."""
-        modelled = self._pace.pacer.modelled
-        assert modelled is not None
-        shape = modelled.shape
+        modeled = self._pace.pacer.modeled
+        assert modeled is not None
+        shape = modeled.shape
         sizes = self._pace.sizes(self._pace.round or 0, shape)
         return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
 
