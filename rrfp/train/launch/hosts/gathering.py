@@ -22,6 +22,7 @@ from rrfp.strict_json import items, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new, make_directory, open_own
 from rrfp.trace.spill import NUM_SEGMENTS, lock_for_writing, segments_in
+from rrfp.train.launch.hosts.endpoint import host_ranks
 from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
 from rrfp.train.launch.hosts.joining import JoinedHosts
 from rrfp.train.launch.store import StoreClient
@@ -59,10 +60,10 @@ def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) 
     transfer: _Sender | _Receiver | None = None
     if node_rank == 0:
         if senders := _hosts_with_own_directory(store, run, settings.run.nnodes, heartbeat):
-            ranks_of = {host: _ranks_of(settings, host) for host in senders}
+            ranks_of = {host: host_ranks(settings, host) for host in senders}
             transfer = _Receiver(store, run, heartbeat, ranks_of)
     elif not _shares_directory(store, run, node_rank, heartbeat):
-        transfer = _Sender(store, run, heartbeat, node_rank, _ranks_of(settings, node_rank))
+        transfer = _Sender(store, run, heartbeat, node_rank, host_ranks(settings, node_rank))
     if transfer is None:
         yield
         return
@@ -71,12 +72,6 @@ def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) 
         yield
     finally:
         transfer.finish()
-
-
-def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
-    """Return the global ranks of a host."""
-    num_own = settings.layout.world_size // settings.run.nnodes
-    return range(node_rank * num_own, (node_rank + 1) * num_own)
 
 
 # Host 0 creates a marker file in its directory; each other host answers if it sees that file.
