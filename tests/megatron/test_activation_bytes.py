@@ -246,7 +246,7 @@ def test_what_outlives_the_step_and_parameters_do_not_count() -> None:
         output = given * cached
     kept.count_forward(0, [given], [output])
     output.sum().backward()  # type: ignore[no-untyped-call]
-    assert kept.results() == [ActivationBytes(2 * SIZE, 0, None)]
+    assert kept.results() == [ActivationBytes(2 * SIZE, 0)]
 
 
 def test_compiled_layers_are_seen() -> None:
