@@ -9,7 +9,7 @@ import sys
 from fractions import Fraction
 
 from benchmarks.bytes_rows import COSTS, V
-from rrfp.planning.modelled_costs import BalancedCosts
+from rrfp.planning.modeled_costs import BalancedCosts
 from rrfp.planning.trials import Row, Setting, run_settings
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients

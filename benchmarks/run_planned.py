@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.planning.modelled_costs import forecast_step
+from rrfp.planning.modeled_costs import forecast_step
 from rrfp.planning.order_search import NoisySteps, Plan, StepForecast, plan_all, plan_order
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.schedule.admission import Admission, Admit, ListedOrders

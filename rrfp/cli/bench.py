@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rrfp.race.entries import Failure
     from rrfp.race.lineup import Lineup
     from rrfp.race.results import ResultRow
-    from rrfp.race.runner import BenchDir, Hosts, ModelledTimes
+    from rrfp.race.runner import BenchDir, Hosts, ModeledTimes
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.settings import TrainSettings
 
@@ -223,7 +223,7 @@ def bench(options: BenchOptions) -> None:
         )
     with own_files(), found.prepare(lineup, force=options.force):
 
-        def model() -> "dict[str, ModelledTimes]":
+        def model() -> "dict[str, ModeledTimes]":
             with progress("Simulating", len(lineup.entries)) as advance:
                 return model_entries(lineup.entries.values(), found.models, lambda: advance(1))
 
@@ -262,7 +262,7 @@ def _race(
     lineup: "Lineup",
     found: "BenchDir",
     hosts: "Hosts",
-    models: "dict[str, ModelledTimes] | None",
+    models: "dict[str, ModeledTimes] | None",
     *,
     retry: bool,
 ) -> None:

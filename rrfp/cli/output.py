@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from rrfp.analyze.table import Table
 
 
+def note(sentence: str) -> None:
+    """Print a sentence on stderr."""
+    typer.echo(sentence, err=True)
+
+
 def missing_for_charts() -> list[str]:
     """Return the packages of the extra `report` (altair, vl_convert) that this installation lacks,
     without importing them."""

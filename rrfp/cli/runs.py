@@ -275,7 +275,9 @@ def _outcome_in_words(run: _Run) -> str:
 
 def _whole(value: object) -> int | None:
     """Return an integer below 10**12 (in absolute value) as it is, and None for any other value."""
-    return value if isinstance(value, int) and abs(value) < _MOST_OF_ANYTHING else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if abs(value) < _MOST_OF_ANYTHING else None
 
 
 def _text(value: object) -> str | None:

@@ -15,7 +15,7 @@ from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import option_of, with_parameters
 from rrfp.cli.errors import describe_bug, interruptible
 from rrfp.cli.options import SettingsCommand, show_all
-from rrfp.cli.output import note_missing_records
+from rrfp.cli.output import note, note_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import Declared
@@ -127,7 +127,7 @@ def _print_stopped_early(save: Path, *, resume: bool) -> None:
         if found is None
         else f"before training went on; --resume goes on after step {found.step}"
     )
-    _note(f"Stopped by SIGTERM {left}")
+    note(f"Stopped by SIGTERM {left}")
 
 
 def _check_settings(settings: TrainSettings) -> None:
@@ -136,7 +136,7 @@ def _check_settings(settings: TrainSettings) -> None:
     from rrfp.train.data.sources import check_data
 
     check_settings(settings)
-    check_data(settings, report=_note)
+    check_data(settings, report=note)
 
 
 def _check_policy(settings: TrainSettings) -> None:
@@ -193,25 +193,25 @@ def _run(settings: TrainSettings) -> None:
         assert settings.run.out is not None
         if has_trained_all(settings):
             remove_abandoned()
-            _note(f"All {settings.num_steps} steps are trained, and --steps asks for more")
+            note(f"All {settings.num_steps} steps are trained, and --steps asks for more")
             return
         if launcher_place(settings) is None:
-            _note(
+            note(
                 f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "
                 f"{settings.run.rdzv_endpoint}, which shows how the run goes"
             )
-        launch(settings, RunDir(settings.run.out), warn=lambda each: _note(f"Warning: {each}"))
+        launch(settings, RunDir(settings.run.out), warn=lambda each: note(f"Warning: {each}"))
         return
     if settings.run.nnodes == 1 and settings.run.pace is not None:
         # --pace may name the newest run, which is soon this one.
         settings = settings.changed(pace=stable_costs_name(settings.run.pace))
-    beginning = start_or_resume(settings, report=_note)
+    beginning = start_or_resume(settings, report=note)
     if beginning.first_step < settings.num_steps:
         _train(beginning, settings)
         return
     # An earlier launcher may have been killed during cleanup, and no other one starts here.
     remove_abandoned()
-    _note(
+    note(
         f"All {settings.num_steps} steps are trained; the metrics are in {beginning.metrics}, and "
         "--steps asks for more"
     )
@@ -283,12 +283,12 @@ def _print_summary(
     print_pace(run, first_step)
     _print_heldout_loss(run)
     if num_finished < settings.num_steps:
-        _note(
+        note(
             f"Stopped by SIGTERM after {num_finished} of {settings.num_steps} steps, which are "
             f"saved in {settings.run.save}; --resume goes on"
         )
     if settings.run.no_trace:
-        _note(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
+        note(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
         return
     from rrfp.analyze.bubbles import bubble_table, bubbles
     from rrfp.analyze.frame_files import load_frames
@@ -304,10 +304,10 @@ def _print_summary(
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"
     if trace != run.trace:
         where = f" {quote(str(trace))}"
-        _note(f"Another session of this run went before; {rrfp} trace view {run.path} joins them")
-    _note(f"The trace is {trace}")
-    _note(f"Next: {rrfp} trace view{where}")
-    _note(f"      {rrfp} analyze{where}")
+        note(f"Another session of this run went before; {rrfp} trace view {run.path} joins them")
+    note(f"The trace is {trace}")
+    note(f"Next: {rrfp} trace view{where}")
+    note(f"      {rrfp} analyze{where}")
 
 
 def print_pace(run: "RunDir", first_step: int) -> None:
@@ -336,14 +336,14 @@ def print_pace(run: "RunDir", first_step: int) -> None:
             f"Warning: {sentence}; the times of this run are not its model's; use a smaller model "
             "or longer tasks"
         )
-    _note(sentence)
+    note(sentence)
 
 
 def _print_heldout_loss(run: "RunDir") -> None:
     """Print the held-out loss of the last step on stderr, if that step measured it."""
     *_, last = [{"heldout_loss": None}, *_metrics(run)]
     if last["heldout_loss"] is not None:
-        _note(f"Held-out loss {last['heldout_loss']:.4f}")
+        note(f"Held-out loss {last['heldout_loss']:.4f}")
 
 
 def _merge_partial_records(run: "RunDir") -> None:
@@ -361,12 +361,12 @@ def _merge_partial_records(run: "RunDir") -> None:
             trace = resolve_session(run.path)
     # No error here may hide why the run failed.
     except (RrfpError, OSError) as error:
-        _note(f"No trace was made: {error}")
+        note(f"No trace was made: {error}")
     except Exception as error:
-        _note(f"No trace was made: {describe_bug(error)}")
+        note(f"No trace was made: {describe_bug(error)}")
     else:
-        _note(f"The trace of the finished steps is {trace}")
-        _note(f"How it ended, rank by rank: {_program_name()} analyze {quote(str(trace))}")
+        note(f"The trace of the finished steps is {trace}")
+        note(f"How it ended, rank by rank: {_program_name()} analyze {quote(str(trace))}")
 
 
 def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
@@ -393,12 +393,7 @@ def _repeat_warnings(warnings: list[str]) -> None:
     """Print the warnings of the run again on stderr, each once, because they may have scrolled
     away."""
     for sentence in dict.fromkeys(warnings):
-        _note(f"Warning: {sentence}")
-
-
-def _note(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    typer.echo(sentence, err=True)
+        note(f"Warning: {sentence}")
 
 
 def _program_name() -> str:

@@ -24,7 +24,7 @@ from rrfp.megatron.adapters.groups import (
     replica_group,
     virtual_pipeline_size,
 )
-from rrfp.megatron.adapters.models import config_of, may_have_experts
+from rrfp.megatron.adapters.models import chunks_of, config_of, may_have_experts
 from rrfp.megatron.adapters.schedules import start_embedding_gradients
 from rrfp.megatron.installation import NO_PIPELINING, refuse_unknown_arguments
 from rrfp.megatron.look_ahead import StepDataItems, reason_to_look
@@ -243,7 +243,7 @@ class ForwardBackward:
                     "pg_collection": pg_collection,
                 }
             )
-        models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
+        models = chunks_of(model)
         call = StepCall.of(models, p2p_communicator, pg_collection, forward_only=forward_only)
         links = self._links[call.place, len(models)]
         plan = self._open(links, call, data_iterator, num_microbatches)

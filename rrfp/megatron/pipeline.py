@@ -73,7 +73,7 @@ class Pipeline:
             rendezvous = Rendezvous(store, prefix, place.rank, connect_s)
             pipelines = coupled_pipelines(place, rendezvous)
         members = [pipeline[place.pp_rank] for pipeline in pipelines]
-        neighbors = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
+        neighbors = {place.pipeline[rank] for rank in shape.neighbors(place.pp_rank)}
         neighbors |= _star(place.rank, members)
         inbox = Inbox()
         self._planes = make_planes(device, settings.transport, settings.outbox_mb)

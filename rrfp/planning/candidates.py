@@ -1,7 +1,7 @@
 """The policies that a run may choose from with its chunks, placement and memory, and the search
 for the best one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -14,7 +14,7 @@ from rrfp.schedule.named_hints import AUTO_CHOICES, HINTS, ORDERS
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy, counts_microbatches
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import Kind
 from rrfp.simulate.engine import StepConditions
 from rrfp.simulate.step import simulate_step
 
@@ -153,23 +153,26 @@ def fits(policy: Policy, shape: Shape, sizes: ActivationSizes, budgets: Sequence
     order = policy.order
     assert order is not None
     return all(
-        _peak_bytes(order.rows[rank], shape, sizes) <= budgets[rank]
+        peak_bytes(order.rows[rank], sizes, splits_backward=shape.splits_backward) <= budgets[rank]
         for rank in range(shape.num_ranks)
     )
 
 
-def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: ActivationSizes) -> int:
-    """The most bytes that a rank keeps at once if it runs its tasks in this sequence."""
+def peak_bytes(
+    tasks: Iterable[tuple[int, Kind, int]], sizes: ActivationSizes, *, splits_backward: bool
+) -> int:
+    """Return the most bytes that a rank keeps at once if it runs its tasks in this sequence. A task
+    is a row of the sizes (a stage, or a chunk of the rank), a kind and a microbatch."""
     held = most = 0
-    for stage, kind, microbatch in row:
-        size = sizes.activations[stage][microbatch]
+    for row, kind, microbatch in tasks:
+        size = sizes.activations[row][microbatch]
         if kind is Kind.F:
             held += size
             most = max(most, held)
             continue
         owed = 0
-        if shape.splits_backward:
-            owed = size if sizes.pending_w is None else sizes.pending_w[stage][microbatch]
+        if splits_backward:
+            owed = size if sizes.pending_w is None else sizes.pending_w[row][microbatch]
         held -= size - owed if kind is Kind.B else owed
     return most
 
@@ -277,7 +280,7 @@ class _Race:
     def num_candidates(self) -> int:
         """The number of candidates that were simulated, with those that do not fit into the
         memory."""
-        return len(self._times_ns) + len(self._fails)
+        return len(self._times_ns)
 
     def run(self, candidates: Sequence[Candidate], num: int) -> list[Candidate]:
         """Simulate the first `num` steps under each candidate, except those that it has run before.

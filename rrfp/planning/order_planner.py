@@ -22,10 +22,10 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.planning.collectives import TableGather, broadcast_decision, is_first_rank
 from rrfp.planning.forecast import MeasuredTasks, Numbers
 from rrfp.planning.item_costs import ItemCost, features_of, resolve_cost
-from rrfp.planning.modelled_costs import ModelledSteps
+from rrfp.planning.modeled_costs import ModeledSteps
 from rrfp.planning.order_search import StepForecast
 from rrfp.planning.planner_process import PlannerProcess
-from rrfp.planning.process_tasks import MeasuredStep, ModelledStep, PlanRequest, PlanSetting
+from rrfp.planning.process_tasks import MeasuredStep, ModeledStep, PlanRequest, PlanSetting
 from rrfp.runtime.exit_hooks import at_end
 from rrfp.schedule.admission import pyramid
 from rrfp.schedule.policy import Dispatch, Policy
@@ -66,9 +66,9 @@ class OrderPlanner:
         plan_ms: float | None = None,
         num_simulations: int | None = None,
         features: Callable[[Any], Any] | None = None,
-        modelled: ModelledSteps | None = None,
+        modeled: ModeledSteps | None = None,
     ) -> None:
-        """Plans by `modelled` steps or, without them, by the records that `self.record` measures
+        """Plans by `modeled` steps or, without them, by the records that `self.record` measures
         and passes on to `record`.
 
         A search takes `plan_ms` of processor time (None: a tenth of the last step's time) or
@@ -82,7 +82,7 @@ class OrderPlanner:
         self._num_simulations = num_simulations
         self._cost = cost
         self._feature_function = features
-        self._modelled = modelled
+        self._modeled = modeled
         self._process: PlannerProcess | None = None
         self._is_off = False
         self._setting: PlanSetting | None = None
@@ -121,7 +121,7 @@ class OrderPlanner:
         far, or else the pyramid, as the replica's first rank decides and broadcasts.
 
         It waits for a plan only if searches have a number of simulations. Sets `figures`, starts to
-        gather the measured times of the last step (unless steps are modelled), and requests a plan
+        gather the measured times of the last step (unless steps are modeled), and requests a plan
         of the next step under the same policy. Raises as `broadcast_decision` does.
         """
         now_s = time.monotonic()
@@ -163,8 +163,8 @@ class OrderPlanner:
                 "predicted_s": predicted_s,
                 "pyramid_s": pyramid_s,
             }
-        if self._modelled is not None:
-            self._modelled.admit_as(step, order)
+        if self._modeled is not None:
+            self._modeled.admit_as(step, order)
         elif groups.tp.rank() == groups.cp.rank() == 0:
             features = self._features_of(step, items) if groups.pp.rank() == 0 else None
             self._gather = TableGather(self._measured.table(shape), shape, groups, device)
@@ -182,11 +182,11 @@ class OrderPlanner:
 
     def _forecasts(self, setting: PlanSetting) -> Callable[[int], StepForecast] | None:
         """Return a function from a step's number to its forecast, which is computed once; None if
-        steps are not modelled."""
-        modelled = self._modelled
-        if modelled is None:
+        steps are not modeled."""
+        modeled = self._modeled
+        if modeled is None:
             return None
-        return cache(lambda number: modelled.forecast(number, setting.policy, setting.num_members))
+        return cache(lambda number: modeled.forecast(number, setting.policy, setting.num_members))
 
     def _learned(self) -> MeasuredStep | None:
         """Wait for the pending gather and return the step that it measured, for the planner to
@@ -203,7 +203,7 @@ class OrderPlanner:
     def _pyramid(
         self, step: int, items: StepItems, forecasts: Callable[[int], StepForecast] | None
     ) -> Sequence[int]:
-        """Return the order of a step without a plan: the pyramid of its modelled or weighed items.
+        """Return the order of a step without a plan: the pyramid of its modeled or weighed items.
         If items cannot be weighed, it is the order of the data, with one warning; with a cost that
         the user chose, the error is raised."""
         if forecasts is not None:
@@ -235,7 +235,8 @@ class OrderPlanner:
     def _answers_for(self, step: int, process: PlannerProcess) -> list[dict[str, Any]]:
         """Return the process' new answers for a step; those for other steps are dropped. A search
         of a number of simulations is waited for until its last answer. Raises RrfpError if the
-        process ends or gives no answer for 300 s."""
+        process ends or gives no answer for 300 s: a pyramid in place of that plan would make the
+        order depend on when the process ended."""
         found = [fields for fields in process.answers() if fields["step"] == step]
         if self._num_simulations is not None and self._requested_step == step:
             while not any("last" in fields for fields in found):
@@ -255,10 +256,10 @@ class OrderPlanner:
         planned from now on. Items that cannot be looked at cause one warning."""
         if self._is_off:
             return
-        features = modelled = None
+        features = modeled = None
         if forecasts is not None:
             forecast = forecasts(step)
-            modelled = ModelledStep(forecast.costs, forecast.noise, forecast.key)
+            modeled = ModeledStep(forecast.costs, forecast.noise, forecast.key)
         elif (next_items := items.next_items()) is not None:
             features = self._features(next_items)
         else:
@@ -275,7 +276,7 @@ class OrderPlanner:
             self._seconds,
             learned,
             features,
-            modelled,
+            modeled,
             self._num_simulations,
         )
         self._setting = setting

@@ -183,9 +183,7 @@ class Requests:
 
     @property
     def _end(self) -> int:
-        """The offset at which the first request in `_read` ends."""
-        if len(self._read) < _LENGTH.size:
-            return _LENGTH.size
+        """The offset at which the first request in `_read` ends, from the length at its start."""
         return _LENGTH.size + int(_LENGTH.unpack_from(self._read)[0])
 
 

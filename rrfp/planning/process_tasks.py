@@ -57,8 +57,8 @@ class PlanSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelledStep:
-    """The modelled costs of a step, as in `StepForecast`."""
+class ModeledStep:
+    """The modeled costs of a step, as in `StepForecast`."""
 
     costs: StepCosts
     noise: float
@@ -77,7 +77,7 @@ class PlanRequest:
     learned: MeasuredStep | None = None
     features: Numbers | None = None
     """The features of the step's microbatches, in the order of the data."""
-    modelled: ModelledStep | None = None
+    modeled: ModeledStep | None = None
     """Costs to plan by, in the place of predicted ones."""
     num_simulations: int | None = None
     """The length of the search in simulations, in the place of `seconds`."""
@@ -140,16 +140,16 @@ class _RunPlanner:
         answer(_plan_fields(request, start_ns, search.plan()) | {"last": True})
 
     def _forecast(self, request: PlanRequest) -> StepForecast | None:
-        """Return the forecast of the requested step, by its modelled costs or by those predicted
+        """Return the forecast of the requested step, by its modeled costs or by those predicted
         from its features; None without features or before anything was learned."""
-        setting, step = self._setting, request.modelled
+        setting, step = self._setting, request.modeled
         assert setting is not None
         if step is None:
             if request.features is None or not self._model.is_fitted:
                 return None
             predicted = self._model.predict(request.features)
             costs = StepCosts(predicted.times, sizes=predicted.sizes)
-            step = ModelledStep(costs, max(_LEAST_NOISE, predicted.noise), (request.step,))
+            step = ModeledStep(costs, max(_LEAST_NOISE, predicted.noise), (request.step,))
         return StepForecast(
             shape=setting.shape,
             policy=setting.policy,
@@ -157,7 +157,7 @@ class _RunPlanner:
             noise=step.noise,
             key=step.key,
             num_members=setting.num_members,
-            # Empty for modelled costs, from which nothing is learned.
+            # Empty for modeled costs, from which nothing is learned.
             budgets=self._budgets,
         )
 

@@ -2,7 +2,7 @@
 writes the decisions to the run's files.
 
 The first rank of a replica looks at its items and decides, and the other ranks take over its
-decision. Where costs are modelled, every rank computes the same order from them; only a plan is
+decision. Where costs are modeled, every rank computes the same order from them; only a plan is
 still broadcast.
 """
 
@@ -21,7 +21,7 @@ from rrfp.planning.collectives import (
     gather_weights,
 )
 from rrfp.planning.item_costs import Features, features_of, resolve_cost, resolve_features
-from rrfp.planning.modelled_costs import ModelledSteps
+from rrfp.planning.modeled_costs import ModeledSteps
 from rrfp.planning.order_planner import OrderPlanner, StepItems
 from rrfp.schedule.admission import (
     Admit,
@@ -64,13 +64,13 @@ class StepAdmission:
         self,
         settings: AdmissionSettings,
         num_microbatches: int | None = None,
-        modelled: ModelledSteps | None = None,
+        modeled: ModeledSteps | None = None,
     ) -> None:
         """Each line of an admission file must list `num_microbatches` (None: as many as its first
-        line). With `modelled` steps, their costs decide. Raises UsageError for an unknown name, an
+        line). With `modeled` steps, their costs decide. Raises UsageError for an unknown name, an
         invalid file, and a function that cannot be imported."""
         self._settings = settings
-        self._modelled = modelled
+        self._modeled = modeled
         self._admission = resolve_admission(settings.admit, num_microbatches)
         self._across = resolve_balancing(settings.admit_across)
         self._cost = resolve_cost(settings.admit_cost)
@@ -108,7 +108,7 @@ class StepAdmission:
             plan_ms=self._settings.plan_ms,
             num_simulations=num_simulations,
             features=self._features,
-            modelled=self._modelled,
+            modeled=self._modeled,
         )
 
     def order(
@@ -123,7 +123,7 @@ class StepAdmission:
         """Return the order in which the items of a step enter; with `--admit plan`, the planner
         does this.
 
-        Modelled costs give the same order on every rank, and `--admit given` is the order of the
+        Modeled costs give the same order on every rank, and `--admit given` is the order of the
         data. Otherwise the ranks of a replica call this together: its first rank makes the pyramid
         of its items' weights, or reads the order of the admission file, and broadcasts it. Raises
         as `broadcast_decision` does.
@@ -131,8 +131,8 @@ class StepAdmission:
         `replicas` returns the process group of all replicas; it is called only for an admission
         file with orders for several replicas.
         """
-        if self._modelled is not None:
-            return self._modelled.order(step)
+        if self._modeled is not None:
+            return self._modeled.order(step)
         if self._admission is Admit.GIVEN:
             return range(num_microbatches)
 
@@ -159,15 +159,15 @@ class StepAdmission:
     ) -> Assignment:
         """Balance the global batch of a step over the replicas. Returns the numbers of each
         replica's items in the order in which they enter, and remembers them as `assignment`.
-        Modelled steps give their assignment without communication.
+        Modeled steps give their assignment without communication.
 
         `items` returns this replica's own items; it is called on the first rank of each replica,
         unless a file lists the assignments. If a first rank cannot weigh its items it raises that
         error, and all others raise PeerLostError. Raises UsageError for a file with assignments to
         another number of replicas or microbatches, and if there is only one replica.
         """
-        if self._modelled is not None:
-            self.assignment = self._modelled.assignment(step)
+        if self._modeled is not None:
+            self.assignment = self._modeled.assignment(step)
             return self.assignment
         if replicas.size() == 1:
             raise UsageError(

@@ -16,7 +16,7 @@ from rrfp.planning.candidates import (
     fits,
     unbound_of,
 )
-from rrfp.planning.modelled_costs import BalancedCosts, forecast_step
+from rrfp.planning.modeled_costs import BalancedCosts, forecast_step
 from rrfp.planning.order_search import NUM_SIMULATIONS, plan_all
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.named_hints import BF, BFW, AutoHint

@@ -27,7 +27,7 @@ class Entry:
     name: str
     """Unique among all entries."""
     settings: TrainSettings
-    """Training settings. `steps` is the number of rounds; `pace` and `jitter` give the modelled
+    """Training settings. `steps` is the number of rounds; `pace` and `jitter` give the modeled
     task times."""
     peer: str | None = None
     """Name of the peer whose schedule runs it (`rrfp.race.systems.PEERS`); None for rrfp or
@@ -69,7 +69,7 @@ class Turn:
     """Peak number of activations of any rank, in microbatches of the whole rank."""
     num_tasks: int
     num_over: int
-    """Number of tasks whose real work exceeded their modelled time."""
+    """Number of tasks whose real work exceeded their modeled time."""
     peak_held_bytes: int | None = None
     """Peak bytes of any rank by the costs' sizes; None if the costs have no sizes."""
     gradient_difference: float | None = None

@@ -194,7 +194,7 @@ class Tally:
         return self._counts.peak_held / self._shape.num_chunks
 
     def message_ns(self, receiver: Task) -> int:
-        """Return the modelled time of the message to a task; 0 without pace."""
+        """Return the modeled time of the message to a task; 0 without pace."""
         return 0 if self._pace is None else self._pace.message_ns(receiver)
 
     @contextmanager
@@ -221,7 +221,7 @@ class Tally:
     @contextmanager
     def blocking(self, receiver: Task) -> Iterator[None]:
         """Context of a transfer that blocks sender and receiver, of the message to a task. On both
-        it ends when the modelled time has passed since the exchange."""
+        it ends when the modeled time has passed since the exchange."""
         with self.transfer():
             yield
             sleep_until(self._clock() + self.message_ns(receiver))
@@ -237,7 +237,7 @@ BatchSends = Callable[..., list[Any]]
 
 
 class DelayedSends:
-    """Delays sends of torch.distributed by their modelled time, on one rank's outgoing links.
+    """Delays sends of torch.distributed by their modeled time, on one rank's outgoing links.
 
     A directed link carries one message at a time, in order of issue, while the rank continues. Each
     link has a thread that sleeps for a message's time and then sends it; `close` joins the thread.
@@ -246,7 +246,7 @@ class DelayedSends:
 
     def __init__(self) -> None:
         self._times_ns: dict[int, int] = {}
-        """Modelled message times by the id of their send operation; only sends not yet started."""
+        """Modeled message times by the id of their send operation; only sends not yet started."""
         self._links: dict[int, ThreadPoolExecutor] = {}
 
     def hold_back(self, sends: Sequence[dist.P2POp], message_ns: int) -> None:
@@ -451,12 +451,12 @@ class _TorchStage(pipelining.PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return torch's sends of an activation, marked to be delayed by its modelled time."""
+        """Return torch's sends of an activation, marked to be delayed by its modeled time."""
         sends = super().get_fwd_send_ops(fwd_chunk_id)
         return self._hold_back(sends, Task(self.stage_index, Kind.F, fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return torch's sends of a gradient, marked to be delayed by its modelled time."""
+        """Return torch's sends of a gradient, marked to be delayed by its modeled time."""
         sends = super().get_bwd_send_ops(bwd_chunk_id)
         return self._hold_back(sends, Task(self.stage_index, Kind.B, bwd_chunk_id))
 
@@ -473,7 +473,7 @@ class _TorchStage(pipelining.PipelineStage):
         return partial(self._deferred.run, self._deferring_microbatch)
 
     def _hold_back(self, sends: list[dist.P2POp], sender: Task) -> list[dist.P2POp]:
-        """Mark a task's sends to be delayed by the modelled time of its message, and return
+        """Mark a task's sends to be delayed by the modeled time of its message, and return
         them."""
         receiver = self._shape.receiver(sender)
         if sends and receiver is not None:

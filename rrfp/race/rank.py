@@ -27,6 +27,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import sha256_of
 from rrfp.megatron.dropin import ForwardBackward
 from rrfp.megatron.native.schedule import NativeSchedule
+from rrfp.planning.candidates import peak_bytes
 from rrfp.planning.order_search import NUM_SIMULATIONS
 from rrfp.race.entries import Entry, RaceFiles, Turn, rounds
 from rrfp.race.peer_schedules import PeerSchedule
@@ -110,7 +111,7 @@ def _difference(own: torch.Tensor, other: torch.Tensor) -> float:
 
 
 _LEAST_TIMEOUT_S = 120.0
-"""Time limit of a turn beyond `_TIMEOUT_FACTOR` times its modelled work."""
+"""Time limit of a turn beyond `_TIMEOUT_FACTOR` times its modeled work."""
 _TIMEOUT_FACTOR = 4
 
 
@@ -166,29 +167,12 @@ class _Records:
         elif isinstance(record, TaskRecord):
             self._tasks.append(record)
 
-    def take_peak_bytes(self, sizes: ActivationSizes, kinds: Sequence[Kind]) -> int:
+    def take_peak_bytes(self, sizes: ActivationSizes, *, splits_backward: bool) -> int:
         """Return the peak activation bytes in the tasks since the last call, and drop these tasks.
         They are computed from the sizes of the rank's chunks in the same way for every system."""
         tasks, self._tasks = self._tasks, []
-        held = peak = 0
-        for task in sorted(tasks):
-            size = sizes.activations[task.chunk][task.microbatch]
-            owed = 0
-            if Kind.W in kinds:
-                owed = (
-                    size
-                    if sizes.pending_w is None
-                    else sizes.pending_w[task.chunk][task.microbatch]
-                )
-            match task.kind:
-                case Kind.F:
-                    held += size
-                case Kind.B:
-                    held -= size - owed
-                case _:
-                    held -= owed
-            peak = max(peak, held)
-        return peak
+        ran = ((task.chunk, task.kind, task.microbatch) for task in sorted(tasks))
+        return peak_bytes(ran, sizes, splits_backward=splits_backward)
 
     def forget(self) -> None:
         """Drop all records."""
@@ -253,11 +237,11 @@ class RacedSystem:
         """A round and its batches: the order of a round is planned once."""
 
     def prepare(self, number: int) -> None:
-        """Draw the round's modelled times, before its step begins."""
+        """Draw the round's modeled times, before its step begins."""
         self._pace.pacer.prepare(number)
 
     def batches(self, number: int) -> list[Batch]:
-        """The round's microbatches, in the admission order of the modelled costs. The next round's
+        """The round's microbatches, in the admission order of the modeled costs. The next round's
         order is planned while this one is raced."""
         if self._batches is None or self._batches[0] != number:
             self._batches = number, self._source.batches(number)
@@ -353,11 +337,13 @@ class RacedSystem:
     def _peak_bytes(self) -> int:
         """Return the peak activation bytes of this rank in the last round, and drop the records of
         its tasks; -1 if sizes are unknown."""
-        modelled = self._pace.pacer.modelled
-        assert modelled is not None
-        shape = modelled.shape
+        modeled = self._pace.pacer.modeled
+        assert modeled is not None
+        shape = modeled.shape
         sizes = self._pace.sizes(self._pace.round or 0, shape)
-        return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
+        if sizes is None:
+            return -1
+        return self._records.take_peak_bytes(sizes, splits_backward=shape.splits_backward)
 
     def close(self) -> None:
         """Close the links, whose threads would disturb other systems; Megatron's own schedule has

@@ -1,4 +1,4 @@
-"""The results of a race: turns and modelled times, combined into rows.
+"""The results of a race: turns and modeled times, combined into rows.
 
 Ratios are paired: a round's step time of one system over that of another in the same round, with
 the same costs and jitter, or over that step's lower bound; then the median over rounds. Intervals
@@ -14,7 +14,7 @@ import numpy as np
 from rrfp.analyze.compare import Estimate, estimate, resampled_medians
 from rrfp.race.entries import Failure, Turn
 from rrfp.race.lineup import Lineup, LineupRow
-from rrfp.race.runner import ModelledTimes
+from rrfp.race.runner import ModeledTimes
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.policy import hold_as_json
 
@@ -46,7 +46,7 @@ class ResultRow:
     peak_held_bytes: int | None
     """Peak bytes by the costs' sizes; None if the costs have no sizes."""
     over_pace: float | None
-    """Fraction of tasks whose work exceeded their modelled time."""
+    """Fraction of tasks whose work exceeded their modeled time."""
     gradients_agree: bool | None
     gradients_same: bool | None
     """True if gradients are bit-identical. Known only for the given admission order, because
@@ -122,9 +122,9 @@ class ResultRow:
 
 
 def results(
-    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, ModelledTimes]
+    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, ModeledTimes]
 ) -> list[ResultRow]:
-    """Combine turns and modelled times into one row for each row of the lineup. A completed turn
+    """Combine turns and modeled times into one row for each row of the lineup. A completed turn
     cancels earlier failures of its entry; turns of entries outside the lineup are ignored."""
     turns: dict[str, dict[int, Turn]] = {name: {} for name in lineup.entries}
     failures: dict[str, Failure] = {}
@@ -155,7 +155,7 @@ def _row(
     lineup_row: LineupRow,
     turns: Mapping[str, Mapping[int, Turn]],
     valid: set[str],
-    model: ModelledTimes,
+    model: ModeledTimes,
     failure: Failure | None,
 ) -> ResultRow:
     """Combine the turns of a row's entry, of Megatron's 1F1B and of its baseline into a result.

@@ -27,14 +27,14 @@ from rrfp.trace.safe_files import make_directory, open_own
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
-# Modelled times of entries: lower bound, load and simulated time of each step, with the costs and
+# Modeled times of entries: lower bound, load and simulated time of each step, with the costs and
 # jitter of the real turn. The simulator knows the tasks of peers but not their order, so peers have
 # a lower bound and no simulated time.
 
 
 @dataclass(frozen=True, slots=True)
-class ModelledTimes:
-    """An entry's modelled times by round, in seconds."""
+class ModeledTimes:
+    """An entry's modeled times by round, in seconds."""
 
     floor_s: tuple[float, ...]
     """Lower bounds that no schedule can beat (`rrfp.simulate.time_bounds.floor`)."""
@@ -51,8 +51,8 @@ class ModelledTimes:
 
 def model_entries(
     entries: Iterable[Entry], kept_in: Path, finished: Callable[[], None] = lambda: None
-) -> dict[str, ModelledTimes]:
-    """Return the modelled times of all entries, by name. Those in the file `kept_in` are not
+) -> dict[str, ModeledTimes]:
+    """Return the modeled times of all entries, by name. Those in the file `kept_in` are not
     simulated again; new ones are appended to it.
 
     `finished` is called once per entry.
@@ -81,18 +81,18 @@ def model_entries(
     return found
 
 
-def _read(path: Path) -> dict[str, ModelledTimes]:
+def _read(path: Path) -> dict[str, ModeledTimes]:
     """Read the cached models; invalid lines are skipped, and a missing file is empty."""
-    names = {"entry", *(field.name for field in fields(ModelledTimes))}
+    names = {"entry", *(field.name for field in fields(ModeledTimes))}
     return {
-        values.pop("entry"): ModelledTimes(**values)
+        values.pop("entry"): ModeledTimes(**values)
         for values in read_objects(path)
         if values.keys() == names
     }
 
 
-def _model(entries: Sequence[Entry]) -> list[ModelledTimes]:
-    """Simulate entries that have the same conditions in every round, and return their modelled
+def _model(entries: Sequence[Entry]) -> list[ModeledTimes]:
+    """Simulate entries that have the same conditions in every round, and return their modeled
     times."""
     costs = _costs(entries[0])
     jitter = parse_jitter(entries[0].settings.run.jitter)
@@ -101,7 +101,7 @@ def _model(entries: Sequence[Entry]) -> list[ModelledTimes]:
         [_setting(entry, costs, jitter) for entry in entries], range(seed, seed + steps)
     )
     return [
-        ModelledTimes(
+        ModeledTimes(
             _seconds(trial.floor_ns for trial in row.trials),
             _seconds(trial.load_ns for trial in row.trials),
             None if entry.peer is not None else _seconds(trial.makespan_ns for trial in row.trials),
@@ -306,18 +306,18 @@ def _why_other(path: Path, known: str, text: str) -> str:
 def check(lineup: Lineup, hosts: Hosts, out: Path) -> None:
     """Raise UsageError for the first entry that cannot run: its settings, its costs or jitter, or
     its peer's requirements do not fit. Each combination of costs and shape is checked once."""
-    modelled = set()
+    modeled = set()
     for entry in lineup.entries.values():
         settings = entry.settings
         check_settings(hosts.applied(settings, out))
         kinds = kinds_of(settings.hint.for_shape(settings.shape))
         model = (settings.run.pace, settings.run.jitter, settings.shape, kinds, settings.layout.tp)
-        if model not in modelled:
+        if model not in modeled:
             try:
                 check_model(entry)
             except UsageError as error:
                 raise cannot_race(entry.name, error) from None
-            modelled.add(model)
+            modeled.add(model)
         if entry.peer is not None:
             check_peer(entry.peer, entry.settings)
 
@@ -358,7 +358,7 @@ def turns_left(
 
 
 def time_left_s(
-    lineup: Lineup, bench: BenchDir, models: Mapping[str, ModelledTimes], *, retry: bool = False
+    lineup: Lineup, bench: BenchDir, models: Mapping[str, ModeledTimes], *, retry: bool = False
 ) -> float:
     """Estimate the time in seconds of the turns of `turns_left`, with 15 s for each launch and 1 s
     between turns."""

@@ -103,7 +103,7 @@ class Change:
             )
         if self.usual_link is not None and (
             not 0 <= self.usual_link[0] < shape.num_ranks
-            or self.usual_link[1] not in shape.neighbours(self.usual_link[0])
+            or self.usual_link[1] not in shape.neighbors(self.usual_link[0])
         ):
             sender, receiver = self.usual_link
             raise UsageError(

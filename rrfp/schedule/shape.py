@@ -152,7 +152,7 @@ class Shape(Value):
         source, destination = self.rank_of(sender.stage), self.rank_of(task.stage)
         return None if source == destination else (source, destination)
 
-    def neighbours(self, rank: int) -> set[int]:
+    def neighbors(self, rank: int) -> set[int]:
         """Return the other pipeline ranks that hold a stage adjacent to one of this rank's."""
         adjacent = {each for stage in self.stages_of(rank) for each in (stage - 1, stage + 1)}
         return {self.rank_of(each) for each in adjacent if 0 <= each < self.num_stages} - {rank}

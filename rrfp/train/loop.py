@@ -217,7 +217,7 @@ class StepReports:
         self._layout = layout
         self._offset_ns = info.clock_offset_ns
         self._batches = batches
-        self._pace = None if pace is None or pace.modelled is None else pace
+        self._pace = None if pace is None or pace.modeled is None else pace
         run, is_first = session.run, layout.rank == 0
         is_needed = settings.run.save is None
         self._metrics = ReportFile(run.metrics, is_needed=is_needed) if is_first else None

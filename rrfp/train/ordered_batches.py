@@ -1,7 +1,7 @@
 """The batches of a training run, step by step, in the order in which they enter.
 
 The classes that decide are the drop-in's (`rrfp.planning`). A training run gives them its batches,
-which every rank can load in any order, and the modelled costs of a paced run.
+which every rank can load in any order, and the modeled costs of a paced run.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class OrderedBatches:
         num_simulations: int | None = None,
     ) -> None:
         """`record` receives this rank's records: the planner's own, and those of the schedule,
-        which must go through `self.record`. A `pace` with modelled costs decides by them.
+        which must go through `self.record`. A `pace` with modeled costs decides by them.
         With `num_simulations`, steps wait for their plans.
 
         Raises UsageError for an unknown order or cost, and for too little data.
@@ -47,7 +47,7 @@ class OrderedBatches:
         self._layout = layout
         self._num_microbatches = settings.data.microbatches
         self._admission = StepAdmission(
-            settings.step, self._num_microbatches, None if pace is None else pace.modelled
+            settings.step, self._num_microbatches, None if pace is None else pace.modeled
         )
         # Numbers beyond the first replica's own are the batches of the other replicas.
         self._batches = data.batches(0 if self._admission.balances else layout.dp_rank)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission, resolve_balancing
-from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps
+from rrfp.planning.modeled_costs import BalancedCosts, ModeledSteps
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.runtime.pace import Sleep, reduce_timer_slack, sleep_until
 from rrfp.schedule.admission import Admission, AdmitAcross, ListedAssignments
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PaceTally:
-    """The number of tasks with modelled times, and the number of them that took longer."""
+    """The number of tasks with modeled times, and the number of them that took longer."""
 
     num_tasks: int = 0
     num_over: int = 0
     worst_over_ns: int = 0
-    """The most by which a task's work exceeded its modelled time."""
+    """The most by which a task's work exceeded its modeled time."""
 
     def __add__(self, other: "PaceTally") -> "PaceTally":
         return PaceTally(
@@ -71,10 +71,10 @@ class StepPacer:
     ) -> None:
         """`seed` is that of step 0. `shape` has the kinds of the hint. `dp_rank` is the number of
         the simulated replica."""
-        self.modelled: ModelledSteps | None = None
-        """The modelled costs of the steps. None: tasks have real times, which jitter lengthens."""
+        self.modeled: ModeledSteps | None = None
+        """The modeled costs of the steps. None: tasks have real times, which jitter lengthens."""
         if costs is not None:
-            self.modelled = ModelledSteps(costs, jitter, admit, seed, shape, dp_rank)
+            self.modeled = ModeledSteps(costs, jitter, admit, seed, shape, dp_rank)
         self._jitter = jitter
         self._seed = seed
         self._pp_rank = pp_rank
@@ -87,42 +87,42 @@ class StepPacer:
 
     def prepare(self, step: int) -> None:
         """Draw the step's conditions before it begins, which takes some ms, and keep them for
-        `start_step`. Do nothing without modelled costs."""
-        if self.modelled is not None:
-            self._prepared = step, self.modelled.conditions(step, self.modelled.shape)
+        `start_step`. Do nothing without modeled costs."""
+        if self.modeled is not None:
+            self._prepared = step, self.modeled.conditions(step, self.modeled.shape)
 
     def sizes(self, step: int, shape: Shape) -> ActivationSizes | None:
         """Return the bytes that the step's microbatches keep on this rank's chunks; None without
-        modelled costs or if the costs do not give them. Keeps the drawn conditions for
+        modeled costs or if the costs do not give them. Keeps the drawn conditions for
         `start_step`."""
-        if self.modelled is None:
+        if self.modeled is None:
             return None
-        drawn = self._conditions(self.modelled, step, shape)
+        drawn = self._conditions(self.modeled, step, shape)
         self._prepared = step, drawn
         sizes = drawn.costs.sizes
         return None if sizes is None else sizes.of(shape.stages_of(self._pp_rank))
 
-    def _conditions(self, modelled: ModelledSteps, step: int, shape: Shape) -> Conditions:
+    def _conditions(self, modeled: ModeledSteps, step: int, shape: Shape) -> Conditions:
         """Return the conditions of a step of this shape: those prepared for it, or else drawn
         now."""
         if self._prepared is not None and self._prepared[0] == step:
             drawn = self._prepared[1]
             if drawn.shape == shape:
                 return drawn
-        return modelled.conditions(step, shape)
+        return modeled.conditions(step, shape)
 
     def start_step(self, step: int, shape: Shape) -> "PacedStep":
         """Return the pace of a step that begins now, and start a new tally. Tasks take their
-        modelled times or, without modelled costs, their real times lengthened by jitter."""
+        modeled times or, without modeled costs, their real times lengthened by jitter."""
         self.tally = PaceTally()
         seed, replica, count = self._seed + step, self._replica, None
         known: TaskTimes | None = None
-        if self.modelled is None:
+        if self.modeled is None:
             model, links = _measured_model(self._jitter, shape, seed, replica), Links()
             stretch = self._jitter.stretch(shape, seed, replica)
         else:
-            drawn, self._prepared = self._conditions(self.modelled, step, shape), None
-            model, links, stretch = _modelled(drawn), drawn.links, drawn.stretch()
+            drawn, self._prepared = self._conditions(self.modeled, step, shape), None
+            model, links, stretch = _modeled(drawn), drawn.links, drawn.stretch()
             count = self._count
             known = drawn.costs.times if drawn.costs.is_known else None
         return PacedStep(
@@ -130,7 +130,7 @@ class StepPacer:
         )
 
     def _count(self, over_ns: int) -> None:
-        """Add a task to the tally; its work exceeded its modelled time by `over_ns` (negative: took
+        """Add a task to the tally; its work exceeded its modeled time by `over_ns` (negative: took
         less)."""
         is_over = over_ns > 0
         self.tally += PaceTally(1, int(is_over), over_ns if is_over else 0)
@@ -140,8 +140,8 @@ _Model = Callable[[Task, int], int]
 """Gives a task's time before delays and stops, from the time of its work; both in ns."""
 
 
-def _modelled(drawn: Conditions) -> _Model:
-    """Make a model that gives each task its modelled time in ns, however long its work took."""
+def _modeled(drawn: Conditions) -> _Model:
+    """Make a model that gives each task its modeled time in ns, however long its work took."""
     times_ns = drawn.times.by_kind(split=drawn.shape.splits_backward)
     return lambda task, _: times_ns[task.kind][task.stage][task.microbatch]
 
@@ -171,8 +171,8 @@ class PacedStep:
         sleep: Sleep,
         clock: Callable[[], int],
     ) -> None:
-        """`known` are the modelled times before jitter. `count` is called with the time in ns by
-        which a task's work exceeded its modelled time."""
+        """`known` are the modeled times before jitter. `count` is called with the time in ns by
+        which a task's work exceeded its modeled time."""
         self._shape = shape
         self._known_ns = None if known is None else known.by_kind(split=shape.splits_backward)
         self._model = model
@@ -187,7 +187,7 @@ class PacedStep:
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Run a task's work in the block, then sleep until its modelled time has passed, with
+        """Run a task's work in the block, then sleep until its modeled time has passed, with
         delays and stops added. Work that took longer is only counted."""
         start_ns = self._clock()
         yield
@@ -201,7 +201,7 @@ class PacedStep:
 
     def left_ns(self, task: Task, work_ns: int) -> int:
         """Return the time in ns to add to a GPU task whose work takes `work_ns`, at least 0. Keeps
-        the task's whole modelled time until `worked` is called."""
+        the task's whole modeled time until `worked` is called."""
         time_ns = self._model(task, work_ns)
         if self._stretch is not None:
             time_ns = self._stretch(self._clock() - self._start_ns, task, time_ns)
@@ -216,14 +216,14 @@ class PacedStep:
             self._count(over_ns)
 
     def expected_ns(self, task: Task) -> int | None:
-        """Return the task's modelled time in ns before jitter; None if costs are not known in
+        """Return the task's modeled time in ns before jitter; None if costs are not known in
         advance."""
         if self._known_ns is None:
             return None
         return self._known_ns[task.kind][task.stage][task.microbatch]
 
     def message_ns(self, task: Task) -> int:
-        """Return the modelled time in ns of the message that a task waits for; the task must have
+        """Return the modeled time in ns of the message that a task waits for; the task must have
         one from another rank."""
         link = self._shape.link(task)
         assert link is not None

@@ -515,7 +515,7 @@ class _Search:
         if not begun:
             return []
         found = list(begun)
-        for candidate in self._diverse(begun)[:_NUM_IMPROVED]:
+        for candidate in _diverse(begun)[:_NUM_IMPROVED]:
             if self._evaluator.budget.is_spent():
                 break
             found.append(self._improve(candidate))
@@ -552,14 +552,6 @@ class _Search:
         runnable = [each for each, mean in means.items() if mean != float("inf")]
         return sorted(runnable, key=means.__getitem__)
 
-    def _diverse(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """Return the best candidate of each family and admission order, then the others."""
-        seen: dict[object, Candidate] = {}
-        for each in ranked:
-            seen.setdefault((each.family, each.admit), each)
-        first = list(seen.values())
-        return [*first, *(each for each in ranked if each not in first)]
-
     def _improve(self, candidate: Candidate) -> Candidate:
         """Apply local changes that make the candidate faster until none does (hill climbing)."""
         while not self._evaluator.budget.is_spent():
@@ -588,18 +580,22 @@ class _Search:
         return new_ns < old_ns
 
 
+def _diverse(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best candidate of each family and admission order, then the others."""
+    seen: dict[object, Candidate] = {}
+    for each in ranked:
+        seen.setdefault((each.family, each.admit), each)
+    first = list(seen.values())
+    return [*first, *(each for each in ranked if each not in first)]
+
+
 def _predicted(
     ranked: Sequence[Candidate], evaluator: Evaluator, fresh: Sequence[int], num_best: int
 ) -> list[Prediction]:
     """Predict the best candidate of each family, then others, `num_best` in total, on held-out
     steps. Those that cannot run all of these steps are left out."""
-    of_families: dict[object, Candidate] = {}
-    for each in ranked:
-        of_families.setdefault((each.family, each.admit), each)
-    in_turn = [*of_families.values()]
-    in_turn += [each for each in ranked if each not in in_turn]
     found: list[Prediction] = []
-    for candidate in in_turn:
+    for candidate in _diverse(ranked):
         if len(found) == num_best:
             break
         predicted = predict(candidate, evaluator, fresh)

@@ -43,7 +43,7 @@ def all_changes(run: RecordedRun) -> Iterator[Change]:
     shape, replicas = run.shape, run.steps[0].replicas
     yield from (Change(median_stage=stage) for stage in range(shape.num_stages))
     for sender in range(shape.num_ranks):
-        yield from (Change(usual_link=(sender, to)) for to in shape.neighbours(sender))
+        yield from (Change(usual_link=(sender, to)) for to in shape.neighbors(sender))
     yield from (Change(usual_replica=number) for number in range(len(replicas)))
     for members in chain.from_iterable(replicas):
         yield from (Change(usual_rank=member.info.rank) for member in members)
@@ -145,7 +145,7 @@ def test_of_runs_whose_links_and_tasks_differ_at_random(
         took_ns = {
             (sender, to): rng.randrange(1, most_ns)
             for sender in range(shape.num_ranks)
-            for to in shape.neighbours(sender)
+            for to in shape.neighbors(sender)
         }
         world = StepConditions(
             random_times(rng, shape),

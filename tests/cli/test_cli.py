@@ -379,7 +379,9 @@ def _bash(
     assert main.main() == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    return set(captured.out.splitlines())
+    lines = captured.out.splitlines()
+    assert len(lines) == len(set(lines))
+    return set(lines)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +401,7 @@ def _bash(
         ("rrfp trace check ", {"old", "new"}),
         ("rrfp trace view @", {"@-1", "@-2"}),
         ("rrfp analyze compare old n", {"new"}),
+        ("rrfp tune o", {"old"}),
         ("rrfp simulate --costs ", {"uniform", "language", "multimodal", "old", "new"}),
         ("rrfp bench rq1 rq", {f"rq{number}" for number in range(1, 7)}),
         ("rrfp analyze bubbles runs/", set()),

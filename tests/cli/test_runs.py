@@ -136,6 +136,7 @@ def test_each_outcome_is_reported(
     _run("killed", 2).outcome.touch()
     _run("cut off", 0)
     _run("simulated", 0, simulated=True, settings={"hint": "bf", "pp": 2, "seeds": 20})
+    _run("odd", 0, simulated=True, settings={"hint": "bf", "pp": True, "seeds": True})
     imported = _run("imported", 0, imported={}, settings={"hint": "as recorded", "pp": 2})
     job = _run("job", 0, settings={"script": "train.py", "pp": 2})
     for each in (imported, job):
@@ -158,6 +159,7 @@ def test_each_outcome_is_reported(
         "killed": (2, "killed"),
         "cut off": (0, "killed"),
         "simulated": (20, "finished"),
+        "odd": (None, "finished"),
         "imported": (None, "recorded"),
         "job": (None, "recorded"),
         "damaged": (None, "killed"),

@@ -26,6 +26,7 @@ from rrfp.megatron.job.recording import JobRecording
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.native.patch import NativePatch
 from rrfp.megatron.native.schedule import HostTimer, NativeSchedule, _StepRecorder
+from rrfp.planning.step_admission import StepFile
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
 from rrfp.runtime.recorder import Recorder
@@ -432,6 +433,8 @@ def test_repeated_failures_are_reported_once(
     def join(joining: JobRecording, *_: object, **__: object) -> None:
         joining.info = own
         joining._recorder = Recorder(path, own)
+        for name in ("_order_file", "_assignments"):
+            setattr(joining, name, StepFile(tmp_path / name, ()))
 
     monkeypatch.setattr(JobRecording, "_join", join)
     monkeypatch.setattr(NativeSchedule, "settle", fails)
@@ -441,6 +444,7 @@ def test_repeated_failures_are_reported_once(
     for _ in range(3):
         assert trace.run(lambda **_: [3], arguments) == [3]
     assert trace._recording is not None
+    assert trace._recording._order_file is trace._recording._assignments is None
     trace._recording.close()
     trace._recording.close()
     told = "rrfp: recording is switched off, the training goes on: \n"

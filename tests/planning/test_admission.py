@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rrfp import inputs as text_files
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_admission
-from rrfp.planning.modelled_costs import ModelledSteps
+from rrfp.planning.modeled_costs import ModeledSteps
 from rrfp.planning.step_admission import StepAdmission
 from rrfp.planning.trials import Setting, run_settings
 from rrfp.replay.cost_sources import resolve_costs
@@ -246,12 +246,12 @@ SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
 
 
 def order_of(
-    settings: TrainSettings, step: int, modelled: ModelledSteps | None = None, groups: Any = None
+    settings: TrainSettings, step: int, modeled: ModeledSteps | None = None, groups: Any = None
 ) -> list[int]:
     """Return the admission order of a step of four items."""
     num = settings.data.microbatches
     items: Any = SimpleNamespace(items=lambda: "abcd")
-    admission = StepAdmission(settings.step, num, modelled)
+    admission = StepAdmission(settings.step, num, modeled)
     return list(admission.order(step, items, num, groups, dict, torch.device("cpu")))
 
 
@@ -279,14 +279,14 @@ def test_a_pyramid_uses_modelled_costs() -> None:
         assert pace is not None
         for step in range(3):
             times = costs.step(settings.shape, settings.run.seed + step, replica).times
-            assert order_of(settings, step, pace.modelled) == pyramid(weights_ns(times))
+            assert order_of(settings, step, pace.modeled) == pyramid(weights_ns(times))
 
 
 def test_a_pace_without_costs_keeps_the_given_order() -> None:
     settings = TrainSettings(**SIZES, jitter="J1")
     pace = make_pace(None, parse_jitter("J1"), Admit.GIVEN, settings.run.seed, settings.shape, 1, 0)
     assert pace is not None
-    assert order_of(settings, 0, pace.modelled) == [0, 1, 2, 3]
+    assert order_of(settings, 0, pace.modeled) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

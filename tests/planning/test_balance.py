@@ -14,7 +14,7 @@ from rrfp.cli.simulate.rows import settings_of
 from rrfp.errors import UsageError
 from rrfp.inputs import resolve_balancing
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.planning.modelled_costs import BalancedCosts, ModelledSteps, times_by_rank
+from rrfp.planning.modeled_costs import BalancedCosts, ModeledSteps, times_by_rank
 from rrfp.planning.trials import Setting, run_settings, with_budget
 from rrfp.schedule.admission import (
     Admit,
@@ -186,7 +186,7 @@ def test_a_paced_run_has_the_assignments_of_the_simulator(tmp_path: Path) -> Non
     shape = TrainSettings(pp=4, microbatches=8, chunks=2, placement="v").shape
     costs = BalancedCosts(preset("multimodal"), 2, None, 100)
     first, second = (
-        ModelledSteps(costs, NO_JITTER, Admit.PYRAMID, 100, shape, replica) for replica in range(2)
+        ModeledSteps(costs, NO_JITTER, Admit.PYRAMID, 100, shape, replica) for replica in range(2)
     )
     shares = [first.assignment(step) for step in range(3)]
     assert shares == [second.assignment(step) for step in range(3)]
@@ -198,8 +198,8 @@ def test_a_paced_run_has_the_assignments_of_the_simulator(tmp_path: Path) -> Non
     again = BalancedCosts(preset("multimodal"), 2, listed, 100)
     repeated = make_pace(again, NO_JITTER, Admit.GIVEN, 100, shape, 1, 1)
     assert repeated is not None
-    assert repeated.modelled is not None
-    assert [repeated.modelled.assignment(step) for step in range(3)] == shares
+    assert repeated.modeled is not None
+    assert [repeated.modeled.assignment(step) for step in range(3)] == shares
 
 
 def rows_of(num_replicas: int, seeds: range) -> list[float]:

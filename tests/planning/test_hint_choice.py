@@ -139,6 +139,16 @@ def test_a_candidate_that_does_not_fit_is_never_chosen() -> None:
     assert choose(candidates, lambda *_: None, 8) is None
 
 
+def test_each_candidate_counts_once_whether_or_not_it_fits() -> None:
+    candidates = candidates_of(Policy(AUTO), V)
+    counts = []
+    for times in ({}, {"bf ready": [None] * 8}):
+        choice = choose(candidates, playing(times), 1)
+        assert choice is not None
+        counts.append(choice.num_candidates)
+    assert counts == [len(candidates)] * 2
+
+
 def test_an_order_above_the_memory_budget_is_left_out() -> None:
     policy, shape = fitted(Policy(HINTS["zb-v"], None, Dispatch.FIXED), V)
     sizes = ActivationSizes([[10] * 8] * 8)

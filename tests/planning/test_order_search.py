@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rrfp.errors import RrfpError, UsageError
 from rrfp.planning import order_search as many
 from rrfp.planning.forecast import MeasuredTasks, StepModel
-from rrfp.planning.modelled_costs import forecast_step, noise_of
+from rrfp.planning.modeled_costs import forecast_step, noise_of
 from rrfp.planning.order_search import NoisySteps, StepForecast, plan_order
 from rrfp.planning.planner_process import PlannerProcess
 from rrfp.planning.trials import Row, Setting, Trial, num_plans, run_settings

@@ -10,7 +10,7 @@ from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.race.lineup import Lineup, RaceOptions, line_up
 from rrfp.race.presets import PRESETS, SCALES
 from rrfp.race.results import ResultRow, results
-from rrfp.race.runner import ModelledTimes
+from rrfp.race.runner import ModeledTimes
 from rrfp.race.systems import system_named
 from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
@@ -80,5 +80,5 @@ class MadeUp:
 
 def rows_of(lineup: Lineup, ended: list[Turn | Failure]) -> list[ResultRow]:
     """The rows of a lineup whose models are made up: floor 0.5 s, load 0.25 s, simulated 0.8 s."""
-    models = dict.fromkeys(lineup.entries, ModelledTimes((0.5,) * 4, (0.25,) * 4, (0.8,) * 4))
+    models = dict.fromkeys(lineup.entries, ModeledTimes((0.5,) * 4, (0.25,) * 4, (0.8,) * 4))
     return results(lineup, ended, models)

@@ -562,8 +562,8 @@ def test_tasks_and_messages_take_their_modelled_times(tmp_path: Any) -> None:
                     started[task], ended[task] = record.start_ns, record.end_ns
         for task, end_ns in ended.items():
             whole = 1 if peer.splits or task.kind is Kind.F else 2
-            modelled_ns = math.floor(whole * TASK_NS / peer.chunks)
-            assert end_ns - started[task] >= modelled_ns - 1
+            modeled_ns = math.floor(whole * TASK_NS / peer.chunks)
+            assert end_ns - started[task] >= modeled_ns - 1
             sender = shape.sender(task)
             if sender is not None and shape.rank_of(sender.stage) != shape.rank_of(task.stage):
                 # One host, one clock.

@@ -19,7 +19,7 @@ from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.race.lineup import Lineup, RaceOptions, line_up, read_bound
 from rrfp.race.presets import PRESETS, SCALES
 from rrfp.race.results import ResultRow
-from rrfp.race.runner import BenchDir, Hosts, ModelledTimes, check, model_entries, race, time_left_s
+from rrfp.race.runner import BenchDir, Hosts, ModeledTimes, check, model_entries, race, time_left_s
 from rrfp.race.systems import PEERS, SYSTEMS, Project
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.policy import Bytes, Dispatch, Hold, ShareOf1F1B
@@ -108,7 +108,7 @@ def test_an_interrupted_race_goes_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_race(lineup, tmp_path / "o", first)
     bench = BenchDir(tmp_path / "o")
-    models = dict.fromkeys(lineup.entries, ModelledTimes((1.0,) * 2, (1.0,) * 2, None))
+    models = dict.fromkeys(lineup.entries, ModeledTimes((1.0,) * 2, (1.0,) * 2, None))
     assert time_left_s(lineup, bench, models) > 0
     run_race(lineup, tmp_path / "o", second)
     assert len(first.taken) == 5

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.link.wire import MAGIC, VERSION
-from rrfp.runtime.net.connecting import Listener, ListenerAddress
+from rrfp.runtime.net.connecting import DialError, Listener, ListenerAddress, PeerAddress
 from rrfp.runtime.net.handshake import (
     HandshakeError,
     accept_handshake,
@@ -68,6 +68,17 @@ class RecordingStore(HashStore):
     def set(self, key: str, value: str) -> None:
         self.kept[key] = value.encode()
         super().set(key, value)
+
+
+def test_a_closed_unix_address_is_not_dialed_by_tcp() -> None:
+    listener = Listener(1, {0}, lambda *_: None, unix=True, tcp=True, address="127.0.0.1")
+    with closing(listener):
+        listener.open()
+        near = PeerAddress(0, 1, listener.address, unix=True)
+        near.check_listening(PATIENCE_S)
+        near.close()
+        with pytest.raises(DialError, match="its address is closed"):
+            near.check_listening(PATIENCE_S)
 
 
 def test_the_store_knows_no_secret_of_a_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:

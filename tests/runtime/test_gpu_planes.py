@@ -624,8 +624,10 @@ class Agent:
     def __init__(self, _: str, __: Device, *slabs: torch.Tensor) -> None:
         self.made.append(slabs)
 
-    def close(self) -> None:
-        pass
+    def start(self) -> None: ...
+
+    def close(self) -> bool:
+        return True
 
 
 def test_nixl_reads_memory_of_a_gpu_that_is_none_of_torchs(
@@ -653,3 +655,37 @@ def test_nixl_without_memory_of_a_gpu_is_refused(
     with pytest.raises(PlaneRefusal, match=r"no outbox for NIXL \(cudaMalloc: cudaErrorMemory"):
         NixlPlane(GpuInFiles(), 10_000)
     assert memory_left(cuda) == []
+
+
+@pytest.mark.parametrize("call", ["memory_at", "empty"])
+def test_memory_that_torch_refuses_is_freed_and_refuses_nixl(
+    cuda: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuses(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of memory\nmore words")
+
+    device = GpuInFiles() if call == "memory_at" else CpuDevice()
+    monkeypatch.setattr(device, call, refuses)
+    with pytest.raises(PlaneRefusal, match=r"^torch gives no outbox for NIXL \(out of memory\)$"):
+        NixlPlane(device, 10_000)
+    assert memory_left(cuda) == []
+
+
+@pytest.mark.parametrize("hangs_at", ["start", "close"])
+def test_memory_that_a_hanging_agent_may_use_is_not_freed(
+    cuda: Path, may_answer: threading.Event, monkeypatch: pytest.MonkeyPatch, hangs_at: str
+) -> None:
+    def hangs(*_: object) -> None:
+        may_answer.wait(PATIENCE_S)
+
+    monkeypatch.setattr(nixl_agent, "_CLOSE_S", 0.1)
+    may_answer.clear()
+    if hangs_at == "start":
+        monkeypatch.setattr(nixl_agent, "_START_S", 0.1)
+        monkeypatch.setattr(OwnReads, "register_memory", hangs)
+        with pytest.raises(PlaneRefusal, match="NIXL does not start"):
+            NixlPlane(GpuInFiles(), 10_000)
+    else:
+        monkeypatch.setattr(OwnReads, "deregister_memory", hangs)
+        NixlPlane(GpuInFiles(), 10_000).close(are_detached=True)
+    assert len(memory_left(cuda)) == 2

@@ -212,7 +212,7 @@ def test_a_link_leads_from_the_rank_of_the_sender_to_that_of_the_task(shape: Sha
         links.add(link)
     reached = {frozenset(link) for link in links if link is not None}
     for rank in range(shape.num_ranks):
-        assert {frozenset((rank, other)) for other in shape.neighbours(rank)} == {
+        assert {frozenset((rank, other)) for other in shape.neighbors(rank)} == {
             link for link in reached if rank in link
         }
 

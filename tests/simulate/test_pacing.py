@@ -131,13 +131,13 @@ def test_the_admission_order_matches_the_simulator() -> None:
     pacer = pacer_of(
         FakeTime(), resolve_costs("multimodal"), shape=shape, admit=Admit.PYRAMID, seed=5
     )
-    assert pacer.modelled is not None
+    assert pacer.modeled is not None
     costs = resolve_costs("multimodal").step(shape, 7, 0)
     rows = (*costs.times.forward, *costs.times.input_gradient, *costs.times.weight_gradient)
     weights = [sum(of_microbatch) for of_microbatch in zip(*rows, strict=True)]
-    admitted = [weights[microbatch] for microbatch in pacer.modelled.order(2)]
+    admitted = [weights[microbatch] for microbatch in pacer.modeled.order(2)]
     heaviest = admitted.index(max(weights))
-    assert sorted(pacer.modelled.order(2)) == list(range(8))
+    assert sorted(pacer.modeled.order(2)) == list(range(8))
     assert admitted[:heaviest] == sorted(admitted[:heaviest])
     assert admitted[heaviest:] == sorted(admitted[heaviest:], reverse=True)
 

@@ -144,8 +144,8 @@ def test_a_host_that_was_stopped_itself_takes_nobody_for_lost_and_says_so(
         assert here.lost() is None
         await_that(here.lost)
         assert str(here.lost()) == (
-            f"host {stopped} ({NAME}) stood still itself for 2 s, and has not heard "
-            f"host {1 - stopped} ({NAME}) since; see who stopped its rrfp train"
+            f"host {stopped} ({NAME}) stood still itself for 2 s, and has received "
+            f"nothing from host {1 - stopped} ({NAME}) since; see who stopped its rrfp train"
         )
 
 

@@ -186,7 +186,7 @@ def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> 
         os.killpg(second.process.pid, signal.SIGKILL)
         code, _, err = first.ended(timeout_s=60)
         assert code == 1
-        assert "host 1 is not heard any more; the trace lacks the rest of ranks 2, 3" in err
+        assert "host 1 is silent; the trace lacks the rest of ranks 2, 3" in err
         assert re.match(r"rrfp: host 1 \(.*\) was silent for \d+ s towards", err.splitlines()[-1])
         assert "c10d" not in err
         await_no_process(other, timeout_s=10)
@@ -210,7 +210,7 @@ def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) ->
         os.kill(stopped.process.pid, signal.SIGCONT)
         code, _, err = stopped.ended(timeout_s=60)
         assert code == 1
-        own = rf"rrfp: host {lost} \(.*\) stood still itself for \d+ s, and has not heard host "
+        own = rf"rrfp: host {lost} \(.*\) stood still itself for \d+ s, and has received "
         assert re.match(own, err.splitlines()[-1]), err
         await_no_process(run, timeout_s=10)
         assert_opens(run)
@@ -255,7 +255,7 @@ def test_a_port_in_use_is_an_error(tmp_path: Path) -> None:
         with Training(tmp_path / "run", *hosts_flags(0, port)) as training:
             code, _, err = training.ended()
     assert code == 2
-    assert f"the hosts cannot meet at 127.0.0.1:{port} (" in err.splitlines()[-1]
+    assert f"the hosts cannot connect at 127.0.0.1:{port} (" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -457,11 +457,15 @@ def test_a_silent_host_is_not_waited_for_again(
         time.sleep(1.5)  # as long as ranks take to notice
 
     hosts.be(0, work)
-    assert "host 1 is not heard any more; the trace lacks the rest" in caplog.text
+    assert "host 1 is silent; the trace lacks the rest" in caplog.text
     assert not is_being_written(spill)
 
 
-def test_what_host_0_does_not_take_stays(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_host_0_does_not_take_stays(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(gathering, "_MAX_IN_FLIGHT", 3)
     hosts.silence_s = 3.0
     hosts.store.set(f"{PREFIX}/token", '"0123abcd"')
     with hosts.beating(0):
@@ -469,6 +473,8 @@ def test_what_host_0_does_not_take_stays(hosts: Hosts, caplog: pytest.LogCapture
     (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert told.startswith("host 0 took no records for 3 s; what ranks 2, 3 recorded stays in ")
     assert (hosts.runs[1].path / "records/rank-2.jsonl").read_bytes() == b"mine"
+    keys = [f"{PREFIX}/1/{number}" for number in range(4)]
+    assert [hosts.store.check([key]) for key in keys] == [True, True, True, False]
 
 
 # Two hosts as two network namespaces with mounts of their own. The wire between them takes 5 ms,
@@ -601,8 +607,8 @@ def check_both_name_the_wire(first: Training, second: Training) -> None:
     """Soon, and nobody waits again for what cannot come."""
     ends = [each.ended(timeout_s=LOST_S) for each in (first, second)]
     await_no_process(first.run, timeout_s=10)
-    assert "host 1 is not heard any more; the trace lacks the rest of ranks 2, 3" in ends[0][2]
-    assert "host 0 is not heard any more; what ranks 2, 3 recorded stays in" in ends[1][2]
+    assert "host 1 is silent; the trace lacks the rest of ranks 2, 3" in ends[0][2]
+    assert "host 0 is silent; what ranks 2, 3 recorded stays in" in ends[1][2]
     for host, (code, _, err) in enumerate(ends):
         assert code == 1
         words = rf"rrfp: host {1 - host} \(.*\) was silent for \d+ s towards host {host} \(.*\)"

@@ -93,7 +93,7 @@ def test_a_name_that_leads_only_to_this_host_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_port_in_use_is_refused() -> None:
-    words = r"cannot meet at 127.0.0.1:\d+ \(.*already in use.*\); give --rdzv-endpoint a free port"
+    words = r"cannot connect at 127.0.0.1:\d+ \(.*already in use.*\); give --rdzv-endpoint a"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match=words):
         meet(settings(taken.getsockname()[1], 0))
 
@@ -325,7 +325,7 @@ def test_a_server_that_is_no_store_is_an_error(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering(listening, answer)
-        with pytest.raises(UsageError, match="cannot meet at .*" + re.escape(words)):
+        with pytest.raises(UsageError, match="cannot connect at .*" + re.escape(words)):
             meet(settings(listening.getsockname()[1], 1, silence=1.0), 300.0)
 
 

@@ -109,7 +109,7 @@ def simulate(options: SimulateOptions, texts: dict[str, str]) -> None:
 
 def _note_left_out_steps(settings: "Sequence[Setting]") -> None:
     """Print on stderr, once for each recorded run, which of its steps are not used as costs."""
-    from rrfp.planning.modelled_costs import without_balance
+    from rrfp.planning.modeled_costs import without_balance
     from rrfp.replay.cost_sources import RecordedCosts
 
     given = [without_balance(setting.costs) for setting in settings]

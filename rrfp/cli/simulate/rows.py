@@ -7,7 +7,7 @@ from functools import cache
 from rrfp.cli.simulate.row_options import LinkMode, RowOptions, prefix_row
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import admission_file, resolve_admission
-from rrfp.planning.modelled_costs import BalancedCosts
+from rrfp.planning.modeled_costs import BalancedCosts
 from rrfp.planning.trials import Setting, check_fits
 from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admission, AdmitAcross, check_replicas

@@ -28,7 +28,7 @@ _OWN_JITTER = "lognormal:0.01"
 
 def _complete_source(incomplete: str) -> list[Offer]:
     """Complete the name of costs or of a run; an empty word is completed by runs only."""
-    return [*cost_names(incomplete), *run_names(incomplete)] if incomplete else run_names("")
+    return cost_names(incomplete) if incomplete else run_names("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,12 @@
 """The output of `rrfp tune`: the table of proposals, their flags, and trials in real runs."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from rrfp.analyze.table import (
     BYTES,
@@ -15,37 +20,23 @@ from rrfp.analyze.table import (
     format_time,
     seconds,
 )
+from rrfp.cli.output import note
+from rrfp.cli.progress import working
+from rrfp.cli.train import print_pace
+from rrfp.errors import UsageError
 from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints import WeightGradients
 from rrfp.schedule.policy import Bytes, Dispatch, Hold, format_bytes
 from rrfp.schedule.shape import Placement
+from rrfp.simulate.costs.model import Uneven
 from rrfp.trace.records import NS_PER_S
 from rrfp.tune.flags import flags_of
 
 if TYPE_CHECKING:
+    from rrfp.train.settings import TrainSettings
     from rrfp.tune.search import Prediction, SearchResult
     from rrfp.tune.source import Candidate, Source
-
-import hashlib
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-import typer
-
-from rrfp.cli.progress import working
-from rrfp.cli.train import print_pace
-from rrfp.errors import UsageError
-from rrfp.simulate.costs.model import Uneven
-
-if TYPE_CHECKING:
-    from rrfp.train.settings import TrainSettings
-    from rrfp.tune.search import Prediction
-    from rrfp.tune.source import Source
 
 _WIDTH = 79
 """The width of lines of flags."""
@@ -230,7 +221,7 @@ def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
 def _wrapped(name: str, words: Sequence[str]) -> list[str]:
     """Format a command name and its flags as lines of at most 79 characters, indented, with
     backslashes that continue them in a shell."""
-    lines, line = [f"{name}"], " "
+    lines, line = [name], " "
     for number, word in enumerate(words):
         width = _WIDTH - 2 - (0 if number == len(words) - 1 else 2)
         if len(line) + 1 + len(word) > width and line.strip():
@@ -290,7 +281,6 @@ class TrialRunner:
         from rrfp.schedule.rehearsal import fitted
         from rrfp.trace.locate import resolve_session
         from rrfp.trace.outcome import noting_outcome
-        from rrfp.trace.records import NS_PER_S
         from rrfp.trace.run_dir import own_files
         from rrfp.train.checkpoints.run_start import start_or_resume
         from rrfp.train.checks import check_settings
@@ -302,8 +292,8 @@ class TrialRunner:
         fitted(settings.effective_policy, settings.shape, counts_places=False)
         check_pace(settings)
         with own_files(shared=settings.run.shared_files):
-            run = start_or_resume(settings, report=_note).run
-            _note(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
+            run = start_or_resume(settings, report=note).run
+            note(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
             with noting_outcome(run), working(f"Trying proposal {number}"):
                 launch(settings, run)
             if settings.run.pace is not None:
@@ -360,8 +350,6 @@ class TrialRunner:
     def _settings(self, proposal: "Prediction") -> "TrainSettings":
         """Return the settings of the proposal's trial: the run's own, changed to the proposal's,
         with a trace and without checkpoints."""
-        from rrfp.inputs import layout_string
-
         candidate, source, own = proposal.candidate, self.source, self._own
         assert own is not None
         changed: dict[str, Any] = {
@@ -438,8 +426,3 @@ _NO_TRAINING = (
     "--try needs the settings of a run of 'rrfp train', which this is not; run the job itself "
     "with the proposal's flags, or tune on costs in a file, for which --try makes paced runs"
 )
-
-
-def _note(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    typer.echo(sentence, err=True)

@@ -15,6 +15,12 @@ def version() -> str:
     return str(getattr(megatron.core, "__version__", "unknown"))
 
 
+def chunks_of(model: Any) -> list[Any]:
+    """Return the chunks in the `model` argument of a schedule's call: one chunk, or a list or tuple
+    of them."""
+    return [*model] if isinstance(model, list | tuple) else [model]
+
+
 def config_of(model: Any) -> Any:
     """The configuration of a model chunk, found inside its wrappers."""
     return get_model_config(model)

@@ -28,7 +28,7 @@ from torch.distributed import Store
 from rrfp import requirements
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.megatron.adapters.groups import replica_group
-from rrfp.megatron.adapters.models import may_have_experts
+from rrfp.megatron.adapters.models import chunks_of, may_have_experts
 from rrfp.megatron.job.description import (
     DispatchDescription,
     describe_layout,
@@ -434,8 +434,10 @@ class JobRecording:
             self._has_failed = True
             what = "the run is not recorded" if recorder is None else "recording is switched off"
             print_to_stderr(f"{what}, the training goes on: {error}")
+        # A closed file shows readers that this rank writes no more.
+        with suppress(Exception):
+            self._close_step_files()
         if recorder is not None:
-            # A closed file shows readers that this rank writes no more.
             with suppress(Exception):
                 recorder.close()
 
@@ -460,8 +462,7 @@ class JobRecording:
         for a step outside the window; after the window's end, also close the records and switch the
         recording off."""
         now_ns = monotonic()
-        model = arguments["model"]
-        chunks = [*model] if isinstance(model, list | tuple) else [model]
+        chunks = chunks_of(arguments["model"])
         has_experts = may_have_experts(chunks[0])
         groups = step_groups(arguments.get("p2p_communicator"), arguments.get("pg_collection"))
         place = place_in(groups, has_experts=has_experts)
@@ -609,18 +610,22 @@ class JobRecording:
     def _close_records(self) -> None:
         """Close the order and assignment files and this rank's records, after `before_close`.
         During a step, which has then failed, write only the latest records."""
-        recorder, files = self._recorder, (self._order_file, self._assignments)
-        self._order_file = self._assignments = None
-        for file in files:
-            if file is not None:
-                file.close()
-        if recorder is not None:
+        self._close_step_files()
+        if (recorder := self._recorder) is not None:
             self.before_close()
             self._recorder = None
             if self._is_in_step:
                 recorder.abandon()
             else:
                 recorder.close()
+
+    def _close_step_files(self) -> None:
+        """Close the order and assignment files that are open."""
+        files = self._order_file, self._assignments
+        self._order_file = self._assignments = None
+        for file in files:
+            if file is not None:
+                file.close()
 
     def _make_trace(self, run: RunDir) -> None:
         """Wait until every rank has closed its records, join the replicas' orders, make the trace

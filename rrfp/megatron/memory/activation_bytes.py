@@ -192,9 +192,6 @@ class ActivationBytes:
     until_w: int
     """Bytes from the end of B until W: the operands of W's matrix products; 0 if the backward is
     whole. They include gradients, so there may be more of them than of `until_b`."""
-    allocated: int | None
-    """The growth of the device's allocated memory during F; None on the CPU. Used as a check only:
-    it includes the output in flight to the next rank, and messages received meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +201,6 @@ class _Forward:
     message_bytes: int
     """Bytes of the chunk's inputs and outputs that stay in memory."""
     saved: list[StorageRef]
-    allocated: int | None
 
 
 class ActivationCounter:
@@ -217,7 +213,6 @@ class ActivationCounter:
         self._device = device
         self._mask_tracker = MaskTracker(model, device)
         self._masks: dict[int, StorageRef] = {}
-        self._allocated: int | None = None
         self._forwards: dict[int, _Forward] = {}
         self._until_w: dict[int, int] = {}
         self._now: dict[int, int] = {}
@@ -226,13 +221,9 @@ class ActivationCounter:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap a forward to track its masks and the growth of allocated memory. Call
-        `count_forward` next."""
-        before = self._allocated_bytes()
+        """Wrap a forward to track its masks. Call `count_forward` next."""
         with self._mask_tracker.tracking() as self._masks:
             yield
-        after = self._allocated_bytes()
-        self._allocated = None if before is None or after is None else after - before
 
     def count_forward(
         self, microbatch: int, inputs: Tensors, outputs: Tensors, sent: Tensors = ()
@@ -253,7 +244,6 @@ class ActivationCounter:
         forward = self._forwards[microbatch] = _Forward(
             sum(each.size for each in messages.values()),
             [each for address, each in saved.items() if address not in messages],
-            self._allocated,
         )
         self.opaque_nodes |= graph.opaque_nodes
         self._now[microbatch] = forward.message_bytes + sum(each.size for each in forward.saved)
@@ -280,7 +270,6 @@ class ActivationCounter:
                 forward.message_bytes
                 + sum(each.size for each in forward.saved if not each.is_alive),
                 self._until_w.get(microbatch, 0),
-                forward.allocated,
             )
             for microbatch, forward in sorted(self._forwards.items())
         ]
@@ -289,10 +278,6 @@ class ActivationCounter:
         """The storages that the tensors use on the device, by address, without the fixed ones."""
         found = storage_refs(tensors, self._device)
         return {address: each for address, each in found.items() if address not in self._fixed}
-
-    def _allocated_bytes(self) -> int | None:
-        """The bytes that torch has allocated on the GPU now; None on the CPU."""
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
 
 
 def fixed_storages(models: Sequence[Any], device: torch.device) -> frozenset[int]:

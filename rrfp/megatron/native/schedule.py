@@ -16,7 +16,7 @@ import torch
 
 from rrfp.interchange.range_names import task_range, wait_range
 from rrfp.megatron.adapters.groups import pipeline_size
-from rrfp.megatron.adapters.models import config_of
+from rrfp.megatron.adapters.models import chunks_of, config_of
 from rrfp.megatron.adapters.native_schedule import megatron_schedule_for, patched_parts
 from rrfp.megatron.step_report import StepReport
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
@@ -244,7 +244,7 @@ class NativeSchedule:
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only
         self._num_trained += not forward_only
-        schedule = megatron_schedule_for(len(_chunks(arguments["model"])))
+        schedule = megatron_schedule_for(len(chunks_of(arguments["model"])))
         data = self.run(partial(schedule, **arguments), step, arguments)
         self.settle()
         return data
@@ -255,7 +255,7 @@ class NativeSchedule:
         """Run step number `step` by calling `schedule`, one of Megatron's schedule functions bound
         to `arguments`, and return its result. Tasks and waits are timed, and in training paced.
         `settle` must follow: it records a step whose times are not known at once."""
-        chunks = _chunks(arguments["model"])
+        chunks = chunks_of(arguments["model"])
         forward_only = bool(arguments.get("forward_only", False))
         kinds = FORWARD_ONLY if forward_only else WHOLE_BACKWARD
         shape = Shape(self._num_ranks, arguments["num_microbatches"], len(chunks), kinds=kinds)
@@ -297,11 +297,6 @@ class NativeSchedule:
                 for record in records:
                     self._record(record)
             self.report = StepReport(self._steps.popleft().summary(records))
-
-
-def _chunks(model: Any) -> list[Any]:
-    """The model chunks of a call, which passes one chunk or a list."""
-    return model if isinstance(model, list) else [model]
 
 
 class _StepRecorder:

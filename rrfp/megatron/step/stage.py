@@ -188,11 +188,6 @@ class RankStep:
         not measured."""
         return [counter.results() for counter in self._counters]
 
-    def opaque_nodes(self) -> set[str]:
-        """The types of autograd nodes whose saved tensors cannot be read, so that
-        `activation_bytes` may be too small."""
-        return set().union(*(counter.opaque_nodes for counter in self._counters))
-
     def forward_data(self) -> list[Any]:
         """The loss function's results in microbatch order; empty except on the last stage."""
         by_microbatch = sorted(self._chunks[-1].reduced.items())

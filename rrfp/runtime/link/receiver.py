@@ -124,10 +124,7 @@ class Receiver:
         """True while a message is being fetched."""
         return bool(self._fetching)
 
-    @property
-    def awaits_plane(self) -> bool:
-        """True while a message is being fetched."""
-        return bool(self._fetching)
+    awaits_plane = uses_plane
 
     def complete(self, completion: Completion, now_ns: int) -> list[Output]:
         """Return the arrival of a fetched message, and queue the release of its slot unless it is

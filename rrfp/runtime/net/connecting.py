@@ -45,7 +45,7 @@ from rrfp.runtime.net.handshake import (
     open_private,
 )
 from rrfp.runtime.net.source_filter import accept_only, run_host_addresses
-from rrfp.runtime.net.tls import FINGERPRINT_BYTES, TlsError, Tunnels
+from rrfp.runtime.net.tls import FINGERPRINT_BYTES, TlsError, Tunnels, shut_down
 from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, reachable_address
@@ -77,12 +77,6 @@ def _set_link_options(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
     else:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """Shut a socket down in both directions, without closing it; errors are ignored."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 # The address of a listener, as a rank publishes it.
@@ -181,7 +175,7 @@ class PeerAddress:
         self._peer = peer
         self._tunnels = None if unix else tunnels
         self._file = -1
-        self._tcp = address.tcp
+        self._tcp = None if unix else address.tcp
         self._place = address.directory if unix else address.tcp
         try:
             if unix and address.directory is not None:
@@ -414,10 +408,10 @@ class Listener:
         with self._condition:
             self._is_closed = True
             for connection in self._unauthenticated:
-                _shut_down(connection)
+                shut_down(connection)
         for listening, _ in self._sockets:
             # This ends the thread's wait, and also closes copies in forked processes.
-            _shut_down(listening)
+            shut_down(listening)
         if self._thread.ident is not None:
             self._thread.join()
         for handshake in self._handshakes:
@@ -473,7 +467,7 @@ class Listener:
             if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
                 oldest = next(iter(self._unauthenticated))
                 evicted = self._unauthenticated.pop(oldest)
-                _shut_down(oldest)
+                shut_down(oldest)
             try:
                 handshake.start()
             except RuntimeError:

@@ -252,7 +252,7 @@ class _Tunnel:
         connection to end it. Call it after the plain end was closed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            _shut(self._connection, socket.SHUT_RDWR)
+            shut_down(self._connection)
             self._thread.join()
 
     # The thread.
@@ -267,7 +267,7 @@ class _Tunnel:
             self._plain.error = error
         finally:
             for each in (self._inner, self._connection):
-                _shut(each, socket.SHUT_RDWR)
+                shut_down(each)
                 each.close()
 
     def _copy(self) -> None:
@@ -277,7 +277,7 @@ class _Tunnel:
             self._encrypted = memoryview(self._to_send.read())
         if self._is_sending and not self._reads_plain and not self._encrypted:
             self._is_sending = False
-            _shut(self._connection, socket.SHUT_WR)
+            shut_down(self._connection, socket.SHUT_WR)
             return
         has_more = self._received.pending or self._session.pending()
         if self._is_receiving and not self._decrypted and has_more and self._decrypt():
@@ -348,7 +348,7 @@ class _Tunnel:
             self._received.write(piece)
         else:
             self._is_receiving = False
-            _shut(self._inner, socket.SHUT_WR)
+            shut_down(self._inner, socket.SHUT_WR)
 
     def _decrypt(self) -> bool:
         """Decrypt complete TLS records, up to the size of the buffer; return whether there were
@@ -381,7 +381,7 @@ class _Tunnel:
             self._is_receiving, self._decrypted = False, memoryview(b"")
 
 
-def _shut(connection: socket.socket, how: int) -> None:
-    """Shut the socket down in the given direction or both; errors are ignored."""
+def shut_down(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """Shut a socket down in one direction or both, without closing it; errors are ignored."""
     with suppress(OSError):
         connection.shutdown(how)

@@ -54,7 +54,7 @@ _EAGER_S = 0.05
 while the agent is polled."""
 _POLL_S = 1e-3
 _START_S = 30.0
-_CLOSE_S = 2.0
+_CLOSE_S = 4.0
 _making = Lock()
 
 
@@ -93,8 +93,7 @@ class NixlAgent:
     def __init__(
         self, name: str, device: Device, lent: torch.Tensor, landing: torch.Tensor
     ) -> None:
-        """Both slabs lie on the device. Raises PlaneRefusal if NIXL is not installed or does not
-        start."""
+        """Both slabs lie on the device."""
         self._name = name
         self._device = device
         self._slabs = lent, landing
@@ -107,14 +106,18 @@ class NixlAgent:
         self._agent: Any = None
         self._registered: list[Any] = []
         self._thread = Thread(target=self._run, name="rrfp-nixl", daemon=True)
+        self.metadata = b""
+        """What peers need to connect to this agent, once it has started."""
+
+    def start(self) -> None:
+        """Start NIXL on the agent's thread. Raises PlaneRefusal if NIXL is not installed or does
+        not start; `close` must follow then, too."""
         self._thread.start()
         try:
-            self.metadata: bytes = self._call(self._begin, _START_S)
+            self.metadata = self._call(self._begin, _START_S)
         except PlaneRefusal:
-            self.close()
             raise
         except Exception as error:
-            self.close()
             raise PlaneRefusal(f"NIXL does not start ({type(error).__name__}: {error})") from None
 
     def add(self, metadata: bytes, timeout_s: float) -> str:
@@ -132,11 +135,12 @@ class NixlAgent:
         none waits."""
         self._work.put(read)
 
-    def close(self) -> None:
-        """End the agent and its thread, within 4 s, and cancel the reads in flight, whose `done` is
-        not called."""
+    def close(self) -> bool:
+        """End the agent and its thread, and cancel the reads in flight, whose `done` is not called.
+        Returns False if the thread has not ended in 4 s: it may still use the slabs then."""
         self._work.put(None)
-        self._thread.join(2 * _CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        return not self._thread.is_alive()
 
     def _call(self, function: Callable[[], T], timeout_s: float) -> T:
         """Run a function on the agent's thread, and return its result. Raises the function's
@@ -328,32 +332,42 @@ class NixlPlane:
     is_carried = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
-        """Raises PlaneRefusal if NIXL is not installed or does not start."""
+        """Raises PlaneRefusal if there is no memory, or if NIXL is not installed or does not
+        start."""
         self.device = device
         self.reserved_bytes = 2 * slab_bytes
         self._on_exit = ExitStack()
         try:
             self.slab, landing = self._memory(slab_bytes), self._memory(slab_bytes)
-            self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", device, self.slab, landing)
         except PlaneRefusal:
             self._on_exit.close()
+            raise
+        self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", device, self.slab, landing)
+        try:
+            self._agent.start()
+        except PlaneRefusal:
+            self.close(are_detached=True)
             raise
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate memory to be registered. On a GPU CUDA allocates it, not torch: reads of torch's
         expandable segments are slow (https://github.com/ai-dynamo/nixl/issues/1754). Raises
-        PlaneRefusal if CUDA has none."""
+        PlaneRefusal if there is none, or if torch cannot use it."""
         device = self.device
-        if device.torch_device.type != "cuda":
-            return device.empty([num_bytes], torch.uint8, device.compute_stream())
-        with device.selected():
-            try:
+        try:
+            if device.torch_device.type != "cuda":
+                return device.empty([num_bytes], torch.uint8, device.compute_stream())
+            with device.selected():
                 cuda = CudaRuntime(device.torch_device.index or 0)
                 address = cuda.allocate(num_bytes)
-            except CudaRuntimeError as error:
-                raise PlaneRefusal(f"CUDA gives no outbox for NIXL ({error})") from None
-        self._on_exit.callback(self._free, cuda, address)
-        return device.memory_at(address, num_bytes)
+            self._on_exit.callback(self._free, cuda, address)
+            return device.memory_at(address, num_bytes)
+        except CudaRuntimeError as error:
+            raise PlaneRefusal(f"CUDA gives no outbox for NIXL ({error})") from None
+        except RuntimeError as error:  # torch's
+            raise PlaneRefusal(
+                f"torch gives no outbox for NIXL ({first_line(str(error))})"
+            ) from None
 
     def _free(self, cuda: CudaRuntime, address: int) -> None:
         """Free GPU memory of the plane; a failure is logged."""
@@ -410,10 +424,11 @@ class NixlPlane:
         return Outbox(self.name, self.device, self.slab)
 
     def close(self, *, are_detached: bool) -> None:
-        """End the agent, and free GPU memory if all peers have detached."""
-        self._agent.close()
+        """End the agent, and free GPU memory if it has ended and all peers have detached; otherwise
+        the memory is freed with this process."""
+        has_ended = self._agent.close()
         del self.slab
-        if are_detached:
+        if has_ended and are_detached:
             self._on_exit.close()
 
 

@@ -179,10 +179,10 @@ def check_link(sender: int, receiver: int, shape: Shape, name: str) -> None:
     """Raise UsageError if a rank does not exist, or if no message passes from sender to receiver as
     they hold no adjacent stages; `name` is what refers to the link."""
     check_rank(max(sender, receiver), shape, name)
-    if receiver not in shape.neighbours(sender):
+    if receiver not in shape.neighbors(sender):
         raise UsageError(
             f"{name} names the link from rank {sender} to rank {receiver}, which carries no "
-            "message; name two neighbours"
+            "message; name two neighbors"
         )
 
 

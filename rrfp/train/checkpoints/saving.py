@@ -138,7 +138,7 @@ def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
 _log = logging.getLogger(__name__)
 
 GO_ON = ", then go on from the last one with --resume"
-"""Advice that ends an error about a failed write."""
+"""Advice that ends an error about a failed or slow write."""
 _WRITING_S = 3600.0
 """How long a rank may take to write its files."""
 
@@ -262,7 +262,7 @@ class Saver:
                 raise RrfpError(
                     f"rank {self._layout.rank} has been writing the checkpoint of step "
                     f"{pending.step} to {self._directory.path} for {_WRITING_S:.0f} s; see what "
-                    "holds up that disk, then go on from the last one with --resume"
+                    f"holds up that disk{GO_ON}"
                 )
 
     def _gather_written(self, pending: "_Pending") -> tuple[str, dict[str, "_WrittenFile"]]:

@@ -96,10 +96,7 @@ class TextBatches:
         """Make this microbatch of the step from the next samples of the seeded order; equal
         arguments give equal batches, on every rank."""
         settings = self._settings
-        first = (
-            step * settings.layout.num_replicas + self._dp_rank
-        ) * settings.data.microbatches + microbatch
-        first *= settings.data.micro_batch_size
+        first = _number(settings, step, self._dp_rank, microbatch) * settings.data.micro_batch_size
         indices = range(first, first + settings.data.micro_batch_size)
         if settings.data.variable_lengths:
             rows = [self._document(index) for index in indices]
@@ -142,6 +139,12 @@ class TextBatches:
             start = int(np.random.default_rng((self._settings.run.seed, index)).integers(spare + 1))
         stop = min(start + self._settings.data.seq_length + 1, length)
         return self._corpus.tokens(document, start, stop)
+
+
+def _number(settings: TrainSettings, step: int, dp_rank: int, microbatch: int) -> int:
+    """Number a microbatch over all steps and replicas of a run."""
+    replicas = step * settings.layout.num_replicas + dp_rank
+    return replicas * settings.data.microbatches + microbatch
 
 
 def _batch(rows: list[Tokens], length: int) -> Batch:
@@ -223,9 +226,7 @@ class ImageBatches:
     def batch(self, step: int, microbatch: int) -> ImageBatch:
         """Make this microbatch of the step; equal arguments give equal batches, on every rank."""
         settings = self._settings
-        number = (
-            step * settings.layout.num_replicas + self._dp_rank
-        ) * settings.data.microbatches + microbatch
+        number = _number(settings, step, self._dp_rank, microbatch)
         rng = np.random.default_rng((settings.run.seed, number))
         return pack_documents(list(self._draw(number, rng)), settings)
 

@@ -17,7 +17,7 @@ from rrfp.trace.outcome import FaultOrigin, FoundBy, RunFailedError
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import open_own
 from rrfp.train.data.sources import data_contents
-from rrfp.train.launch.hosts.endpoint import launcher_place, local_ranks
+from rrfp.train.launch.hosts.endpoint import host_ranks, launcher_place, local_ranks
 from rrfp.train.launch.private_network import run_network, warn_of_open_ports
 from rrfp.train.launch.processes import (
     CgroupLimits,
@@ -169,7 +169,6 @@ def _environments(
     own, place = local_ranks(settings), launcher_place(settings)
     # A host may have several launchers. Without their number, at least those before are known.
     num_launchers = 1 if place is None else place.local_count or place.local_index + 1
-    first = settings.run.node_rank * len(own)
     return {
         rank: {
             "RANK": str(rank),
@@ -179,7 +178,7 @@ def _environments(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **environment,
         }
-        for rank, local_rank in enumerate(own, start=first)
+        for rank, local_rank in zip(host_ranks(settings, settings.run.node_rank), own, strict=True)
     }
 
 

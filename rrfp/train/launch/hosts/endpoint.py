@@ -44,10 +44,16 @@ def with_launcher_hosts(settings: TrainSettings) -> TrainSettings:
     )
 
 
+def host_ranks(settings: TrainSettings, node_rank: int) -> range:
+    """Return the global ranks that the launcher with this number starts."""
+    num_own = settings.layout.world_size // settings.run.nnodes
+    return range(node_rank * num_own, (node_rank + 1) * num_own)
+
+
 def local_ranks(settings: TrainSettings) -> range:
     """Return the local numbers of this process' ranks, which begin above 0 if other processes on
     this host come first."""
-    num_own = settings.layout.world_size // settings.run.nnodes
+    num_own = len(host_ranks(settings, settings.run.node_rank))
     place = launcher_place(settings)
     first = 0 if place is None else place.local_index * num_own
     return range(first, first + num_own)

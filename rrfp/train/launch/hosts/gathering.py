@@ -22,6 +22,7 @@ from rrfp.strict_json import items, text
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new, make_directory, open_own
 from rrfp.trace.spill import NUM_SEGMENTS, lock_for_writing, segments_in
+from rrfp.train.launch.hosts.endpoint import host_ranks
 from rrfp.train.launch.hosts.host_status import HostHeartbeat, printable
 from rrfp.train.launch.hosts.joining import JoinedHosts
 from rrfp.train.launch.store import StoreClient
@@ -29,7 +30,7 @@ from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
 _MAX_IN_FLIGHT = 16
-"""Pieces of one host in the store that host 0 has not taken out yet."""
+"""Most pieces of one host in the store that host 0 has not taken out yet."""
 _POLL_S = 0.2
 _ANSWER_S = 120.0
 """How long a piece may be in flight. On a bad network this is longer than a host may be silent."""
@@ -59,10 +60,10 @@ def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) 
     transfer: _Sender | _Receiver | None = None
     if node_rank == 0:
         if senders := _hosts_with_own_directory(store, run, settings.run.nnodes, heartbeat):
-            ranks_of = {host: _ranks_of(settings, host) for host in senders}
+            ranks_of = {host: host_ranks(settings, host) for host in senders}
             transfer = _Receiver(store, run, heartbeat, ranks_of)
     elif not _shares_directory(store, run, node_rank, heartbeat):
-        transfer = _Sender(store, run, heartbeat, node_rank, _ranks_of(settings, node_rank))
+        transfer = _Sender(store, run, heartbeat, node_rank, host_ranks(settings, node_rank))
     if transfer is None:
         yield
         return
@@ -71,12 +72,6 @@ def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) 
         yield
     finally:
         transfer.finish()
-
-
-def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
-    """Return the global ranks of a host."""
-    num_own = settings.layout.world_size // settings.run.nnodes
-    return range(node_rank * num_own, (node_rank + 1) * num_own)
 
 
 # Host 0 creates a marker file in its directory; each other host answers if it sees that file.
@@ -262,7 +257,7 @@ class _Sender(_Transfer):
         """Return the reason to stop waiting: host 0 is silent, or has taken no pieces for
         `silence_s` seconds; else an empty text."""
         if self._heartbeat.is_silent(0):
-            return "host 0 is not heard any more"
+            return "host 0 is silent"
         if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
             return f"host 0 took no records for {self._heartbeat.silence_s:g} s"
         return ""
@@ -309,8 +304,8 @@ class _Sender(_Transfer):
         return True
 
     def _put(self, piece: bytes) -> None:
-        """Put a piece into the store; first wait while more than 16 pieces are in flight."""
-        self._await_received(self._num_sent - _MAX_IN_FLIGHT)
+        """Put a piece into the store; first wait while 16 pieces are in flight."""
+        self._await_received(self._num_sent + 1 - _MAX_IN_FLIGHT)
         self._store.set(f"{self._key}/{self._num_sent}", piece)
         self._num_sent += 1
 
@@ -350,7 +345,7 @@ class _Receiver(_Transfer):
         unfinished = [*self._unfinished]
         hosts = ", ".join(map(str, unfinished))
         if unfinished and all(map(self._heartbeat.is_silent, unfinished)):
-            return f"host {hosts} is not heard any more"
+            return f"host {hosts} is silent"
         if time.monotonic() > self._progress_s + self._heartbeat.silence_s:
             return f"host {hosts} sent no records for {self._heartbeat.silence_s:g} s"
         return ""

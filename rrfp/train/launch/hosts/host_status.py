@@ -255,7 +255,8 @@ class HostHeartbeat:
         if self._received_s[host] < self._stopped_until_s + _OVERDUE_S:
             return RrfpError(
                 f"{self._describe()} stood still itself for {self._stopped_for_s:.0f} s, and has "
-                f"not heard {self._describe(host)} since; see who stopped its rrfp train"
+                f"received nothing from {self._describe(host)} since; see who "
+                "stopped its rrfp train"
             )
         return RrfpError(
             f"{self._describe(host)} was silent for {silent_s:.0f} s towards "

@@ -335,8 +335,8 @@ class _Rendezvous:
                     "host 0 there, or give this one another --node-rank"
                 ) from None
             raise UsageError(
-                f"the hosts cannot meet at {self._endpoint.given} ({first_line(str(error))}); give "
-                "--rdzv-endpoint a free port of host 0 that the others can reach"
+                f"the hosts cannot connect at {self._endpoint.given} ({first_line(str(error))}); "
+                "give --rdzv-endpoint a free port of host 0 that the others can reach"
             ) from None
         store.set(_FIRST, json.dumps([self._token, self._common]))
         self.heartbeat.start()
@@ -433,7 +433,7 @@ class _Rendezvous:
                 since_s = now_s
             elif now_s - since_s >= obstacle.timeout_s:
                 raise UsageError(
-                    f"the hosts cannot meet at {self._endpoint.given}: {obstacle.fact}; see "
+                    f"the hosts cannot connect at {self._endpoint.given}: {obstacle.fact}; see "
                     "--rdzv-endpoint, and whether host 0 can be reached there"
                 )
             self._wait(0)
@@ -473,8 +473,8 @@ class _Rendezvous:
             return call_with_timeout(call, _ANSWER_S, f"the store for {self._endpoint.given}")
         except DistError as error:
             raise RrfpError(
-                f"the hosts cannot meet at {self._endpoint.given} ({first_line(str(error))}); see "
-                "what host 0 says"
+                f"the hosts cannot connect at {self._endpoint.given} ({first_line(str(error))}); "
+                "see what host 0 says"
             ) from None
 
     def _wait(self, host: int | None = None) -> None:

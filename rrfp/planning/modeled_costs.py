@@ -1,4 +1,4 @@
-"""The steps of a run whose costs are modelled: a source of costs that every rank knows before a
+"""The steps of a run whose costs are modeled: a source of costs that every rank knows before a
 step begins, balanced over the replicas where that is asked for."""
 
 import math
@@ -30,8 +30,8 @@ from rrfp.simulate.jitter import LARGEST_SIGMA, Jitter
 from rrfp.trace.records import NS_PER_S
 
 
-class ModelledSteps:
-    """The modelled steps of one replica. Every rank computes the same orders from them."""
+class ModeledSteps:
+    """The modeled steps of one replica. Every rank computes the same orders from them."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ModelledSteps:
         """A step, and its planned order."""
 
     def order(self, step: int) -> Sequence[int]:
-        """Return the admission order of a step's microbatches, by their modelled costs or as
+        """Return the admission order of a step's microbatches, by their modeled costs or as
         listed; for `--admit plan`, the pyramid. Planned orders (`admit_as`) do not change it.
         Raises as `order_by_costs` does."""
         costs = self._costs.step(self.shape, self._seed + step, self._replica)
@@ -156,7 +156,7 @@ def noise_of(jitter: Jitter, shape: Shape) -> float:
     return min(max(least, math.sqrt(float(np.mean(spreads)))), LARGEST_SIGMA)
 
 
-# A global batch that is balanced over the replicas by the modelled times of its items.
+# A global batch that is balanced over the replicas by the modeled times of its items.
 
 
 _MOST_REMEMBERED = 2
