@@ -159,21 +159,21 @@ def fits(policy: Policy, shape: Shape, sizes: ActivationSizes, budgets: Sequence
 
 
 def peak_bytes(
-    tasks: Iterable[tuple[int, Kind, int]], sizes: ActivationSizes, *, splits_backward: bool
+    tasks: Iterable[tuple[int, str, int]], sizes: ActivationSizes, *, splits_backward: bool
 ) -> int:
     """Return the most bytes that a rank keeps at once if it runs its tasks in this sequence. A task
     is a row of the sizes (a stage, or a chunk of the rank), a kind and a microbatch."""
     held = most = 0
     for row, kind, microbatch in tasks:
         size = sizes.activations[row][microbatch]
-        if kind is Kind.F:
+        if kind == Kind.F:
             held += size
             most = max(most, held)
             continue
         owed = 0
         if splits_backward:
             owed = size if sizes.pending_w is None else sizes.pending_w[row][microbatch]
-        held -= size - owed if kind is Kind.B else owed
+        held -= size - owed if kind == Kind.B else owed
     return most
 
 
