@@ -331,7 +331,8 @@ def test_a_killed_launcher_is_reported(dead: DeadRun) -> None:
     ]
 
 
-def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun) -> None:
+@pytest.mark.parametrize("reason", ["[Errno 28] No space left on device", "x" * 400])
+def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun, reason: str) -> None:
     """As on a full disk; later steps do not report it again."""
     finished(dead)
     records = dead.whole.ranks[2]
@@ -340,12 +341,11 @@ def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun) -> None:
     writer.flush()
     writer.close()
     ring = FlightRing(ring_of(dead.run.rank_records(2)))
-    ring.note_off(1, "[Errno 28] No space left on device")
+    ring.note_off(1, reason)
     ring.close()
     assert dead.problems() == [
         "lost: steps 1 to 2, which metrics.jsonl says were trained",
-        "incomplete: 1 rank (2) switched recording off in step 1: [Errno 28] No space left on "
-        "device",
+        f"incomplete: 1 rank (2) switched recording off in step 1: {reason}",
     ]
 
 
