@@ -396,6 +396,19 @@ def test_a_session_must_have_its_steps_up_to_the_next_session(dead: DeadRun) -> 
     ]
 
 
+def test_a_joined_trace_must_have_the_steps_of_all_sessions(dead: DeadRun) -> None:
+    trace = encode_run(finished(dead).run.path)
+    steps = [*range(6)]
+    dead.run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    contents = read_contents(trace)
+    own = contents.recording.settings
+    contents.recording.settings = {**own, "session": 2, "first_step": 5, "sessions": [own]}
+    promise = Promise.of_run(dead.run.joined_trace, contents.recording.settings)
+    assert check_contents(contents, promise) == [
+        "lost: steps 3 to 5, which metrics.jsonl says were trained"
+    ]
+
+
 # The first view of `rrfp analyze`.
 
 
