@@ -21,7 +21,8 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.cli.trace import describe_hang, hang_json
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
+from rrfp.interchange.assemble import write_run
 from rrfp.interchange.formats import import_run
 from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
 from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
@@ -195,6 +196,11 @@ def test_an_existing_run_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
     # It is refused before anything is read.
     assert imported(tmp_path / "none").returncode == 2
+    # A run that appears while the files are read is refused too.
+    recording = import_run([FIXTURES / "megatron"]).recording
+    with pytest.raises(UsageError, match="run exists; choose another"):
+        write_run(tmp_path / "run", recording, force=False)
+    assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize("is_new", [True, False])
