@@ -123,7 +123,8 @@ class RecordsTail:
         if rest:
             self._begun.append(rest)
         if sum(map(len, self._begun)) > LONGEST_LINE_BYTES:
-            raise self._damaged(b"".join(self._begun[:1]))
+            why = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
+            raise self._damaged(self._begun[0], why)
         return lines
 
     def _enter_next_segment(self) -> bytes:
@@ -170,13 +171,13 @@ class RecordsTail:
         try:
             return parsed(line)
         except ValueError as error:
-            raise self._damaged(line) from error
+            raise self._damaged(line, "is not JSON") from error
 
-    def _damaged(self, line: bytes) -> RrfpError:
-        """Make the error for a line that is not JSON, for the caller to raise."""
+    def _damaged(self, line: bytes, why: str) -> RrfpError:
+        """Make the error for a damaged line, for the caller to raise."""
         return RrfpError(
-            f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
-            "the run is not followed any further"
+            f"{self.path} has a line that {why}: {line[:40]!r}; the file is damaged, and the run "
+            "is not followed any further"
         )
 
 
