@@ -84,10 +84,10 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
 # - *Slow stage*: the excess of the path's tasks over the median rank's, at the mean of their kind.
 # - *Uneven*: the excess of the path's tasks over the mean of their own rank and kind.
 # - *Series*: the rest of the path's tasks, in which stages worked one after another and not
-#   concurrently. If a limit, a hold, a fixed order or patience withheld ready work from another rank
-#   at that time, the time counts for that cause instead.
-# - *Link*: messages in flight between two tasks. The time between the first and the last member of a
-#   group getting its message is *coordination*.
+#   concurrently. If a limit, a hold, a fixed order or patience withheld ready work from another
+#   rank at that time, the time counts for that cause instead.
+# - *Link*: messages in flight between two tasks. The time between the first and the last member of
+#   a group getting its message is *coordination*.
 
 
 _MOST_STEPS = 30

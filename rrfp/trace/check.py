@@ -215,7 +215,8 @@ def _describe_begun(begun: BegunRecord) -> str:
 
 
 def _asked(description: Mapping[str, Any]) -> range:
-    """The steps that a training run should make, from `_first_step`. Empty for imported and simulated runs, and if the number is unknown."""
+    """The steps that a training run should make, from `_first_step`. Empty for imported and
+    simulated runs, and if the number is unknown."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
