@@ -301,6 +301,12 @@ def packed(data: bytes) -> bytes:
         ("a.et", b"\xff" * 300, "is no execution trace of Chakra, or cut off"),
         ("a.et", b"\x7f\x01", "is no execution trace of Chakra, or cut off"),
         ("a.json", b'{"schema": "1.1.1-chakra.0.0.4", "nodes": [3, {}]}', "without times"),
+        (
+            "a.json",
+            b'{"schema": "1.1.1-chakra.0.0.4", "nodes": [{"ts": 1, "inclusive_dur": 1, '
+            b'"name": "PP:(0F1;0B0)OVERLAP_F_B"}]}',
+            "profile a schedule without OVERLAP_F_B",
+        ),
         ("a.json", b'{"resourceSpans": [{"scopeSpans": 3}, 7]}', "has no span megatron.microbatch"),
         ("nccl_trace_rank_0", b"\x80\x02}q\0.", "add --flight-recorder"),
         ("a.json", b'{"entries": []}', "add --flight-recorder"),
