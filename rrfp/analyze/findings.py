@@ -18,7 +18,7 @@ from rrfp.analyze.advice import Adviser
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frames import Frames, recording_of, run_settings, step_time_ns
-from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.misalignment import median_flight_ns
 from rrfp.analyze.table import Column, Table, format_time
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import Bottleneck, find_bottlenecks
@@ -464,11 +464,13 @@ class _ShareDescriber:
             case Fault.UNEVEN:
                 return self._describe_uneven(at, amount, part)
             case Fault.LINK:
-                sender = self.place(owner.sender if owner.sender is not None else owner.pp_rank)
+                link = (owner.pp_rank if owner.sender is None else owner.sender), owner.pp_rank
+                sender = self.place(link[0])
+                flight = format_time(median_flight_ns(self._frames, link))
                 return (
                     f"Messages from {sender} to {at} take long",
                     f"Ranks wait {amount} of a step for messages in flight{part}. The median "
-                    f"message takes {self._message_time(owner)} there.",
+                    f"message takes {flight} there.",
                     f"Check the link from {sender} to {at}: its bandwidth, and other traffic. "
                     "Forwards that run ahead (a higher --limit or --hold) hide latency.",
                 )
@@ -574,14 +576,6 @@ class _ShareDescriber:
             f"{amount} of a step{part}.",
             f"Try {flag} {doubled or 'with a higher number'}, if memory allows.",
         )
-
-    def _message_time(self, owner: Owner) -> str:
-        """Format the median time of messages on a link; 0 without messages."""
-        of_link = timed_messages(self._frames).filter(
-            (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
-        )
-        middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()
-        return format_time(middle_ns or 0)
 
 
 NUM_FINDINGS = 3
