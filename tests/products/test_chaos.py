@@ -20,6 +20,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.chaos.disk import LimitedFiles
 from rrfp.chaos.injection import Injected, Pace, wait_for_moment
 from rrfp.chaos.plan import (
     LINK_FAULTS,
@@ -297,6 +298,15 @@ def test_a_disk_is_full_for_a_while(kind: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["written", full, full, "written"], done.stderr
     # What was mounted nobody else has seen.
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"] * (kind == "limited")
+
+
+def test_the_limits_of_processes_that_ended_are_forgotten(tmp_path: Path) -> None:
+    disk, ours = LimitedFiles(tmp_path), MarkedProcesses(MARK, "ours")
+    with sleeper(**{MARK: "ours"}):
+        disk.fill(ours)
+        assert len(disk._before) == 1
+    disk.empty(ours)
+    assert not disk._before
 
 
 def test_metrics_are_read_up_to_the_line_that_is_being_written(tmp_path: Path) -> None:
