@@ -85,7 +85,7 @@ class Promise:
     asked: range = range(0)
     """The steps that the run should make; empty if their number is unknown."""
     trained: frozenset[int] = frozenset()
-    """The session's steps in metrics.jsonl."""
+    """The steps of the session, or of all joined sessions, in metrics.jsonl."""
 
     @classmethod
     def of_description(cls, description: Mapping[str, Any]) -> Self:
@@ -108,7 +108,7 @@ class Promise:
                 stop = first_step_after(read_description(run.run_json), session.session)
         if stop is not None:
             asked = range(asked.start, min(stop, asked.stop))
-        first = first_step_of(description)
+        first = _first_step(description)
         steps = _steps_in(run.metrics)
         return cls(asked, frozenset(s for s in steps if s >= first and (stop is None or s < stop)))
 
@@ -215,13 +215,18 @@ def _describe_begun(begun: BegunRecord) -> str:
 
 
 def _asked(description: Mapping[str, Any]) -> range:
-    """The steps that a training run should make: of a session its own, of a joined trace all of
-    them. Empty for imported and simulated runs, and if the number is unknown."""
+    """The steps that a training run should make, from `_first_step`. Empty for imported and
+    simulated runs, and if the number is unknown."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
         return range(0)
-    return range(0 if description.get(SESSIONS) else first_step_of(description), steps)
+    return range(_first_step(description), steps)
+
+
+def _first_step(description: Mapping[str, Any]) -> int:
+    """The first step that a trace should hold: of a session its own, of a joined trace 0."""
+    return 0 if description.get(SESSIONS) else first_step_of(description)
 
 
 def _sessions_of(run: RunDir) -> list[RunDir]:

@@ -331,7 +331,8 @@ def test_a_killed_launcher_is_reported(dead: DeadRun) -> None:
     ]
 
 
-def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun) -> None:
+@pytest.mark.parametrize("reason", ["[Errno 28] No space left on device", "x" * 400])
+def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun, reason: str) -> None:
     """As on a full disk; later steps do not report it again."""
     finished(dead)
     records = dead.whole.ranks[2]
@@ -340,12 +341,11 @@ def test_a_rank_that_switched_recording_off_is_reported(dead: DeadRun) -> None:
     writer.flush()
     writer.close()
     ring = FlightRing(ring_of(dead.run.rank_records(2)))
-    ring.note_off(1, "[Errno 28] No space left on device")
+    ring.note_off(1, reason)
     ring.close()
     assert dead.problems() == [
         "lost: steps 1 to 2, which metrics.jsonl says were trained",
-        "incomplete: 1 rank (2) switched recording off in step 1: [Errno 28] No space left on "
-        "device",
+        f"incomplete: 1 rank (2) switched recording off in step 1: {reason}",
     ]
 
 
@@ -393,6 +393,19 @@ def test_a_session_must_have_its_steps_up_to_the_next_session(dead: DeadRun) -> 
     dead.run.run_json.write_text(json.dumps(later))
     assert check_contents(contents, Promise.of_run(trace, description)) == [
         "lost: steps 3 to 4, which metrics.jsonl says were trained"
+    ]
+
+
+def test_a_joined_trace_must_have_the_steps_of_all_sessions(dead: DeadRun) -> None:
+    trace = encode_run(finished(dead).run.path)
+    steps = [*range(6)]
+    dead.run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    contents = read_contents(trace)
+    own = contents.recording.settings
+    contents.recording.settings = {**own, "session": 2, "first_step": 5, "sessions": [own]}
+    promise = Promise.of_run(dead.run.joined_trace, contents.recording.settings)
+    assert check_contents(contents, promise) == [
+        "lost: steps 3 to 5, which metrics.jsonl says were trained"
     ]
 
 
