@@ -94,9 +94,10 @@ class Promise:
 
     @classmethod
     def of_run(cls, trace: Path, description: Mapping[str, Any]) -> Self:
-        """The promise of a trace in its run's directory: also the steps in metrics.jsonl, and only
-        up to the step at which a later session continued. Any other trace promises what its
-        description does. An unreadable run.json is ignored."""
+        """The promise of a session's or the joined trace in its run's directory: also the steps in
+        metrics.jsonl, from the session's first step (0 for a joined trace), and of a session only
+        up to the step at which a later one continued. Any other trace promises what its description
+        does. An unreadable run.json is ignored."""
         run = RunDir(trace.parent)
         session = next((each for each in _sessions_of(run) if each.trace == trace), None)
         is_joined = trace == run.joined_trace
@@ -338,8 +339,9 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
-    """The steps that some ranks began but did not finish or fully record, in order of time, each
-    with those ranks. A finished step has a `SCHEDULE` phase and no loss."""
+    """The steps that any rank began and that not all ranks finished and fully recorded, in order of
+    time, each with all ranks that did not, also those that never began it. A finished step has a
+    `SCHEDULE` phase and no loss."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
         - {loss.step for loss in records.losses}

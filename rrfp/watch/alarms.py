@@ -73,7 +73,8 @@ class Alarm:
 
     @property
     def short(self) -> str:
-        """Name of the place for dashboards: `rank_3`, `stage_1`, `replica_0` or `link_0-1`."""
+        """Name of the place for dashboards: `rank_3` (`rank_2-3` for a tensor-parallel group),
+        `stage_1`, `replica_0`, or `link_0-1` by pipeline ranks."""
         match self.kind:
             case Kind.LINK:
                 assert self.link is not None
