@@ -347,10 +347,10 @@ class Declared:
         if (value is None and self.default is None) or self.kind not in (int, float, bool):
             return
         numbers = (int, float) if self.kind is float else self.kind
-        if not isinstance(value, numbers) or (self.kind is not bool and isinstance(value, bool)):
-            raise UsageError(f"{self.field} is {value!r}; it must be {_TYPE_NAMES[self.kind]}")
-        if self.must is not None and not self.must.holds(value):
-            raise UsageError(f"{self.field} is {value!r}; it must be {self.must.wording}")
+        is_one = isinstance(value, numbers) and (self.kind is bool or not isinstance(value, bool))
+        if not is_one or (self.must is not None and not self.must.holds(value)):
+            wanted = _TYPE_NAMES[self.kind] if self.must is None else self.must.wording
+            raise UsageError(f"{self.field} is {value!r}; it must be {wanted}")
 
 
 def setting(default: Any, help_text: str, *, kind: Any = None, **declared: Any) -> Any:

@@ -184,7 +184,7 @@ def _decide(dispatcher: Dispatcher, now: int) -> Task | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceFigures:
+class ChoiceFigures(Value):
     """How the policy of a step was chosen."""
 
     num_candidates: int
@@ -202,7 +202,7 @@ class ChoiceFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPolicy:
+class StepPolicy(Value):
     """The policy of the steps of one shape."""
 
     shape: Shape

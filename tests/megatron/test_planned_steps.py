@@ -63,7 +63,7 @@ def test_settings_that_plan_nothing_are_refused() -> None:
     with pytest.raises(UsageError, match="admit 'pyramid' plans nothing; choose admit 'plan'"):
         DispatchSettings(admit="pyramid", plan_ms=5)
     for wrong in (0, -1.0, "5", float("inf")):
-        with pytest.raises(UsageError, match="must be a number above 0"):
+        with pytest.raises(UsageError, match="must be a finite number above 0"):
             DispatchSettings(admit="plan", plan_ms=wrong)
 
 
