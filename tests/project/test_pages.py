@@ -789,7 +789,7 @@ def test_the_table_has_the_form_of_the_page() -> None:
     assert [holds for _, holds in printed] == [True, True, True, False, False, True]
     figures = ["9 us", "90 us: missed", "failed: it was killed: Bus error"]
     assert [line[2] for line in told] == [*figures, f"{NOT_RUN}: there is no sanitizer"]
-    assert told[0][4].startswith("1 x NVIDIA H200, torch ")
+    assert told[0][4].startswith("NVIDIA H200, torch ")
     assert told[3][3:] == ["", "", ""]
 
 
