@@ -40,7 +40,7 @@ def table(lines: Iterable[Line], presence: CudaPresence) -> Iterator[tuple[str, 
     """The rows of the page, and whether each holds. Times are measured one after the other, then
     the rest side by side."""
     yield _row(HEAD), True
-    yield _row(("---",) * len(HEAD)), True
+    yield "|---" * len(HEAD) + "|", True
     run = _run(presence)
     untimed = []
     for line in lines:
