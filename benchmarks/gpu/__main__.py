@@ -40,7 +40,7 @@ def table(lines: Iterable[Line], presence: CudaPresence) -> Iterator[tuple[str, 
     """The rows of the page, and whether each holds. Times are measured one after the other, then
     the rest side by side."""
     yield _row(HEAD), True
-    yield _row(("---",) * len(HEAD)), True
+    yield "|---" * len(HEAD) + "|", True
     run = _run(presence)
     untimed = []
     for line in lines:
@@ -78,9 +78,12 @@ def _run(presence: CudaPresence) -> tuple[str, str, str]:
     """When, where and on what commit."""
     torch = installed_torch()
     assert torch is not None
+    num, gpus = len(presence.gpus), presence.gpus[0].name
+    if num > 1:
+        gpus = f"{num} x {gpus}"
     return (
         f"{datetime.now(UTC):%Y-%m-%d}",
-        f"{len(presence.gpus)} x {presence.gpus[0].name}, torch {torch.version}",
+        f"{gpus}, torch {torch.version}",
         _commit(),
     )
 

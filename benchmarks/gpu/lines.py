@@ -162,19 +162,19 @@ LINES = (
         is_timed=True,
     ),
     Line(
-        "64 KB by CUDA's calls alone, from process to process, both hosts' wake-ups included",
+        "64 KB by CUDA's calls alone, one way, wake-ups included",
         "",
         _bare_message,
         is_timed=True,
     ),
     Line(
-        "64 KB over CUDA IPC within the device, one way, both hosts' wake-ups included",
+        "64 KB over CUDA IPC, one way, wake-ups included",
         f"under {_SMALL_US:.0f} us",
         _small_message,
         is_timed=True,
     ),
     Line(
-        "64 MB over CUDA IPC within the device, one way",
+        "64 MB over CUDA IPC, one way",
         "",
         partial(_large_message, figures.large_message),
         is_timed=True,
@@ -207,7 +207,7 @@ LINES = (
     Line("One process with all stages against four", "the same to the bit", _one_process),
     Line(f"Memory over {_NUM_STEPS:,} steps", "no growth", _growth),
     Line(
-        "Most memory against Megatron's own schedule, at equal activations",
+        "Most memory against Megatron's own schedule",
         f"within {_MEMORY_SHARE:.0%}",
         _most_memory,
     ),

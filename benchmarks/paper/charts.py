@@ -133,7 +133,7 @@ def _scaling(page: str) -> list[Chart]:
             f"Table 8: {workload}",
             {"PP": "pipeline ranks"}.get(varied, varied),
             "speedup of BF over 1F1B",
-            tuple(over.split(" / ")),
+            tuple(over.split(", ")),
             (
                 Curve("BF", _SIMULATED, _figures(simulated)),
                 Curve("BF", _PUBLISHED, _figures(published)),
@@ -144,8 +144,8 @@ def _scaling(page: str) -> list[Chart]:
 
 
 def _figures(cell: str) -> tuple[float, ...]:
-    """`2.3% / 2.8%` as two figures."""
-    return tuple(float(each.removesuffix("%")) for each in cell.split(" / "))
+    """`2.3% / 2.8%` or `1.07, 1.94` as two figures."""
+    return tuple(float(each.removesuffix("%")) for each in re.split(" / |, ", cell))
 
 
 def draw(page: str) -> str:

@@ -63,31 +63,30 @@ def compare(row: Mapping[str, Any], simulation: Simulation) -> Comparison:
 
 def speedup_cells(comparison: Comparison) -> list[str]:
     """A row of the page's first table."""
-    cells = _against_published(comparison, COMPARED[1:])
-    ours_s = comparison.simulated[Method.BLOCKING_1F1B]
-    cells.append(f"{ours_s:.2f} / {comparison.published[Method.BLOCKING_1F1B]:.2f}")
-    cells.append(f"{comparison.speedup(Method.ASYNC_1F1B):.2f}")
-    return cells
-
-
-def _against_published(comparison: Comparison, methods: Sequence[Method]) -> list[str]:
     cells = [comparison.workload.models, comparison.workload.ranks]
-    for method in methods:
+    for method in COMPARED[1:]:
         ours, theirs = comparison.speedup(method), comparison.published_speedup(method)
-        cells += [f"{ours:.2f} / {theirs:.2f}", f"{comparison.error(method):+.0%}"]
+        cells.append(f"{ours:.2f} ({theirs:.2f}, {comparison.error(method):+.0%})")
+    ours_s = comparison.simulated[Method.BLOCKING_1F1B]
+    cells.append(f"{ours_s:.2f} ({comparison.published[Method.BLOCKING_1F1B]:.2f})")
+    cells.append(f"{comparison.speedup(Method.ASYNC_1F1B):.2f}")
     return cells
 
 
 def predicted_speedups(rows: Sequence[Mapping[str, Any]], simulation: Simulation) -> str:
     """The predicted rows of Tables 1 and 2, under assumptions that were not chosen."""
-    compared = [compare(row, simulation) for row in rows if "vision" in row["workload"]]
-    head = ["models", "TP/PP/DP", "BF", "off", "BFW", "off"]
-    return markdown(head, [_against_published(each, _FASTER) for each in compared])
+    cells = []
+    for row in rows:
+        if "vision" in row["workload"]:
+            compared = compare(row, simulation)
+            figures = (f"{compared.speedup(m):.2f} ({compared.error(m):+.0%})" for m in _FASTER)
+            cells.append([compared.workload.models, compared.workload.ranks, *figures])
+    return markdown(["models", "TP/PP/DP", "BF", "BFW"], cells)
 
 
 def speedups(comparisons: Iterable[Comparison]) -> str:
     """Tables 1 and 2."""
-    head = ["models", "TP/PP/DP", "ZB", "off", "BF", "off", "BFW", "off", "1F1B, s", "async 1F1B"]
+    head = ["models", "TP/PP/DP", "ZB", "BF", "BFW", "1F1B, s", "async 1F1B"]
     return markdown(head, map(speedup_cells, comparisons))
 
 
@@ -128,8 +127,8 @@ def wrong_signs(comparisons: Sequence[Comparison]) -> str:
             ours, theirs = (
                 min(pair, key=of.__getitem__) for of in (each.simulated, each.published)
             )
-            cells.append([each.workload.models, each.workload.ranks, *pair, ours, theirs])
-    head = ["models", "TP/PP/DP", "of", "and", "wins simulated", "wins published"]
+            cells.append([each.workload.models, each.workload.ranks, ours, theirs])
+    head = ["models", "TP/PP/DP", "wins simulated", "wins published"]
     return markdown(head, cells)
 
 
@@ -187,7 +186,7 @@ def jitter(published: Mapping[str, Any], simulation: Simulation) -> str:
             ours, theirs = of_method[number] / of_method[0] - 1, published[level][method]
             row.append(f"{ours:.1%} / {theirs:.1%}")
         cells.append(row)
-    return markdown(["level", "1F1B slows by", "BF slows by"], cells)
+    return markdown(["level", "1F1B", "BF"], cells)
 
 
 def hints(published: Mapping[str, Any], assumptions: Mapping[str, Parameters]) -> str:
@@ -224,9 +223,9 @@ def scaling(published: Sequence[Mapping[str, Any]], simulation: Simulation) -> s
             [
                 f"{workload.models}, TP {workload.tp}",
                 {"pp": "PP", "vision": "vision model", "batch": "batch"}[row["vary"]],
-                " / ".join(map(str, row["values"])),
-                " / ".join(f"{each:.2f}" for each in speedups),
-                " / ".join(f"{each:.2f}" for each in row["speedups"]),
+                ", ".join(map(str, row["values"])),
+                ", ".join(f"{each:.2f}" for each in speedups),
+                ", ".join(f"{each:.2f}" for each in row["speedups"]),
             ]
         )
     return markdown(["workload", "varied", "over", "simulated", "published"], cells)
@@ -261,17 +260,15 @@ def at_equal_memory(table: Mapping[str, Any]) -> str:
     rows = json.loads(done.stdout)["rows"]
     num, labels = len(table["columns"]), table["labels"]
     cells = []
-    for place, (label, before) in enumerate(labels.items()):
+    for place, label in enumerate(labels):
         of_label = rows[place :: len(labels)]
         assert len(of_label) == num, f"the command makes {len(rows)} rows, not {num} a label"
         held = max(max(row["peak_held"]) for row in of_label)
-        ratios = [f"{row['ratio_to_load']:.3f}" for row in of_label]
-        shown = [f"{now} ({old})" if old else now for now, old in zip(ratios, before, strict=True)]
-        cells.append([label, f"{held:g}", *shown])
+        cells.append([label, f"{held:g}", *(f"{row['ratio_to_load']:.3f}" for row in of_label)])
     return f"```\n{command}\n```\n\n" + markdown(["method", "holds", *table["columns"]], cells)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, "|---" * len(head) + "|", *others])

@@ -147,7 +147,7 @@ CASES = (
          "--pipeline-model-parallel-size 2 --recompute-granularity full "
          "--recompute-method uniform --recompute-num-layers 1"),
     Case("bf16", "bf16, gradients in fp32", 2, "--pipeline-model-parallel-size 2 --bf16"),
-    Case("fp16", "fp16, a loss scale that is found on the way", 2,
+    Case("fp16", "fp16, a loss scale found during the run", 2,
          "--pipeline-model-parallel-size 2 --fp16 --initial-loss-scale 4194304 "
          "--loss-scale-window 2 --hysteresis 1"),
     Case("bf16-dp2-distributed-optimizer", "bf16, 2 replicas, distributed optimizer", 4,
@@ -161,7 +161,7 @@ CASES = (
          "--straggler-minmax-count 1 --straggler-ctrlr-port 0"),
     Case("rerun", "`--rerun-mode validate_results`: each step twice", 2,
          "--pipeline-model-parallel-size 2 --rerun-mode validate_results"),
-    Case("checkpoint", "saved and loaded in mid-run", 2,
+    Case("checkpoint", "saved and loaded", 2,
          "--pipeline-model-parallel-size 2", hints=(),
          resumptions=_across((NATIVE, *HINTS), (NATIVE, *HINTS))),
     Case("sigterm", "saved because of SIGTERM, and loaded", 2,

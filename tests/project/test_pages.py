@@ -236,7 +236,7 @@ def test_every_published_row_is_on_the_page() -> None:
         )
         for method in tables.COMPARED[1:]:
             published = row["seconds"][Method.BLOCKING_1F1B] / row["seconds"][method]
-            assert f"/ {published:.2f} |" in line
+            assert f" ({published:.2f}, " in line
 
 
 def test_every_workload_is_a_model_that_the_simulator_reads() -> None:
@@ -672,12 +672,12 @@ ROWS = rows((ROOT / "docs" / "gpu.md").read_text())
 
 
 def test_the_page_and_the_kit_have_the_same_lines() -> None:
-    head, _, *lines = ROWS
+    head, *lines = ROWS
     assert tuple(head) == HEAD
     assert [line[:2] for line in lines] == [[line.name, line.goal] for line in LINES]
 
 
-@pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row[0])
+@pytest.mark.parametrize("row", ROWS[1:], ids=lambda row: row[0])
 def test_a_figure_says_when_where_and_on_what_commit(row: list[str]) -> None:
     figure, when, where, commit = row[2:]
     if figure == "not run yet":
@@ -784,12 +784,12 @@ def test_the_table_has_the_form_of_the_page() -> None:
         Line("four", "", fails, lacks=lambda: "there is no sanitizer"),
     )
     printed = [*table(lines, GPU)]
-    head, _, *told = rows("\n".join(row for row, _ in printed))
+    head, *told = rows("\n".join(row for row, _ in printed))
     assert tuple(head) == HEAD
     assert [holds for _, holds in printed] == [True, True, True, False, False, True]
     figures = ["9 us", "90 us: missed", "failed: it was killed: Bus error"]
     assert [line[2] for line in told] == [*figures, f"{NOT_RUN}: there is no sanitizer"]
-    assert told[0][4].startswith("1 x NVIDIA H200, torch ")
+    assert told[0][4].startswith("NVIDIA H200, torch ")
     assert told[3][3:] == ["", "", ""]
 
 
