@@ -141,7 +141,8 @@ _COMPILE = "in a checkout 'make setup' compiles it, where a C compiler is there"
 
 def compiled_core(found: Core | None = None) -> Check:
     """Measure the time in us of a task in a simulated step, the best of five steps. It is slow
-    unless the core is compiled. `found` overrides how the core runs."""
+    unless the core is compiled. `found` overrides only what the result says of the core, not how it
+    runs."""
     found = core() if found is None else found
     rows = [[1] * _SHAPE.num_microbatches] * _SHAPE.num_stages
     policy = Policy(HINTS["bf"].for_shape(_SHAPE), limit=PAPER_LIMIT)
@@ -203,7 +204,7 @@ _ENOUGH = 1024
 
 def open_files() -> Check:
     """Check the hard limit on open files, up to which ranks raise the soft limit. The check fails
-    if it is too low for any rank, and is slow below 1024."""
+    below the 64 that a rank needs, and is slow below 1024."""
     try:
         check_open_files()
     except UsageError as refusal:
@@ -223,8 +224,9 @@ _IMPORT_LIMIT_S = 180.0
 
 
 def imports() -> Iterator[Check]:
-    """Yield the checks of torch and Megatron-Core: the time in s to import each, in a process of
-    its own. More than 20 s is slow, and an import that raises, crashes or takes 180 s fails."""
+    """Yield the checks of torch and of Megatron-Core (as `rrfp.train.loop`, after torch): the time
+    in s to import each, in a process of its own. More than 20 s is slow, and an import that raises,
+    crashes or takes 180 s fails."""
     for name, module in _MODULES.items():
         try:
             # A process for each, so that a crash is attributed to the right one.
@@ -269,8 +271,8 @@ def seconds_to_import(modules: list[str]) -> dict[str, float | str]:
 
 
 def temporary_files() -> Check:
-    """Measure the free space in GB in the directory for temporary files. It fails without a
-    directory that can be written to, and is never slow."""
+    """Measure the free space in GB in the directory for temporary files. It fails if no such
+    directory can be used, and is never slow."""
     try:
         where = temporary_directory()
     except UsageError as error:
@@ -286,8 +288,8 @@ def temporary_files() -> Check:
 
 
 def private_network() -> Check:
-    """Measure the time in ms to create a private network namespace. It is absent if this user may
-    not create one."""
+    """Measure the time in ms to create a private network namespace. It is absent if that fails, as
+    for a user who may not, or takes over 10 s."""
     began_s = time.perf_counter()
     try:
         with created_network():
@@ -308,8 +310,8 @@ def private_network() -> Check:
 
 
 def port_filter() -> Check:
-    """Measure the time in us to attach a filter to a TCP socket. It is absent if the kernel
-    refuses."""
+    """Measure the time in us to attach a filter to a new TCP socket, or about 0 if this process has
+    tried it before. It is absent if the kernel refuses."""
     began_s = time.perf_counter()
     if refusal := filter_refusal():
         advice = (
@@ -379,8 +381,9 @@ def _shared_memory_speed() -> Check:
 
 
 def copied_gb_s(num_bytes: int) -> float:
-    """Return the speed in GB/s of the fastest of five copies of `num_bytes` into an anonymous
-    shared file. Raises OSError if the system refuses the file or has too little memory."""
+    """Return the speed in GB/s of the fastest of five copies of `num_bytes`, in whole MiB, into an
+    anonymous shared file. Raises OSError if the system refuses the file or has too little
+    memory."""
     data = os.urandom(1 << 20) * (num_bytes >> 20)
     with os.fdopen(os.memfd_create("rrfp-doctor"), "r+b") as file:
         # Without this, the first write to a missing page would kill the process by SIGBUS.
@@ -431,8 +434,8 @@ def gloo() -> Check:
 def sum_us(network: dict[str, str]) -> float:
     """Return the median time in us of an all-reduce between two threads of this process.
 
-    It sets these environment variables, which name a run's network, and enters that network, which
-    it does not leave.
+    It sets the environment variables in `network`, which name a run's network, and enters that
+    network, which it does not leave.
     """
     os.environ.update(network)
     enter_network()
@@ -474,7 +477,8 @@ _ENOUGH_LOCKED_BYTES = 1 << 34
 
 def nixl() -> Check:
     """Measure the speed in GB/s of a NIXL READ of CPU memory between two agents of a process: slow
-    below 0.5 GB/s. It is absent if NIXL is not installed."""
+    below 0.5 GB/s. It is absent if NIXL is not installed, and fails if the READ fails or takes over
+    90 s."""
     if not is_installed():
         return absent(
             "nixl",

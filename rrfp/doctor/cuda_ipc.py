@@ -106,7 +106,7 @@ def _send(
 
 def _import(link: socket.socket) -> None:
     """Run the importer: check the data of every round, then time copies and send the median in
-    seconds. Raises RuntimeError if data are corrupt or the exporter is gone."""
+    seconds. Raises RuntimeError if CUDA fails, data are corrupt or the exporter is gone."""
     octets, num_bytes, num_rounds, onto = _receive_json(link)
     cuda = CopyingCuda(onto)
     slab = cuda.open(bytes.fromhex(octets))

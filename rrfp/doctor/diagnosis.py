@@ -22,8 +22,9 @@ from rrfp.train.settings import DeviceKind
 
 
 def diagnose() -> list[Check]:
-    """Run all checks in sequence, GPUs first, and return their results; takes about ten seconds.
-    Without usable temporary files, which others need, it returns only that check."""
+    """Run all checks in sequence, and return their results, those of GPUs first; usually takes
+    about ten seconds. Without usable temporary files, which others need, it returns only that
+    check."""
     scratch = temporary_files()
     if scratch.prevents_runs_on(DeviceKind.CPU):
         # Other checks need temporary files too.

@@ -51,8 +51,8 @@ _LIMIT_S = 180.0
 
 def gpus(presence: CudaPresence) -> Iterator[Check]:
     """Yield the checks `gpu` (copies within each GPU), `gpu-clock` and `peer-access` (copies
-    between GPUs), measured in another process. If that fails, `gpu` fails and the others are not
-    yielded."""
+    between GPUs), measured in another process. Without a usable GPU all three are absent. If the
+    measurement fails, `gpu` fails and the others are not yielded."""
     if presence.problem is not None:
         yield absent("gpu", presence.problem, CUDA_RUNS)
         yield absent("gpu-clock", "see gpu")

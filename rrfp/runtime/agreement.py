@@ -110,8 +110,8 @@ _LONGEST_LEAD_NS = 1_000_000
 
 
 class AheadThread:
-    """Thread of a group's leader that calls `decide` once for each task, shortly before the task
-    should end.
+    """Thread of a group's leader that calls `decide` at most once for each task, shortly before the
+    task should end.
 
     A late decision can use more of the arrivals, but a decision before the end of the task hides
     the time that it needs to reach the members. `decide` runs on this thread, and only within
@@ -135,9 +135,9 @@ class AheadThread:
 
     @contextmanager
     def while_running(self, kind: Kind, chunk: int) -> Iterator[None]:
-        """Wrap the running of a task, and let `decide` run at most 1 ms before its expected end;
-        not if this kind and chunk have not run yet. Learns the duration of a task that succeeds, or
-        raises what `decide` raised."""
+        """Wrap the running of a task, and let `decide` run 1 ms before its expected end, or halfway
+        if it is shorter than 2 ms; not if this kind and chunk have not run yet. After a task that
+        succeeds, raise what `decide` raised, or else learn the duration."""
         start_ns = self._clock()
         expected_ns = self._durations.expected_ns(kind, chunk)
         if expected_ns is not None:

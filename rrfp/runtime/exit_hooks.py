@@ -63,10 +63,10 @@ class ExitHooks:
         return self._error if self._is_end_known else next(_uncaught(), self._exit)
 
     def make_ending(self, rank: int) -> Ending | None:
-        """Describe how the program has ended on this rank: finished, interrupted by Ctrl-C, or
-        failed, with a sentence and the fault's origin (a lost peer, or else this rank). None if
-        that is not known: a program that rrfp does not run ended well, or by a SystemExit of its
-        own."""
+        """Describe how the program ended on this rank: finished, interrupted by Ctrl-C, or failed,
+        with a sentence and the fault's origin: this rank or, if a peer was lost, what the error
+        names or else a collective. None if neither `note_program_end` was called nor an error is
+        known."""
         error = self.program_error
         if error is None and not self._is_end_known:
             return None

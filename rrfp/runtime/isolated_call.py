@@ -33,7 +33,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: flo
     pass as JSON.
 
     Raises NoAnswerError if it raises, crashes, cannot be started or takes longer than `limit_s`, in
-    seconds; the process and its children are killed then.
+    seconds; a process that is too slow is killed, with its children.
     """
     try:
         return _run_process(function, arguments, limit_s)

@@ -156,7 +156,8 @@ def _expand_item(item: str) -> list[str]:
 
 def _expand_brackets(brackets: str) -> Iterator[str]:
     """Yield the numbers of `01-03,7` as text, padded with zeros to the width of the first one of
-    their range. Raises ValueError for another text, or a range that ends before it begins."""
+    their range. Raises ValueError for another text, or a range that ends before it begins or has
+    more than 65,536 numbers."""
     for item in brackets.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
@@ -188,8 +189,9 @@ that two steps on one node rarely use the same."""
 
 
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
-    """Return whether srun has started this process: SLURM_PROCID is set, and this is not the script
-    of a job itself, which sbatch runs once with SLURM_PROCID 0."""
+    """Return whether srun has started this process: SLURM_PROCID is set, and either a variable of a
+    step is, too, or ENVIRONMENT is not BATCH, as it is in the job's script, which sbatch runs
+    itself."""
     in_step = any(name in environment for name in _STEP_VARIABLES)
     return _TASK in environment and (in_step or environment.get("ENVIRONMENT") != "BATCH")
 
@@ -281,8 +283,9 @@ def _read_tasks_per_node(
 
 
 def _srun_port(environment: Mapping[str, str]) -> int:
-    """Return MASTER_PORT, or else a port from 20000 to 29999 that follows from the job's and the
-    step's number. A number that is not set or invalid counts as 0."""
+    """Return MASTER_PORT if it is set, or else a port from 20000 to 29999 that follows from the
+    job's and the step's number; a number that is not set or invalid counts as 0. Raises UsageError
+    for a MASTER_PORT that is no port."""
     if "MASTER_PORT" in environment:
         return _read_port(environment, _SRUN)
     # Other code does not need these two, so that replacements of srun may lack them.
@@ -299,9 +302,9 @@ _TORCH_INDEX_AND_COUNT = ("RANK", "WORLD_SIZE")
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | None:
-    """Return this process' place by its environment, by RANK and WORLD_SIZE or else by srun's
-    variables; None if it was not started as one of several. Raises UsageError for variables that
-    are missing or contradict each other."""
+    """Return this process' place by RANK and WORLD_SIZE if one of them is set, or else by srun's
+    variables; None if no launcher has set its own. Raises UsageError for variables of either that
+    are missing, invalid or contradict each other."""
     by_srun = _place_by_srun(environment) if _is_srun_task(environment) else None
     if not any(name in environment for name in _TORCH_INDEX_AND_COUNT):
         return by_srun
@@ -332,9 +335,9 @@ def missing_torch_environment(environment: Mapping[str, str] = os.environ) -> di
 
 
 def _place_by_torch(environment: Mapping[str, str]) -> LaunchPlace:
-    """Return the place by torchrun's variables. Raises UsageError if RANK or WORLD_SIZE is missing,
-    if MASTER_ADDR or MASTER_PORT is and there are several processes, or if they contradict each
-    other."""
+    """Return the place by torchrun's variables; a single process needs no MASTER_ADDR and no
+    MASTER_PORT. Raises UsageError for needed variables that are missing, and for variables that are
+    invalid or contradict each other."""
     by = "torchrun" if _ELASTIC in environment else "whoever has set RANK"
     index, count = _read_index_and_count(environment, *_TORCH_INDEX_AND_COUNT, by)
     local_index, local_count = 0, None

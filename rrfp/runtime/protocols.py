@@ -115,8 +115,9 @@ class PeerSilentError(PeerLostError):
 
 
 class StallError(RrfpError):
-    """Nothing arrived for longer than the configured time. The message is one sentence, and below
-    it one line for each rank that may be involved, with the task that it waits for."""
+    """Nothing arrived for longer than the configured time. The message is one sentence; if a rank
+    waits for messages, not for its device, a table of the ranks that may be involved follows, with
+    what each waits for."""
 
 
 class Inbox:

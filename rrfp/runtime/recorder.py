@@ -109,9 +109,9 @@ class Recorder:
         return round(self._num_records * self._record_ns) + self._writing_ns
 
     def record(self, record: Record) -> None:
-        """Write a record to the flight record at once, and queue it for the next flush; a
-        `BegunRecord` is not queued. Beyond the capacity it is only counted as lost. Any thread may
-        call this."""
+        """Write a record to the flight record at once, and queue it for the next flush, or count it
+        as lost beyond the capacity. A `BegunRecord` is not queued, nor is any record while
+        recording is off. Any thread may call this."""
         if self._ring is not None:
             self._ring.put(record)
         if self._writer is None or type(record) is BegunRecord:
@@ -129,8 +129,8 @@ class Recorder:
 
     def flush(self, step: int) -> None:
         """Write the records since the last flush, the number of lost ones, if any, and the cost of
-        recording so far. An error switches recording off. The compute thread calls it at the end of
-        a step."""
+        recording so far; does nothing while recording is off. Any error switches recording off, and
+        is not raised. The compute thread calls it at the end of `step`."""
         self._step = step
         if self._writer is None:
             return
@@ -160,9 +160,9 @@ class Recorder:
             ring.close()
 
     def abandon(self) -> None:
-        """Close the spill file of a rank that fails, within bounded time: write only the latest
-        200,000 records, and count the others as lost. The flight record, which has the rank's last
-        activity, stays."""
+        """Close the spill file of a rank that fails, within bounded time: of the records since the
+        last flush write only the latest 200,000, and count the others as lost. The flight record,
+        which has the rank's last activity, stays."""
         num_over = max(0, len(self._rows) - _MAX_AT_FAILURE)
         for _ in range(num_over):
             self._rows.popleft()
@@ -222,8 +222,8 @@ class Recorder:
             )
 
     def _switch_off(self, error: Exception) -> None:
-        """Stop recording after an error, with one warning: drop the queued records, note the reason
-        in the flight record, and close the spill file."""
+        """Write nothing more to the spill file after an error, with one warning: drop the queued
+        records, note the reason in the flight record, which goes on, and close the spill file."""
         writer, self._writer = self._writer, None
         self._rows.clear()
         reason = f"{self._path}: {reason_of(error)}"

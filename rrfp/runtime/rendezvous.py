@@ -87,9 +87,9 @@ class Rendezvous:
 
     def wait(self, name: str, peer: int) -> bytes:
         """Wait for the value that rank `peer` publishes under this name, and return it. Raises
-        PeerLostError at the deadline, or as soon as a rank reports that it has failed or `peer` has
-        ended, and RrfpError if the store fails. A long wait is logged every 30 s, by one of the
-        ranks that wait for the same peers.
+        PeerLostError at the deadline, or as soon as a rank has called `fail` or `peer` has ended
+        without the value, and RrfpError if the store fails. A long wait is logged every 30 s, by
+        one of the ranks that wait for the same peers.
 
         Polls, because Ctrl-C could not interrupt a call that blocks inside the store.
         """
@@ -116,8 +116,8 @@ class Rendezvous:
             raise _store_failed(error) from error
 
     def log_missing(self, missing: Sequence[int]) -> None:
-        """Log a warning with the missing ranks, every 30 s since this rendezvous began, unless
-        another rank that misses the same ones has logged it."""
+        """Log a warning with the missing ranks if another 30 s since this rendezvous began have
+        passed, unless another rank that misses the same ones has logged it."""
         waited_s = time.monotonic() - self._began_s
         if waited_s < _NOTICE_S * (self._num_notices + 1):
             return
@@ -145,7 +145,8 @@ class Rendezvous:
             self.log_missing(sorted(others | {peer}))
 
     def _raise_if_ended(self, peer: int, key: str) -> None:
-        """Raise PeerLostError if a peer's process has ended and it has not published this key."""
+        """Raise PeerLostError if a peer's process has published that it ended before its first step
+        (`publish_early_end`), and has not published this key."""
         ended = f"{_ENDED}/{peer}"
         # What it published before it ended is still there.
         if self._store.check([ended]) and not self._store.check([key]):
@@ -177,7 +178,7 @@ class Rendezvous:
 
     def raise_if_failed(self) -> None:
         """Raise PeerLostError, with the rank and its reason, if a rank has called `fail`, and
-        RrfpError if the store fails."""
+        RrfpError if the store fails or holds a report that cannot be read."""
         try:
             if not self._store.check([self._key(_FAILED)]):
                 return
@@ -256,8 +257,8 @@ def num_ranks_counted(name: str) -> int:
 
 
 def _format_s(seconds: float) -> str:
-    """Format a timeout with two digits below 10 s, else in whole seconds: the rest of a longer
-    timeout is rarely a round number."""
+    """Format a timeout with up to two significant digits below 10 s, else in whole seconds: the
+    rest of a longer timeout is rarely a round number."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
@@ -271,8 +272,8 @@ def _store_failed(error: RuntimeError) -> RrfpError:
 
 
 def host_identity() -> str:
-    """Return an identity of this host: its name and its boot ID, in case two hosts share a name.
-    Processes with the same identity share one monotonic clock."""
+    """Return an identity of this host: its name and its boot ID (empty if it cannot be read), in
+    case two hosts share a name. Processes with the same identity share one monotonic clock."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -293,7 +294,7 @@ def exchange_hosts(
     store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float = 60.0
 ) -> tuple[str, ...]:
     """Publish this host's identity, and return that of every rank's host, by rank; all ranks call
-    it. Raises PeerLostError for a rank that does not appear in time."""
+    it. Raises PeerLostError for a rank that does not appear in time, or that fails before."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     rendezvous.publish(f"host/{rank}", host_identity())
     rendezvous.awaited = range(num_ranks)
@@ -332,8 +333,8 @@ def _resolve(name: str) -> str:
 
 
 def own_address_for_reaching(name: str) -> str:
-    """Return the address that this host would use to reach `name`, without sending a packet; empty
-    for an empty name, one that does not resolve, or without a route."""
+    """Return the address that this host would use to reach `name`, without sending a packet to it;
+    empty for an empty name, one that does not resolve, or without a route."""
     if not name:
         return ""
     try:
@@ -365,9 +366,10 @@ def measure_clock_offset(
 ) -> ClockOffset:
     """Measure this host's monotonic clock against that of rank 0's host; all ranks call it.
 
-    `hosts` is the host identity of every rank, by rank. The first rank of each other host plays
-    ping-pong with rank 0 through the store; the shortest round trip counts. Raises PeerLostError,
-    naming the rank it waited for, if the time-out passes.
+    `hosts` is the host identity of every rank, by rank. On rank 0's host the result is 0. The first
+    rank of each other host exchanges 20 pings with rank 0 through the store, of which the shortest
+    round trip counts, and publishes the result to the other ranks of its host. Raises
+    PeerLostError, naming the rank it waited for, at the time-out.
     """
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     first_ranks = {host: hosts.index(host) for host in hosts if host != hosts[0]}

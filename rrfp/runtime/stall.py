@@ -148,8 +148,8 @@ def format_first(things: Sequence[object]) -> str:
 
 
 def format_rows(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
-    """Format one line per rank, below a line of titles, within 80 columns: cells that do not fit go
-    on lines of their own. Ranks without a row are listed as silent."""
+    """Format the rows by rank, below a line of titles, within 80 columns: cells that do not fit go
+    on lines of their own, each with its title. A last sentence lists the ranks without a row."""
     row_of = {row.rank: row for row in rows}
     lines, silent = [_TITLES], []
     for rank in sorted({*ranks, *row_of}):
@@ -201,7 +201,8 @@ def pending_messages(
     dispatcher: Dispatcher, agreement: GroupAgreement, pp_ranks: Sequence[int]
 ) -> dict[int, str]:
     """Describe, by the sending global rank, what this rank still waits for in this step: the
-    group's messages, and the outputs that its unfinished tasks lack; one thing for each sender."""
+    group's messages, and the outputs that its unfinished tasks lack; of each sender only the first,
+    the group's before others."""
     unfinished = dispatcher.unfinished()
     pending = agreement.pending_messages(reduce(or_, (missing for _, missing in unfinished), 0))
     shape = dispatcher.shape
@@ -220,8 +221,8 @@ def make_stall_row(
     cause: Cause,
     waited_s: float,
 ) -> StallRow:
-    """Describe this rank's current wait: the ready tasks, the best task that lacks an input, and
-    what they lack from which rank."""
+    """Describe this rank's current wait: the ready tasks, the hint's best task that lacks an input,
+    and what these lack from which rank; of each list only the first 3 are named."""
     pp_rank = dispatcher.rank
     status = dispatcher.status()
     best = status.best_waiting

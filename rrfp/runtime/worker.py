@@ -102,9 +102,9 @@ def task_begun(now_ns: int, step: int, task: Task) -> BegunRecord:
 def explain_wait(
     wait: BegunRecord, dispatcher: Dispatcher, agreement: GroupAgreement, pp_ranks: Sequence[int]
 ) -> BegunRecord:
-    """Return the record of a wait with the first task whose output it is for, the hint's best
-    waiting task before others, and the rank that will send it; without one, the group's rank, or
-    -1. Takes time linear in the tasks of the step."""
+    """Return the record of a wait with the first output of another rank that a task here lacks, the
+    hint's best waiting task first, and with that rank; if no task lacks one, only with the rank
+    whose message of the group is awaited, or -1. Takes time linear in the tasks of the step."""
     status = dispatcher.status()
     best = () if status.best_waiting is None else (status.best_waiting,)
     for waiting in (*best, *status.tasks):
@@ -141,8 +141,8 @@ def explain_out_of_memory(
     rank: int, task: Task, held_bytes: int, held_microbatches: float
 ) -> Iterator[None]:
     """Wrap a task that begins with these activations held; `held_bytes` is 0 if not known. Raises
-    OutOfMemoryError, which names a smaller `--hold`, in place of an allocator's error; other errors
-    pass unchanged."""
+    OutOfMemoryError, which advises a smaller `--hold` or another remedy, in place of an allocator's
+    error; other errors pass unchanged."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -160,8 +160,9 @@ def explain_out_of_memory(
 
 
 def _advise_hold(held_bytes: int, held_microbatches: float) -> str:
-    """Advise the `--hold` that would have fitted: 90 % of the held bytes in whole MiB, or one
-    microbatch fewer if the bytes are unknown. If at most one is held, advise other remedies."""
+    """Advise the `--hold` that would have fitted: 90 % of the held bytes in whole MiB, or if that
+    is 0 or the bytes are unknown, one microbatch fewer, at least 1. If at most one microbatch is
+    held, advise other remedies."""
     fitting = int(_FITTING_SHARE * held_bytes) // _MIB * _MIB
     if held_microbatches > 1 and fitting > 0:
         return f"--hold {Bytes(fitting)} would have fitted"
@@ -288,17 +289,17 @@ class Worker:
         self._peak_held_bytes = 0
 
     def _summary(self, step_start_ns: int, busy_ns: int) -> StepSummary:
-        """Summarize the step, which ends now: its times, and the largest number and bytes of
-        activations held; bytes are measured, or else modeled."""
+        """Summarize the step, which ends now: its times, and the largest number of microbatches and
+        of bytes of activations held. The bytes are measured, or else modeled, or else None."""
         dispatcher = self._dispatcher
         peak_held = dispatcher.peak_held / dispatcher.shape.num_chunks
         peak_bytes = self._peak_held_bytes or dispatcher.peak_held_bytes
         return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None)
 
     def _start_punctuality(self) -> None:
-        """Send and use forecasts in this step if the policy asks for it; in a group only the
-        leaders do, because they decide. Measurements stay valid until the policy asks for something
-        else."""
+        """Set `_punctuality`, with which this rank sends and uses forecasts in this step: None if
+        the policy does not ask for it, and on a follower of a group, because the leader decides.
+        Measurements stay valid until the policy asks for something else."""
         dispatcher, group = self._dispatcher, self._agreement.group
         fresh = new_punctuality(dispatcher.policy, dispatcher.shape.num_chunks)
         if fresh is None or (group is not None and not group.leads):
@@ -402,8 +403,8 @@ class Worker:
         return explain_out_of_memory(rank, run.task, compute.held_bytes, num_held)
 
     def _measure_held_bytes(self, compute: Compute, run: RunTask) -> int:
-        """Return the activation bytes held with this task: those of the decision if it used bytes,
-        or else as measured. Updates the peak."""
+        """Return the activation bytes held with this task: as the decision counted them if it knew
+        their sizes, or else as measured. Updates the measured peak."""
         measured_bytes = compute.held_bytes
         self._peak_held_bytes = max(self._peak_held_bytes, measured_bytes)
         return run.held_bytes or measured_bytes
@@ -450,9 +451,9 @@ class Worker:
         )
 
     def _send_forecast(self, task: Task, chunk: int) -> None:
-        """Announce to the rank that takes this task's output when to expect it: by the pace, or
-        else by earlier durations. Does nothing if neither is known, or if this rank itself takes
-        the output."""
+        """Announce to the rank that takes this task's output when to expect it: by the pace, with
+        the message's time, or else by earlier durations. Does nothing if neither is known, or if no
+        other rank takes the output."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None or (to_rank := shape.rank_of(receiver.stage)) == self._dispatcher.rank:
@@ -478,8 +479,8 @@ class Worker:
 
     def _wait(self, cause: Cause) -> None:
         """Wait until something arrives, and handle it. Raises StallError after `stall_s`, and
-        PeerLostError if a peer has left that it waits for. In a long wait it publishes this rank's
-        row for all calls, and shortly before the end calls for the rows of others.
+        PeerLostError if a peer that it waits for has left before. In a long wait it publishes this
+        rank's row if any rank has called for rows, and calls for them itself 1.5 s before the end.
 
         It adds up its timeouts instead of reading the clock: time in which this process itself was
         stopped is no stall.
@@ -507,7 +508,7 @@ class Worker:
 
     def _take_first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:
         """Wait up to `timeout_s` for the first events, and return them; empty after the timeout.
-        Explains the wait in the flight record after `_BRIEF_S`, or if a link failed."""
+        Explains the wait in the flight record after 50 ms, or if a link failed."""
         events = self._inbox.take(min(timeout_s, _BRIEF_S))
         if not events or any(isinstance(event, LinkFailed) for event in events):
             self._record_wait(cause, explain=True)
@@ -618,13 +619,14 @@ class DeviceWorker(Worker):
         self._watcher = Thread(target=self._watch, name="rrfp-device", daemon=True)
 
     def open(self) -> None:
-        """Join this rank's group, and start the thread that waits for launched tasks to end."""
+        """Join this rank's group, if any, and start the thread that waits for launched tasks to
+        end."""
         super().open()
         self._watcher.start()
 
     def close(self) -> None:
-        """End the thread that waits for launched tasks, within 1 s even if the device hangs. A
-        second call does nothing."""
+        """Let the thread that waits for launched tasks end, and wait for that, but at most 1 s: it
+        may wait for a device that hangs."""
         if self._watcher.is_alive():
             self._to_watch.put(None)
             # A daemon: a collective of a peer that is lost may never end.
@@ -646,8 +648,9 @@ class DeviceWorker(Worker):
         compute: Compute,
         pace: StepPace | None = None,
     ) -> StepSummary:
-        """Run every task of one step, and return its times and peak memory once the device has run
-        the last task. Raises the errors of `Worker.run_step`."""
+        """Run every task of one step, launching the next one while one runs, and return the step's
+        times and peak memory once the device has run the last task. Raises the errors of
+        `Worker.run_step`."""
         self._device.synchronize_clocks()
         step_start_ns = self._clock()
         self._begin_step(step, dispatcher, pace)
@@ -719,8 +722,8 @@ class DeviceWorker(Worker):
 
     def _launch(self, compute: Compute, run: RunTask) -> None:
         """Launch a task, record the launch, and deliver the output, which the device has yet to
-        compute. With a pace it also queues a wait behind the task, to make it as long as
-        modeled."""
+        compute; before, announce the output if forecasts are used. With a pace it also queues a
+        wait behind the task, to make it as long as modeled."""
         device, task, pace = self._device, run.task, self._pace
         inputs = self._pop_inputs(task)
         waiting_bytes = compute.waiting_gradient_bytes

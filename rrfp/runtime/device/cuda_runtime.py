@@ -112,8 +112,8 @@ def _has_driver() -> bool:
 
 def find_working_gpus() -> list[dict[str, object]]:
     """Return the name, memory and UUID of each GPU that torch sees, after each has added two
-    numbers. Raises torch's RuntimeError or AssertionError if one cannot. Initializes CUDA in this
-    process."""
+    numbers. Raises RuntimeError if one cannot or adds wrongly, and torch's own errors without a
+    usable CUDA. Initializes CUDA in this process."""
     import torch
 
     torch.cuda.current_device()

@@ -426,7 +426,8 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """True if a frame that was begun is still to be written over this connection."""
+        """True if something comes before a new frame: a frame that was begun, or over a later
+        connection the count and the frames to write again."""
         return self._outgoing is not None or self._must_resume or self._retransmit.num_unsent > 0
 
     @property
@@ -465,9 +466,9 @@ class Channel:
         return [LinkFailed(error)]
 
     def answer_farewell(self, num_queued: int) -> list[Output]:
-        """Prepare the answer to the peer's farewell, for `final_bytes`, and be over. Queued or
-        half-written frames with a task, which still wait for the peer, make it a loss, which is
-        returned."""
+        """Be over after the peer's farewell, and prepare the answer for `final_bytes`, unless a
+        frame is half written or none may be written. Anything queued, and a frame with a task that
+        is still to be written, make it a loss, which is returned."""
         outgoing = self._outgoing
         if self.may_write_new and outgoing is None:
             farewell = OutgoingFrame(Header(Purpose.FAREWELL))
@@ -517,8 +518,8 @@ class Channel:
         return self.fail(PeerLostError(why, self.link.link_origin))
 
     def attach(self) -> None:
-        """Resume over another connection in place of the broken one, once the peer's count has
-        come; does nothing if it is over. No write is in progress."""
+        """Begin to resume over another connection in place of the broken one, which is whole once
+        the peer's count has come; does nothing if the channel is over. No write is in progress."""
         assert not self.is_writing
         if self.state is State.OVER:
             return
@@ -586,8 +587,9 @@ class Channel:
             self.begin(OutgoingFrame(Header(Purpose.HEARTBEAT)))
 
     def next_write(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes to write now, of the frame that was begun; empty without one, or if the
-        peer reads nothing more. If it returns any, `wrote` or `write_failed` must follow."""
+        """Return the bytes to write now, of the frame that was begun; empty without one, if the
+        channel is over, or if the peer reads nothing more. If it returns any, `wrote` or
+        `write_failed` must follow."""
         outgoing = self._outgoing
         if outgoing is None or not self._is_writable or self.state is State.OVER:
             return []
@@ -597,7 +599,7 @@ class Channel:
 
     def wrote(self, num_bytes: int, now_ns: int) -> OutgoingFrame | None:
         """End a write of this many bytes; 0 if the peer reads none now. Return the frame if it is
-        written whole, and was not before; else None."""
+        now written whole for the first time, and has not been acknowledged before; else None."""
         self.is_writing = False
         outgoing = self._outgoing
         if num_bytes == 0 or outgoing is None:
@@ -667,8 +669,8 @@ class Channel:
         return acknowledged
 
     def accept(self, frame: Frame) -> bool:
-        """Count a frame; return whether it is one for the sender or the receiver of the link. A
-        resume makes the connection whole, and a farewell is noted."""
+        """Count a frame that is no heartbeat or resume; return whether it is one for the sender or
+        the receiver of the link. A resume makes the connection whole, and a farewell is noted."""
         purpose = frame.header.purpose
         if purpose is Purpose.RESUME:
             self._change_connection(Change.RESUME)
@@ -707,7 +709,7 @@ class Channel:
     def waited(self, now_ns: int) -> list[Output]:
         """End a wait after which there is nothing to read, and count it as silence. After
         `silence_ns` the link fails; on the source of a link between hosts the connection breaks
-        earlier. At the close deadline the link ends."""
+        after half of that, or a tenth while it resumes. At the close deadline the link ends."""
         self._end_if_late(now_ns)
         if self.state is State.OVER:
             return []

@@ -291,8 +291,8 @@ class LinkDriver(Generic[D]):
         self._connection.close()
 
     def _detach_if_done(self) -> None:
-        """Detach the data plane from the peer's memory, before a farewell, if nothing uses it any
-        more."""
+        """Detach the data plane from the peer's memory, once: before a farewell, when nothing uses
+        it any more, or when the link is over. If the link is lost, do not wait for the device."""
         with self._lock:
             may_detach, is_lost = self._endpoint.may_detach, self._endpoint.is_lost
         if may_detach:
@@ -399,7 +399,8 @@ class LinkDriver(Generic[D]):
 
     def _write(self) -> None:
         """Handle queued completions, and write frames until there are no more or the socket is
-        full; the caller holds `_write_lock`. Errors break the connection."""
+        full; the caller holds `_write_lock`. After a reset by the peer it writes nothing more;
+        another error breaks the connection. After its farewell it shuts the sending direction."""
         endpoint = self._endpoint
         if not self._completions.empty():
             with self._lock:
@@ -437,7 +438,8 @@ class LinkDriver(Generic[D]):
                     self._connection.shutdown(socket.SHUT_WR)
 
     def _read(self) -> None:
-        """Read at most one frame, without waiting, and handle it. Errors break the connection."""
+        """Read at most one frame, without waiting, and handle it. The end of the connection or an
+        error breaks it."""
         endpoint = self._endpoint
         outputs: list[Output] | None = None
         while outputs is None:

@@ -19,7 +19,8 @@ class Direction(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of messages that must be written, or fetched, before the farewell."""
+        """Number of messages and announcements that must be written, or fetched, before the
+        farewell."""
         ...
 
     @property
@@ -106,8 +107,8 @@ class Endpoint(Generic[D]):
 
     @property
     def may_detach(self) -> bool:
-        """True if the data plane has nothing more to do and is not detached yet: the farewell is
-        next, or written."""
+        """True if the data plane is not detached yet, and is to be: the link is over, or this end
+        closes and the plane has nothing more to do."""
         if self._is_detached or self.channel.state is State.OPEN:
             return False
         return self.channel.state is State.OVER or not self.direction.uses_plane
@@ -184,8 +185,9 @@ class Endpoint(Generic[D]):
 
     def received(self, num_bytes: int, now_ns: int) -> list[Output] | None:
         """Account for bytes in the channel's `next_read`; 0 if the peer closed its connection.
-        Return None while more of a frame must come first. Closed or garbled bytes break the
-        connection, and a frame against the protocol ends the link."""
+        Return None while more of a frame must come first. A close or garbled bytes break the
+        connection, a frame against the protocol ends the link, and an end that reads no more
+        ignores them."""
         channel = self.channel
         if not channel.reads:
             return []
@@ -216,8 +218,8 @@ class Endpoint(Generic[D]):
 
     def _answer_farewell(self) -> list[Output]:
         """Answer the peer's farewell, once it has left, and end the link; not while a write is in
-        progress, as its frame may be the last, or the plane works. Frames that still wait for the
-        peer make it a loss."""
+        progress, as its frame may be the last, or messages are being fetched. Frames that still
+        wait for the peer make it a loss."""
         channel = self.channel
         if not channel.has_peer_left or channel.is_writing or channel.state is State.OVER:
             return []

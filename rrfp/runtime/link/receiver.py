@@ -128,8 +128,8 @@ class Receiver:
 
     def complete(self, completion: Completion, now_ns: int) -> list[Output]:
         """Return the arrival of a fetched message, and queue the release of its slot unless it is
-        lent or the socket carried it. A freed lent slot is queued for release; a failure of the
-        plane ends the link."""
+        lent or the socket carried it; nothing once the link is over. A freed lent slot is queued
+        for release; a failure of the plane ends the link."""
         if isinstance(completion, SlotFreed):
             # The next frame that is written carries it.
             self._releases.append(completion.offset)

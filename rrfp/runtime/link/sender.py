@@ -139,8 +139,9 @@ class Sender:
 
     @property
     def is_quick(self) -> bool:
-        """False if the message in front is large, and its checksum is to be computed, which the
-        link's thread should do; else True."""
+        """False if the message in front has 256 KiB or more, was not staged, and its checksum is to
+        be computed, which the link's thread should do; else True, and always while an announcement
+        is queued."""
         if self._checks_tensors and self._messages and not self._announcements:
             envelope = self._messages[0]
             return envelope.descriptor is not None or envelope.num_bytes < _QUICK_BYTES
@@ -252,7 +253,7 @@ class Sender:
 
     def received(self, frame: Frame, now_ns: int) -> list[Output]:
         """Add the credits of a credit frame, or return the release of a slot that the peer has
-        used. Raises FrameError for any other frame, or a slot that it does not have."""
+        used. Raises FrameError for any other frame, or for a slot that the peer does not have."""
         header = frame.header
         if header.purpose is Purpose.CREDIT:
             self._num_credits += header.number

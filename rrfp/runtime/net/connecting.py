@@ -372,8 +372,8 @@ class Listener:
     ) -> None:
         """Wait until every source is connected, or until the rendezvous' deadline (`timeout_s` is
         for the message only). Raises PeerLostError naming those that are not, or the rank that has
-        reported a failure. Calls `raise_if_gone`, which raises it for a source that has ended,
-        regularly."""
+        reported a failure. Every 0.2 s calls `raise_if_gone` for each missing source, which raises
+        if that has ended."""
         while not self._is_complete(min(rendezvous.remaining_s, _FAILURE_LOOK_S)):
             rendezvous.raise_if_failed()
             with self._condition:
@@ -426,7 +426,7 @@ class Listener:
 
     def _accept(self) -> None:
         """Accept connections on the listener's thread until `close`, and start a handshake for
-        each. If file descriptors run out, pause and go on."""
+        each. If an accept fails, as without free file descriptors, pause for 20 ms and go on."""
         poller = select.poll()
         by_descriptor = {each[0].fileno(): each for each in self._sockets}
         for listening, _ in self._sockets:
@@ -481,8 +481,8 @@ class Listener:
 
     def _authenticate(self, connection: socket.socket, secret: bytes) -> None:
         """Authenticate one peer, and pass its connection to `on_connected`. Close it silently if
-        that fails, if the source is connected already but this is its attempt 0, or if the source
-        is not and this is a later attempt."""
+        that fails, the listener is closed, the source's first connection is still being passed on,
+        or the attempt does not fit: 0 from a connected source, or a later one from another."""
         accepted, source, attempt = connection, -1, 0
         with suppress(TlsError, HandshakeError):
             if self._tunnels is not None and connection.family != socket.AF_UNIX:
@@ -535,8 +535,9 @@ class SourceReconnector:
         self._num_attempts = 0
 
     def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
-        """Dial the peer once, after a pause, of at most 1 s, that grows with `num_useless`. Raises
-        PeerGoneError if no process listens there, and NotYetError for any other failure."""
+        """Dial the peer once; from the second useless connection in a row on, only after a pause
+        that grows with `num_useless`, to at most 1 s. Raises PeerGoneError if no process listens
+        there, and NotYetError for any other failure."""
         if num_useless > 1:
             pause(min(timeout_s, _DIAL_AGAIN_S * 2**num_useless, _LONGEST_PAUSE_S))
         began_s = time.monotonic()
@@ -572,9 +573,9 @@ class DestinationReconnector:
         return self._other is not None
 
     def offer(self, connection: socket.socket, attempt: int) -> bool:
-        """Store a further connection of the source for `attempt`, and close the one of the lower
-        attempt number. A thread of the listener calls it. Return False if the link is over; the
-        caller keeps the connection then."""
+        """Store a further connection of the source in place of an unused earlier one, or close it
+        unless `attempt` is the highest number so far. A thread of the listener calls it. Returns
+        False if the link is over; the caller keeps the connection then."""
         with self._lock:
             if self._is_closed:
                 return False

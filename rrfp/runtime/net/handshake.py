@@ -195,8 +195,8 @@ def open_private(directory: str) -> tuple[int, bytes]:
 
 
 def connect_opened(file: int, timeout_s: float | None = None) -> socket.socket:
-    """Connect to a Unix socket by its open file, which needs no name. Raises OSError if no process
-    listens."""
+    """Connect to a Unix socket by its open file, which needs no name. Raises OSError if that fails:
+    ConnectionRefusedError if no process listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)

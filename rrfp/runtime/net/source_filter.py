@@ -47,8 +47,9 @@ def filter_refusal() -> str:
 
 
 def accept_only(listening: socket.socket, sources: Collection[str] | None) -> None:
-    """Accept connections only from these addresses or networks; None: from any. Replaces an earlier
-    filter; does nothing where the kernel refuses filters. May raise OSError."""
+    """Accept connections only from these addresses or networks, and beyond 64 of them also from
+    wider networks around them; None: from any. Replaces an earlier filter; does nothing where the
+    kernel refuses filters. Raises ValueError for anything else, and OSError."""
     if not filter_refusal():
         _attach(listening, [_PASS] if sources is None else [*_program(sources)])
 
@@ -68,8 +69,9 @@ def run_host_addresses() -> tuple[str, ...] | None:
 
 
 def _program(sources: Collection[str]) -> Iterator[Instruction]:
-    """Yield the instructions of a filter that passes packets from these addresses or networks, and
-    drops all others. A zone, such as `%eth0`, is ignored. Raises ValueError for anything else."""
+    """Yield the instructions of a filter that passes packets from these addresses or networks
+    (widened beyond 64 of an IP version), and drops all others. A zone, such as `%eth0`, is ignored.
+    Raises ValueError for anything else."""
     addresses = [ipaddress.ip_network(each.partition("%")[0]) for each in sources]
     old = _summarize([each for each in addresses if isinstance(each, ipaddress.IPv4Network)])
     new = _summarize([each for each in addresses if isinstance(each, ipaddress.IPv6Network)])
@@ -84,8 +86,8 @@ def _program(sources: Collection[str]) -> Iterator[Instruction]:
 
 
 def _summarize(networks: Collection[N]) -> list[N]:
-    """Return at most 64 networks that contain all of these: the same addresses, or more of them
-    where that is too many networks."""
+    """Return at most 64 networks that contain all of these, which are of one IP version: the same
+    addresses, or more of them where that is too many networks."""
     few: list[N] = list(ipaddress.collapse_addresses(networks))
     while len(few) > _MAX_NETWORKS:
         few = list(ipaddress.collapse_addresses([each.supernet() for each in few]))

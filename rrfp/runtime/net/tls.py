@@ -249,7 +249,7 @@ class _Tunnel:
 
     def close(self, timeout_s: float) -> None:
         """Wait for the thread, which ends once it has sent everything; after the timeout shut the
-        connection to end it. Call it after the plain end was closed."""
+        connection to end it, and wait again. Call it after the plain end was closed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             shut_down(self._connection)
@@ -309,8 +309,8 @@ class _Tunnel:
             self._is_receiving, self._decrypted = False, memoryview(b"")
 
     def _read_plain(self) -> None:
-        """Read and encrypt what the link has written. At its end or an error, note that it writes
-        nothing more."""
+        """Read and encrypt what the link has written, or drop it if nothing more can be sent. At
+        the end or an error, note that the link writes nothing more."""
         try:
             piece = self._inner.recv(_PIECE_BYTES)
         except BlockingIOError:

@@ -92,8 +92,9 @@ class _Incoming:
     channel: Channel
 
     def reconnected(self, connection: socket.socket, attempt: int) -> None:
-        """Offer a further connection of the source to the link's thread; if the link is over, send
-        the farewell again and close the connection. A thread of the listener calls it."""
+        """Offer a further connection of the source to the link's thread; if the link is over,
+        answer the source's farewell again, if it said one, and close the connection. A thread of
+        the listener calls it."""
         if self.reconnector.offer(connection, attempt):
             self.driver.note_other_connection()
             return
@@ -182,7 +183,8 @@ class SocketTransport:
         """Connect every link; return when all are connected. Any error closes everything.
 
         Raises PeerLostError naming a rank that did not connect within `connect_s` or that called
-        `Rendezvous.fail`, and UsageError for an address that this host does not have.
+        `Rendezvous.fail`, and UsageError for an address that this host does not have, or for a peer
+        with other settings.
         """
         try:
             self._connect(Rendezvous(self._store, self._prefix, self._rank, self._connect_s))
@@ -264,7 +266,8 @@ class SocketTransport:
             )
 
     def _check_same_settings(self, peer: int, address: ListenerAddress) -> None:
-        """Raise UsageError if a peer has another transport or TLS setting."""
+        """Raise UsageError if a peer has another transport or, where it listens at a TCP port,
+        another TLS setting."""
         requested = self._planes.requested
         if address.transport != requested:
             raise UsageError(
@@ -385,13 +388,14 @@ class SocketTransport:
         link.driver.change(partial(link.receiver.consumed, step))
 
     def grant(self, num_credits: int) -> None:
-        """Raise every incoming link's credits to `num_credits`, for a step with more in flight;
-        a smaller number changes nothing. Its sources need not know."""
+        """Raise every incoming link's bound on messages in flight to `num_credits`, for a step with
+        more of them; a smaller number changes nothing. Its sources need not know."""
         for link in self._incoming.values():
             link.driver.change(partial(link.receiver.grant, num_credits))
 
     def forecast(self, peer: int, step: int, task: Task, remaining_ns: int) -> None:
-        """Announce to `peer` in how many ns to expect a task's input, at most an hour."""
+        """Announce to `peer` in how many ns to expect a task's input; more than an hour is
+        announced as an hour."""
         self._announce(peer, Purpose.FORECAST, step, task, min(remaining_ns, MAX_FORECAST_NS))
 
     def report(self, peer: int, step: int, task: Task) -> None:
@@ -409,10 +413,10 @@ class SocketTransport:
         link.driver.submit(partial(link.sender.announce, purpose, step, task, number))
 
     def close(self, *, farewell: bool = True) -> None:
-        """Write what is queued, say farewell on every link, and stop every thread, within about
-        `close_s`; a second call does nothing.
+        """Write what is queued, say farewell on every link, and stop every thread; each of these
+        waits for at most about `close_s`. A second call does nothing.
 
-        With `farewell=False`, for a rank that fails, it waits for nothing, and the peers learn at
+        With `farewell=False`, for a rank that fails, it waits for no peer, and the peers learn at
         once that this rank is lost.
         """
         with self._lock:
@@ -460,8 +464,8 @@ def _check(
     heartbeat_s: float,
     silence_s: float,
 ) -> None:
-    """Raise UsageError for a link to the rank itself, less than one credit, or heartbeats that are
-    not more frequent than the silence."""
+    """Raise UsageError for a link to the rank itself, less than one credit, or a `heartbeat_s` that
+    is not above 0 and below `silence_s`."""
     if rank in sends_to or rank in receives_from:
         raise UsageError(f"rank {rank} has a link to itself; pass its own outputs on directly")
     if num_credits < 1:

@@ -163,8 +163,9 @@ def _descriptor(tensor: torch.Tensor | Form | None) -> bytes:
 
 
 def decode_forms(data: bytes | bytearray, max_message_bytes: int) -> Forms:
-    """Decode and check the descriptors of one message. Raises FrameError for invalid ones, or
-    tensors of more than `max_message_bytes` in all."""
+    """Decode and check the descriptors of one message. Raises FrameError for invalid ones, for
+    tensors of more than `max_message_bytes` in all, and for an empty tensor that would have more if
+    its zeros were ones."""
     forms: list[Form | None] = []
     total_bytes = 0
     for code, num_dimensions, *dimensions in _DESCRIPTOR.iter_unpack(data):

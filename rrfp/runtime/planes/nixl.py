@@ -110,8 +110,8 @@ class NixlAgent:
         """NIXL's description of this agent, by which peers connect to it, once it has started."""
 
     def start(self) -> None:
-        """Start NIXL on the agent's thread. Raises PlaneRefusal if NIXL is not installed or does
-        not start; `close` must follow then, too."""
+        """Start NIXL on the agent's thread. Raises PlaneRefusal if NIXL is not installed, or does
+        not start or answer within 30 s; `close` must follow then, too."""
         self._thread.start()
         try:
             self.metadata = self._call(self._begin, _START_S)
@@ -121,8 +121,8 @@ class NixlAgent:
             raise PlaneRefusal(f"NIXL does not start ({type(error).__name__}: {error})") from None
 
     def add(self, metadata: bytes, timeout_s: float) -> str:
-        """Connect the agent to a peer's agent by its metadata, and return its name. Raises NIXL's
-        errors, and TimeoutError."""
+        """Connect the agent to a peer's agent by its metadata, and return the name of that agent.
+        Raises NIXL's errors, and TimeoutError."""
 
         def add() -> str:
             name = self._agent.add_remote_agent(metadata)
@@ -136,8 +136,9 @@ class NixlAgent:
         self._work.put(read)
 
     def close(self) -> bool:
-        """End the agent and its thread, and cancel the reads in flight, whose `done` is not called.
-        Returns False if the thread has not ended in 4 s: it may still use the slabs then."""
+        """End the agent and its thread, and drop the reads that are waiting or in flight, whose
+        `done` is not called. Returns False if the thread has not ended in 4 s: it may still use the
+        slabs then."""
         self._work.put(None)
         self._thread.join(_CLOSE_S)
         return not self._thread.is_alive()
@@ -352,7 +353,7 @@ class NixlPlane:
     def _memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate memory to be registered. On a GPU CUDA allocates it, not torch: reads of torch's
         expandable segments are slow (https://github.com/ai-dynamo/nixl/issues/1754). Raises
-        PlaneRefusal if CUDA has too little, or if torch cannot use it."""
+        PlaneRefusal if CUDA or torch gives none."""
         device = self.device
         try:
             if device.torch_device.type != "cuda":

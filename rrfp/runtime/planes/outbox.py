@@ -194,7 +194,7 @@ class Outbox:
             completions.put(PlaneFailed(failure))
 
     def release(self, offset: int) -> None:
-        """Free a slot, lent or not, and wake the thread; an offset without a slot does nothing."""
+        """Free a slot, lent or not, and wake the thread; an offset without a slot frees nothing."""
         with self._condition:
             if not self._lent.release(offset):
                 self._slots.release(offset - self._lent.num_bytes)
@@ -237,8 +237,8 @@ class Outbox:
     # The thread.
 
     def _run(self) -> None:
-        """Stage messages until `close`, and then wait for the copies in flight; runs on the
-        outbox's thread. An error fails every link that has used the outbox."""
+        """Stage messages until `close`, and then wait for the copies in flight, without passing
+        them on; runs on the outbox's thread. An error fails every link that has used the outbox."""
         try:
             try:
                 while self._progress():
@@ -267,8 +267,9 @@ class Outbox:
 
     def _allocate(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
         """Remove the first message, allocate its slot, and return it with the slab's offset of the
-        slot (`NO_SLOT` if none is large enough) and whether the slot is lent. Without a message or
-        a free slot wait, or with `waits=False` return None; None also after `close`."""
+        slot (`NO_SLOT` if the message is larger than the part that is not lent) and whether the
+        slot is lent. Without a message or a free slot wait, or with `waits=False` return None; None
+        also after `close`."""
         with self._condition:
             while not self._is_closed:
                 if self._waiting:

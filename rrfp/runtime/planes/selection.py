@@ -315,8 +315,9 @@ class RankPlanes:
 
     def open(self, *, has_same_host: bool, has_other_host: bool, encrypts: bool = False) -> None:
         """Make the planes for links to peers on this host and on other hosts; keep the reason of
-        one that refuses. With `encrypts` only encrypted bytes may go to other hosts. Raises
-        UsageError if the requested plane does not encrypt."""
+        one that refuses. With `encrypts`, links to other hosts, if any, get no plane that does not
+        encrypt; UsageError if it is the requested one. NIXL without other hosts is kept to
+        loopback."""
         if encrypts and has_other_host:
             if self.requested in UNENCRYPTED:
                 raise UsageError(
@@ -390,7 +391,8 @@ class RankPlanes:
 
     def answer(self, connection: socket.socket, peer: int, timeout_s: float) -> Incoming | None:
         """Negotiate a plane for the link from this peer, and return it attached to the peer; None
-        if the socket carries the tensors. Raises NegotiationError."""
+        without a plane, so that the socket carries the tensors. On a GPU, and for `bounce`, its
+        fetcher also copies what the socket has carried. Raises NegotiationError."""
         if not self.negotiates:
             return None
         choice, attachment = answer_offer(connection, self._planes, peer, timeout_s)
@@ -404,8 +406,8 @@ class RankPlanes:
 
     @property
     def accepted(self) -> AcceptedPlanes:
-        """The choices by peer, the requested transport, and the upper bound of the memory that the
-        planes in use take."""
+        """The choices of the links from this rank by peer, the requested transport, and the upper
+        bound of the memory that the planes of these links take on this rank."""
         with self._lock:
             used = {choice.plane for choice in self._choices.values()} & self._planes.keys()
             reserved = [self._planes[name].reserved_bytes for name in used]
