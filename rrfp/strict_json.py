@@ -31,10 +31,14 @@ def integer(value: object) -> int:
 
 
 def number(value: object) -> float:
-    """Return a finite number as a float. Raises ValueError for any other value, also for true."""
+    """Return a finite number as a float. Raises ValueError for any other value, also for true, and
+    for an integer beyond the range of floats."""
     if isinstance(value, float) and math.isfinite(value):
         return value
-    return float(integer(value))
+    try:
+        return float(integer(value))
+    except OverflowError:
+        raise ValueError(f"{_short(value)} is too large") from None
 
 
 def text(value: object) -> str:
@@ -92,5 +96,5 @@ def instance(kind: type[T], value: object) -> T:
 
 def _short(value: object) -> str:
     """Return the repr of a value for an error, cut to 40 characters."""
-    told = repr(value)
-    return told if len(told) <= 40 else f"{told[:37]}..."
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."

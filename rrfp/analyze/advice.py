@@ -1,13 +1,12 @@
 """The title, figures and advice of each bottleneck of a run."""
 
-from collections.abc import Sequence
 from statistics import median
 
 import polars as pl
 
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.memory import memory
-from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.misalignment import median_flight_ns
 from rrfp.analyze.table import format_time
 from rrfp.replay.bottlenecks import LEAST_SAVING, Bottleneck, BottleneckKind
 from rrfp.replay.measured import even_split
@@ -63,10 +62,10 @@ class Adviser:
             case BottleneckKind.SLOW_LINK:
                 assert change.usual_link is not None
                 sender, receiver = change.usual_link
+                flight = format_time(median_flight_ns(self._frames, change.usual_link))
                 return (
                     f"Messages from pipeline rank {sender} to {receiver} are slower than others",
-                    f"The median message takes {self._message_time(sender, receiver)} there, "
-                    f"{longer} than on the median link.",
+                    f"The median message takes {flight} there, {longer} than on the median link.",
                     "Check that link: its bandwidth, and other traffic.",
                 )
         return None
@@ -90,10 +89,10 @@ class Adviser:
                 )
             case BottleneckKind.LINKS:
                 most = "" if self._run.knows_arrivals else "at most "
+                flight = format_time(median_flight_ns(self._frames))
                 return (
                     "Messages take long on all links",
-                    f"The median message takes {most}{self._message_time()}, and all links are "
-                    "similar.",
+                    f"The median message takes {most}{flight}, and all links are similar.",
                     "Check the transport, and other traffic in the network; larger microbatches "
                     "send fewer messages.",
                 )
@@ -211,18 +210,6 @@ class Adviser:
         first = slow.index(True) if True in slow else len(slow)
         is_since = 1 < sum(slow[first:]) >= _MOST_OF_THEM * len(slow[first:])
         return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
-
-    def _message_time(self, *link: int) -> str:
-        """Format the median time in flight of messages, of one link if `sender, receiver` is
-        given."""
-        messages = timed_messages(self._frames)
-        if link:
-            sender, receiver = link
-            messages = messages.filter(
-                (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
-            )
-        times: Sequence[int] = (messages["came_ns"] - messages["left_ns"]).to_list()
-        return format_time(median(times) if times else 0)
 
 
 def _alone(culprit: Bottleneck) -> str:

@@ -18,7 +18,7 @@ from rrfp.analyze.advice import Adviser
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frames import Frames, recording_of, run_settings, step_time_ns
-from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.misalignment import median_flight_ns
 from rrfp.analyze.table import Column, Table, format_time
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import Bottleneck, find_bottlenecks
@@ -80,13 +80,14 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
 # A critical path states which rank ran or waited when, but not why the path was so long. Its time
 # is divided further, and the parts sum to the step:
 #
-# - *Work*: the work of the median stage in a step. No order of the same tasks avoids it. - *Slow
-# stage*: the excess of the path's tasks over the median rank's, at the mean of their kind. -
-# *Uneven*: the excess of the path's tasks over the mean of their own rank and kind. - *Series*: the
-# rest of the path's tasks, in which stages worked one after another and not   concurrently. If a
-# limit, a hold, a fixed order or patience withheld ready work from another rank   at that time, the
-# time counts for that cause instead. - *Link*: messages in flight between two tasks. The time
-# between the first and the last member of a   group getting its message is *coordination*.
+# - *Work*: the work of the median stage in a step. No order of the same tasks avoids it.
+# - *Slow stage*: the excess of the path's tasks over the median rank's, at the mean of their kind.
+# - *Uneven*: the excess of the path's tasks over the mean of their own rank and kind.
+# - *Series*: the rest of the path's tasks, in which stages worked one after another and not
+#   concurrently. If a limit, a hold, a fixed order or patience withheld ready work from another
+#   rank at that time, the time counts for that cause instead.
+# - *Link*: messages in flight between two tasks. The time between the first and the last member of
+#   a group getting its message is *coordination*.
 
 
 _MOST_STEPS = 30
@@ -463,11 +464,13 @@ class _ShareDescriber:
             case Fault.UNEVEN:
                 return self._describe_uneven(at, amount, part)
             case Fault.LINK:
-                sender = self.place(owner.sender if owner.sender is not None else owner.pp_rank)
+                link = (owner.pp_rank if owner.sender is None else owner.sender), owner.pp_rank
+                sender = self.place(link[0])
+                flight = format_time(median_flight_ns(self._frames, link))
                 return (
                     f"Messages from {sender} to {at} take long",
                     f"Ranks wait {amount} of a step for messages in flight{part}. The median "
-                    f"message takes {self._message_time(owner)} there.",
+                    f"message takes {flight} there.",
                     f"Check the link from {sender} to {at}: its bandwidth, and other traffic. "
                     "Forwards that run ahead (a higher --limit or --hold) hide latency.",
                 )
@@ -573,14 +576,6 @@ class _ShareDescriber:
             f"{amount} of a step{part}.",
             f"Try {flag} {doubled or 'with a higher number'}, if memory allows.",
         )
-
-    def _message_time(self, owner: Owner) -> str:
-        """Format the median time of messages on a link; 0 without messages."""
-        of_link = timed_messages(self._frames).filter(
-            (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
-        )
-        middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()
-        return format_time(middle_ns or 0)
 
 
 NUM_FINDINGS = 3

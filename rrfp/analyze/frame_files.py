@@ -395,12 +395,13 @@ def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _with_evaluations(frame: pl.DataFrame) -> pl.DataFrame:
-    """Insert a column with the number of the evaluation after `step`, into `frame` itself.
+    """Return a copy with the number of the evaluation in a column after `step`.
 
-    A table without steps is not changed.
+    A table without steps is returned as it is.
     """
     if STEP not in frame.columns:
         return frame
     number = evaluation_step(0) - pl.col(STEP)
     evaluation = pl.when(number >= 0).then(number).alias(EVALUATION)
-    return frame.insert_column(frame.columns.index(STEP) + 1, frame.select(evaluation).to_series())
+    place = frame.columns.index(STEP) + 1
+    return frame.clone().insert_column(place, frame.select(evaluation).to_series())

@@ -11,7 +11,7 @@ receives it. It is then queued at its sender, which waits for the stage.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -188,6 +188,21 @@ def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Itera
             yield sentence.format(ends[worst], unit.format(report[name][worst]))
     if is_aligned:
         yield "No message lay queued, and no stage was starved."
+
+
+def median_flight_ns(frames: Frames, link: tuple[int, int] | None = None) -> float:
+    """Return the median time in flight of messages; 0 without messages.
+
+    `link` selects those from one pipeline rank to another.
+    """
+    messages = timed_messages(frames)
+    if link is not None:
+        sender, receiver = link
+        messages = messages.filter(
+            (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
+        )
+    middle_ns: Any = (messages["came_ns"] - messages["left_ns"]).median()
+    return float(middle_ns or 0)
 
 
 def timed_messages(frames: Frames) -> pl.DataFrame:

@@ -34,7 +34,7 @@ class Disk(Protocol):
         """Let these processes write again. May raise OSError."""
 
     def close(self) -> None:
-        """Remove the disk with its contents."""
+        """Unmount the disk, which removes its contents, if one was mounted. May raise OSError."""
 
 
 class PrivateDisk:
@@ -98,14 +98,15 @@ class LimitedFiles:
                 self._before[process] = limits
 
     def empty(self, processes: MarkedProcesses) -> None:
-        """Restore the limits that `fill` changed, of those of these processes that still exist."""
+        """Restore the limits that `fill` changed, of those of these processes that still exist, and
+        forget all limits."""
         for process in {*processes} & self._before.keys():
             with suppress(ProcessLookupError):
-                limits = self._before.pop(process)
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, self._before[process])
+        self._before.clear()
 
     def close(self) -> None:
-        """Do nothing: the directory remains."""
+        """Do nothing, because nothing was mounted: the directory and its contents remain."""
 
 
 def disk_at(path: Path) -> Disk:

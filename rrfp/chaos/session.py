@@ -1,6 +1,5 @@
 """One `rrfp train` process with its ranks, observed from outside and signalled by faults."""
 
-import json
 import os
 import resource
 import signal
@@ -13,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rrfp.errors import RrfpError
 from rrfp.runtime import launchers as variables
+from rrfp.strict_json import mapping, parsed
 from rrfp.trace.outcome import Ending, read_ending
 from rrfp.trace.run_dir import RunDir
 from rrfp.trace.safe_files import create_new
@@ -227,20 +228,31 @@ def newest_step(checkpoints: CheckpointDir) -> int:
 
 
 def num_finished(run: RunDir) -> int:
-    """Number of finished steps according to a run's metrics."""
+    """Number of finished steps according to a run's metrics. Raises RrfpError as `metric_lines`
+    does."""
     return len(metric_lines(run))
 
 
 def metric_lines(run: RunDir) -> list[dict[str, Any]]:
     """Return the metrics of the finished steps.
 
-    An incomplete last line is left out; a missing file gives an empty list.
+    An incomplete last line is left out; a missing file gives an empty list. Raises RrfpError for
+    any other line that is not a JSON object.
     """
     try:
-        *lines, _ = run.metrics.read_text(encoding="utf-8").split("\n")
+        *lines, _ = run.metrics.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines]
+    metrics = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            metrics.append(mapping(parsed(line)))
+        except ValueError as error:
+            raise RrfpError(
+                f"{run.metrics} is damaged in line {number} ({error}); report this as a bug, with "
+                "the command of the campaign"
+            ) from error
+    return metrics
 
 
 def flags_of(settings: TrainSettings) -> list[str]:

@@ -558,6 +558,9 @@ def _read_text(file: Path) -> str:
 
 def _rate_gbit_s(port: Path) -> float:
     """Return the rate of a port in Gbit/s, whose file reads `400 Gb/sec (4X NDR)`; 0 if it cannot
-    be read."""
+    be read, or begins with no number."""
     rate, *_ = [*_read_text(port / "rate").split(), "0"]
-    return float(rate)
+    try:
+        return float(rate)
+    except ValueError:
+        return 0.0

@@ -187,5 +187,5 @@ def _highest_mhz(index: int) -> float:
         driver.cuDeviceGetAttribute(ctypes.byref(khz), _CLOCK_RATE, device),
     ):
         if code:
-            raise RuntimeError(f"the driver does not tell the clock of GPU {index} (error {code})")
+            raise RuntimeError(f"the driver does not report GPU {index}'s clock (error {code})")
     return khz.value / 1e3

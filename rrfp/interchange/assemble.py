@@ -400,9 +400,10 @@ def check_run_dir(out: Path, *, force: bool) -> None:
 
 
 def write_run(out: Path, recording: Recording, *, force: bool) -> None:
-    """Write a recording as a run. A run that `out` holds stays until the new one is complete, and
-    is then replaced; call `check_run_dir` first, which refuses that without `force`. Raises
-    RrfpError if the run cannot be written."""
+    """Write a recording as a run. With `force`, a run that `out` holds stays until the new one is
+    complete, and is then replaced. Raises UsageError as `check_run_dir` does, and RrfpError if the
+    run cannot be written."""
+    check_run_dir(out, force=force)
     try:
         _write(out, recording, force=force)
     except OSError as error:

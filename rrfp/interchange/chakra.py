@@ -6,30 +6,32 @@ that of `et_def.proto`: a GlobalMetadata, then Nodes, each after its length as a
 `start_time_micros` (6) and `duration_micros` (7).
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
 from rrfp.interchange.inferred_tasks import Kernel, is_nccl_transfer
 from rrfp.interchange.json_stream import JsonStream, open_bytes
-from rrfp.interchange.kineto import spans_of
+from rrfp.interchange.kineto import spans_of_numbered
 from rrfp.interchange.kineto_profile import (
+    NS_PER_US,
+    TRANSFERS,
     Event,
     HostProfile,
     Profile,
+    ns_of_us,
+    whole_number,
 )
 from rrfp.interchange.range_names import (
-    is_overlapped,
+    check_separable,
     parse_profiler_step,
     parse_range,
     ranks_by_name,
 )
 from rrfp.interchange.spans import RankSpans, Source
 
-_NS_PER_US = 1_000
 _MOST_US = 1 << 51
 _MOST_BYTES = 1 << 30
 _ATTRIBUTE_NAME, _INT64 = 1, 9
@@ -84,11 +86,11 @@ def _of_json(path: Path) -> Iterator[Node]:
         launched_us = starts_us.get(parent) if isinstance(parent, int) else None
         on_gpu = node.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
         yield Node(
-            _ns(start_us),
-            _ns(start_us) + _ns(duration_us),
+            ns_of_us(start_us),
+            ns_of_us(start_us) + ns_of_us(duration_us),
             str(node.get("name")),
             _sequence(node),
-            _ns(launched_us if launched_us is not None else start_us) if on_gpu else None,
+            ns_of_us(launched_us if launched_us is not None else start_us) if on_gpu else None,
         )
 
 
@@ -107,16 +109,8 @@ def _sequence(node: dict[str, Any]) -> int | None:
     attributes = node.get("attrs")
     for attribute in attributes if isinstance(attributes, list) else ():
         if isinstance(attribute, dict) and attribute.get("name") == "seq_id":
-            value = attribute.get("value")
-            return value if type(value) is int and value >= 0 else None
+            return whole_number(attribute.get("value"))
     return None
-
-
-def _ns(time_us: float) -> int:
-    """Convert microseconds to ns. Splits off the fraction first, for the precision of great
-    times."""
-    whole_us = math.floor(time_us)
-    return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
 
 
 def _of_protobuf(path: Path) -> Iterator[Node]:
@@ -165,8 +159,8 @@ def _node(message: memoryview) -> Node | None:
                     sequence = found if isinstance(found, int) and found < 1 << 63 else None
     if not start_us or max(start_us, duration_us) > _MOST_US:
         return None
-    start_ns = start_us * _NS_PER_US
-    return Node(start_ns, start_ns + duration_us * _NS_PER_US, name, sequence, None)
+    start_ns = start_us * NS_PER_US
+    return Node(start_ns, start_ns + duration_us * NS_PER_US, name, sequence, None)
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
@@ -216,36 +210,26 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 
 
 _NAME = "execution trace of Chakra"
-_TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
 
 
 def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
     """The spans of a run from its execution traces, one per rank, ranked by their files' names.
     Raises RrfpError for files that are not execution traces, or contain no times or no tasks."""
-    profiles: list[Profile] = []
-    hosts: dict[int, HostProfile] = {}
+    profiles: list[tuple[Profile, HostProfile]] = []
     numbers, notes = ranks_by_name(paths)
     for number, path in zip(numbers, paths, strict=True):
         nodes = read_nodes(path)
         profile = Profile(path, number=number)
         _add_ranges(profile, nodes)
-        hosts[id(profile)] = _host(path, nodes)
-        profiles.append(profile)
-    spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
-    if any(rank.tells_waits for rank in spans):
-        return spans, source  # rrfp's own ranges contain their rank.
-    return spans, replace(source, notes=(*source.notes, *notes))
+        profiles.append((profile, _host(path, nodes)))
+    return spans_of_numbered(profiles, _NAME, notes)
 
 
 def _add_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
     """Add the ranges of tasks and the profiler's own steps to a profile; other nodes are skipped.
     Raises RrfpError for a range of a forward and a backward at once."""
     for index, node in enumerate(nodes):
-        if is_overlapped(node.name):
-            raise RrfpError(
-                f"{profile.path} has ranges of a forward and a backward at once, such as "
-                f"'{node.name[:40]}', which nothing tells apart"
-            )
+        check_separable(profile.path, node.name)
         event = Event(node.start_ns, node.end_ns, node.name, index)
         if parse_profiler_step(node.name) is not None:
             profile.steps.append(event)
@@ -263,5 +247,5 @@ def _host(path: Path, nodes: Sequence[Node]) -> HostProfile:
             host.kernels.append(Kernel(start_ns, end_ns, index, is_nccl_transfer(name)))
         else:
             sequence = None if name.startswith("c10d::") else node.sequence
-            host.add(Event(start_ns, end_ns, name, None), sequence, _TRANSFERS.get(name))
+            host.add(Event(start_ns, end_ns, name, None), sequence, TRANSFERS.get(name))
     return host

@@ -20,6 +20,8 @@ from rrfp.trace.perfetto.format import (
     sent_by,
     stage_name,
     stage_path,
+    task_name,
+    task_title,
 )
 from rrfp.trace.records import STEP, RankRecords, Recording, split_step
 from rrfp.trace.safe_files import open_whole
@@ -153,12 +155,10 @@ def _title(category: str, record: Any, has_chunks: bool) -> str:
             return str(record.cause)
         case "phase":
             return str(record.phase)
-        case "task" if has_chunks:
-            return f"{record.kind}{record.microbatch}.{record.chunk}"
         case "task":
-            return f"{record.kind}{record.microbatch}"
+            return task_title(record, has_chunks)
     verb = {"agreement": "agree", "send": "send", "receive": "recv"}[category]
-    return f"{verb} {record.kind}{record.microbatch}"
+    return f"{verb} {task_name(record)}"
 
 
 def _counters(records: RankRecords, pid: int, stage: str) -> Iterator[_Event]:

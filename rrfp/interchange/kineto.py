@@ -140,6 +140,21 @@ def spans_of(
     return [rank.spans() for rank in ranks], source
 
 
+def spans_of_numbered(
+    profiles: Sequence[tuple[Profile, HostProfile]], name: str, notes: Sequence[str]
+) -> tuple[list[RankSpans], Source]:
+    """The spans of a run from profiles with ranks that were not in them, each with the rest of the
+    profile. `notes` explain the ranks, and are left out if rrfp's own ranges contain the ranks.
+    Raises RrfpError as `spans_of` does."""
+    hosts = {id(profile): host for profile, host in profiles}
+    spans, source = spans_of(
+        [profile for profile, _ in profiles], lambda profile: hosts[id(profile)], name
+    )
+    if any(rank.tells_waits for rank in spans):
+        return spans, source
+    return spans, replace(source, notes=(*source.notes, *notes))
+
+
 _Ranks = Sequence[ProfiledRank] | Sequence[Profile]
 
 

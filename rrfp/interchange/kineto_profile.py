@@ -34,7 +34,7 @@ from rrfp.interchange.range_names import (
     ScheduleRange,
     TaskRange,
     WaitRange,
-    is_overlapped,
+    check_separable,
     parse_profiler_step,
     parse_range,
 )
@@ -44,8 +44,8 @@ from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, WaitRecord
 
 _ON_CPU, _ON_GPU = "user_annotation", "gpu_user_annotation"
-_NS_PER_US = 1_000
-_MOST_NS = 1 << 61
+NS_PER_US = 1_000
+MOST_NS = 1 << 61
 """The greatest time: in 2043, counted from 1970."""
 _MOST_PID = (1 << 31) - 1
 _DIGITS = re.compile(r"\d{1,20}", re.ASCII)
@@ -111,8 +111,8 @@ def _read_document(
             continue
         value = stream.value()
         if key == "baseTimeNanoseconds":
-            base_ns = _whole(value) or 0
-            if base_ns > _MOST_NS:
+            base_ns = whole_number(value) or 0
+            if base_ns > MOST_NS:
                 raise RrfpError(f"{path} says that its times count from {str(value)[:20]} ns")
         elif isinstance(value, {"host_name": str, "distributedInfo": dict}.get(key, ())):
             about[key] = value
@@ -126,9 +126,9 @@ def read_profile(path: Path) -> Profile:
     has_events, base_ns, about = _read_document(path, lambda events: _add_events(profile, events))
     profile.host_name = about.get("host_name", profile.host_name)
     distributed = about.get("distributedInfo", {})
-    number = _whole(distributed.get("rank"))
+    number = whole_number(distributed.get("rank"))
     profile.number = -1 if number is None else number
-    profile.world_size = _whole(distributed.get("world_size"))
+    profile.world_size = whole_number(distributed.get("world_size"))
     if (profile.world_size or 0) > MOST_OF_A_KIND:
         raise RrfpError(f"{path} says that its run had {profile.world_size} ranks")
     if not has_events:
@@ -153,12 +153,7 @@ def _add_events(profile: Profile, stream: JsonStream) -> None:
         category, name = event.get("cat"), event.get("name")
         if category not in (_ON_CPU, _ON_GPU) or not isinstance(name, str):
             continue
-        if is_overlapped(name):
-            raise RrfpError(
-                f"{profile.path} has ranges of a forward and a backward at once, such as "
-                f"'{name[:40]}', which nothing tells apart; profile a schedule without "
-                "OVERLAP_F_B"
-            )
+        check_separable(profile.path, name)
         is_step = parse_profiler_step(name) is not None
         if not is_step and parse_range(name) is None:
             continue
@@ -170,7 +165,7 @@ def _add_events(profile: Profile, stream: JsonStream) -> None:
             profile.steps.append(found)
         else:
             profile.on_cpu.append(found)
-            pid = _whole(event.get("pid")) or 0
+            pid = whole_number(event.get("pid")) or 0
             profile.pid = pid if pid <= _MOST_PID else 0
 
 
@@ -178,7 +173,7 @@ def event_of(path: Path, event: dict[str, Any], name: str) -> Event:
     """Decode an event's times and external id, None if that is no number. Raises RrfpError for
     impossible times."""
     start_us, duration_us = event.get("ts"), event.get("dur")
-    most_us = _MOST_NS // _NS_PER_US
+    most_us = MOST_NS // NS_PER_US
     for what, value in (("ts", start_us), ("dur", duration_us)):
         if (
             not isinstance(value, int | float)
@@ -192,22 +187,22 @@ def event_of(path: Path, event: dict[str, Any], name: str) -> Event:
             )
     assert start_us is not None
     assert duration_us is not None
-    start_ns = _ns(start_us)
+    start_ns = ns_of_us(start_us)
     arguments = event.get("args")
     external_id = arguments.get("External id") if isinstance(arguments, dict) else None
     if isinstance(external_id, str) and _DIGITS.fullmatch(external_id):
         external_id = int(external_id)
-    return Event(start_ns, start_ns + _ns(duration_us), name, _whole(external_id))
+    return Event(start_ns, start_ns + ns_of_us(duration_us), name, whole_number(external_id))
 
 
-def _ns(time_us: float) -> int:
+def ns_of_us(time_us: float) -> int:
     """Convert microseconds to ns. Splits off the fraction first, because a float of microseconds
     since 1970 is not precise to 1 ns."""
     whole_us = math.floor(time_us)
-    return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
+    return whole_us * NS_PER_US + round((time_us - whole_us) * NS_PER_US)
 
 
-def _whole(value: object) -> int | None:
+def whole_number(value: object) -> int | None:
     """The value if it is a non-negative integer; otherwise None."""
     return value if type(value) is int and value >= 0 else None
 
@@ -234,7 +229,7 @@ _SCHEDULE_FRAMES = {
 }
 _P2P_FRAMES = "pipeline_parallel/p2p_communication"
 _SYNC_FRAMES = {("distributed/finalize_model_grads", "finalize_model_grads")}
-_TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
+TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
 """The host's sends and receives; true for receives."""
 EVALUATED = "autograd::engine::evaluate_function: "
 """The prefix of the names of a backward's nodes."""
@@ -361,15 +356,15 @@ def _add_range(host: HostProfile, event: dict[str, Any], name: str) -> None:
     """Add a range with Megatron's name of a task, or one of a transfer; others are skipped."""
     if kind := kind_of_call(name):
         host.ranges.append((event_of(host.path, event, name), kind))
-    elif name in _TRANSFERS or is_transfer(name):
-        _add_transfer(host, event, name, _TRANSFERS.get(name, "recv" in name))
+    elif name in TRANSFERS or is_transfer(name):
+        _add_transfer(host, event, name, TRANSFERS.get(name, "recv" in name))
 
 
 def _add_operator(host: HostProfile, event: dict[str, Any], name: str) -> None:
     """Add a transfer, a node of a backward, or a forward's operator with a number in autograd's
     sequence. Others are skipped, such as those that a backward recomputes."""
-    if name in _TRANSFERS:
-        _add_transfer(host, event, name, _TRANSFERS[name])
+    if name in TRANSFERS:
+        _add_transfer(host, event, name, TRANSFERS[name])
         return
     sequence = _number(event, "Sequence number")
     if sequence is None or name.startswith(("c10d::", "gloo:", "nccl:")):
@@ -391,7 +386,7 @@ def _add_transfer(host: HostProfile, event: dict[str, Any], name: str, is_receiv
 def _number(event: dict[str, Any], name: str) -> int | None:
     """An argument of an event, if it is a non-negative integer; otherwise None."""
     arguments = event.get("args")
-    return _whole(arguments.get(name) if isinstance(arguments, dict) else None)
+    return whole_number(arguments.get(name) if isinstance(arguments, dict) else None)
 
 
 def _move_and_sort(host: HostProfile, base_ns: int) -> None:

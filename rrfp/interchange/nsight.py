@@ -13,7 +13,7 @@ import sqlite3
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,23 @@ from rrfp.interchange.inferred_tasks import (
     is_nccl_transfer,
     is_transfer,
 )
-from rrfp.interchange.kineto import spans_of
+from rrfp.interchange.kineto import spans_of_numbered
 from rrfp.interchange.kineto_profile import (
+    MOST_NS,
     Event,
     HostProfile,
     Profile,
 )
 from rrfp.interchange.range_names import (
-    is_overlapped,
+    check_separable,
     parse_profiler_step,
     parse_range,
     ranks_by_name,
 )
 from rrfp.interchange.spans import RankSpans, Source
 
-MAGIC = b"SQLite format 3\0"
 _STEPS_OF_A_BYTE, _LEAST_STEPS, _STEPS_AT_ONCE = 1000, 10**8, 10**6
 """The limit of steps of SQLite's virtual machine per byte of a file; reading takes a few."""
-_MOST_NS = 1 << 61
-"""The greatest time; thread ids are smaller too."""
 _RANGES = """
     SELECT event.start, event.end, coalesce(event.text, string.value), event.globalTid
     FROM NVTX_EVENTS AS event LEFT JOIN StringIds AS string ON string.id = event.textId
@@ -162,7 +160,7 @@ def _rows(
     row."""
     for row in database.execute(query):
         numbers = [value for index, value in enumerate(row) if index != text_at]
-        if any(type(value) is not int or abs(value) > _MOST_NS for value in numbers) or (
+        if any(type(value) is not int or abs(value) > MOST_NS for value in numbers) or (
             text_at is not None and row[1] < row[0]
         ):
             raise RrfpError(f"{path} has a row {str(row)[:60]} that is damaged; export it again")
@@ -201,16 +199,11 @@ def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
         notes = [
             "several processes share a file: ranks are numbered in the order of their process ids"
         ]
-    profiles: list[Profile] = []
-    hosts: dict[int, HostProfile] = {}
-    for number, (path, process) in zip(numbers, found, strict=True):
-        profile = _profile(path, process, number)
-        hosts[id(profile)] = _host(path, process)
-        profiles.append(profile)
-    spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
-    if any(rank.tells_waits for rank in spans):
-        return spans, source  # rrfp's own ranges contain their rank.
-    return spans, replace(source, notes=(*source.notes, *notes))
+    profiles = [
+        (_profile(path, process, number), _host(path, process))
+        for number, (path, process) in zip(numbers, found, strict=True)
+    ]
+    return spans_of_numbered(profiles, _NAME, notes)
 
 
 def _profile(path: Path, process: Process, number: int) -> Profile:
@@ -222,11 +215,7 @@ def _profile(path: Path, process: Process, number: int) -> Profile:
     kernels = {kernel.correlation: kernel for kernel in process.kernels}
     for index, each in enumerate(process.ranges):
         name = _split_name(each.name)[0]
-        if is_overlapped(name):
-            raise RrfpError(
-                f"{path} has ranges of a forward and a backward at once, such as '{name[:40]}', "
-                "which nothing tells apart; profile a schedule without OVERLAP_F_B"
-            )
+        check_separable(path, name)
         event = each._replace(name=name, external_id=index)
         if parse_profiler_step(name) is not None:
             profile.steps.append(event)

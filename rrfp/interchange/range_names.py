@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from rrfp.errors import RrfpError
 from rrfp.schedule.tasks import Cause, Kind
 from rrfp.trace.records import EVALUATION, STEP, evaluation_step, split_step
 
@@ -160,9 +161,13 @@ def parse_profiler_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_overlapped(name: str) -> bool:
-    """True if a range contains a forward and a backward at once, which cannot be separated."""
-    return _OVERLAPPED.fullmatch(name) is not None
+def check_separable(path: Path, name: str) -> None:
+    """Raise RrfpError if a range in a file contains a forward and a backward at once."""
+    if _OVERLAPPED.fullmatch(name):
+        raise RrfpError(
+            f"{path} has ranges of a forward and a backward at once, such as '{name[:40]}', which "
+            "nothing tells apart; profile a schedule without OVERLAP_F_B"
+        )
 
 
 # The ranks of files that state theirs only in their names.

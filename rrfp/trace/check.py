@@ -85,7 +85,7 @@ class Promise:
     asked: range = range(0)
     """The steps that the run should make; empty if their number is unknown."""
     trained: frozenset[int] = frozenset()
-    """The session's steps in metrics.jsonl."""
+    """The steps of the session, or of all joined sessions, in metrics.jsonl."""
 
     @classmethod
     def of_description(cls, description: Mapping[str, Any]) -> Self:
@@ -94,9 +94,10 @@ class Promise:
 
     @classmethod
     def of_run(cls, trace: Path, description: Mapping[str, Any]) -> Self:
-        """The promise of a trace in its run's directory: also the steps in metrics.jsonl, and only
-        up to the step at which a later session continued. Any other trace promises what its
-        description does. An unreadable run.json is ignored."""
+        """The promise of a session's or the joined trace in its run's directory: also the steps in
+        metrics.jsonl, from the session's first step (0 for a joined trace), and of a session only
+        up to the step at which a later one continued. Any other trace promises what its description
+        does. An unreadable run.json is ignored."""
         run = RunDir(trace.parent)
         session = next((each for each in _sessions_of(run) if each.trace == trace), None)
         is_joined = trace == run.joined_trace
@@ -108,7 +109,7 @@ class Promise:
                 stop = first_step_after(read_description(run.run_json), session.session)
         if stop is not None:
             asked = range(asked.start, min(stop, asked.stop))
-        first = first_step_of(description)
+        first = _first_step(description)
         steps = _steps_in(run.metrics)
         return cls(asked, frozenset(s for s in steps if s >= first and (stop is None or s < stop)))
 
@@ -215,13 +216,18 @@ def _describe_begun(begun: BegunRecord) -> str:
 
 
 def _asked(description: Mapping[str, Any]) -> range:
-    """The steps that a training run should make: of a session its own, of a joined trace all of
-    them. Empty for imported and simulated runs, and if the number is unknown."""
+    """The steps that a training run should make, from `_first_step`. Empty for imported and
+    simulated runs, and if the number is unknown."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
         return range(0)
-    return range(0 if description.get(SESSIONS) else first_step_of(description), steps)
+    return range(_first_step(description), steps)
+
+
+def _first_step(description: Mapping[str, Any]) -> int:
+    """The first step that a trace should hold: of a session its own, of a joined trace 0."""
+    return 0 if description.get(SESSIONS) else first_step_of(description)
 
 
 def _sessions_of(run: RunDir) -> list[RunDir]:
@@ -333,8 +339,9 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
-    """The steps that some ranks began but did not finish or fully record, in order of time, each
-    with those ranks. A finished step has a `SCHEDULE` phase and no loss."""
+    """The steps that any rank began and that not all ranks finished and fully recorded, in order of
+    time, each with all ranks that did not, also those that never began it. A finished step has a
+    `SCHEDULE` phase and no loss."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
         - {loss.step for loss in records.losses}

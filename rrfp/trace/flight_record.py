@@ -39,14 +39,16 @@ from rrfp.trace.records import (
 from rrfp.trace.safe_files import open_own, open_regular
 
 _MAGIC = b"rrfpring"
-_VERSION = 1
+_VERSION = 2
 FILE_BYTES = 4 * 2**20
 """29,000 records: seconds of most runs, or 0.3 s at 100,000 records per second."""
 _HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8sI?")
 """Magic, version, and true if the rank has closed its records."""
-_OFF_AT, _OFF = 64, struct.Struct("<?q400p")
-"""True if recording was switched off, the step, and the reason."""
+_OFF_AT, _OFF = 64, struct.Struct("<?q400s")
+"""True if recording was switched off, the step, and the reason, padded with zeros."""
+_OFF_OF_VERSION = {1: struct.Struct("<?q400p"), _VERSION: _OFF}
+"""The layout of each version that can be read. Version 1 cut the reason after 255 bytes."""
 _TEXTS_AT, _TEXT = 1024, struct.Struct("<32p")
 _MOST_TEXTS = (_HEADER_BYTES - _TEXTS_AT) // _TEXT.size
 _LONGEST_TEXT = _TEXT.size - 1
@@ -147,7 +149,7 @@ class FlightRing:
 
     def note_off(self, step: int, reason: str) -> None:
         """Store in the header that recording was switched off, because the records of this step
-        could not be written. Only the first 255 bytes of the reason can be read back."""
+        could not be written. A reason is cut after 400 bytes."""
         _OFF.pack_into(self._map, _OFF_AT, True, step, reason.encode(errors="replace"))
 
     def close(self) -> None:
@@ -201,10 +203,10 @@ def read_flight(path: Path) -> Flight | None:
     if len(data) != FILE_BYTES:
         return None
     magic, version, is_closed = _HEAD.unpack_from(data)
-    if (magic, version) != (_MAGIC, _VERSION):
+    if magic != _MAGIC or version not in _OFF_OF_VERSION:
         return None
-    is_off, step, reason = _OFF.unpack_from(data, _OFF_AT)
-    off = (step, _readable(reason)) if is_off else None
+    is_off, step, reason = _OFF_OF_VERSION[version].unpack_from(data, _OFF_AT)
+    off = (step, _readable(reason.rstrip(b"\0"))) if is_off else None
     if is_closed:
         return Flight([], True, off)
     texts = [_readable(text) for (text,) in _TEXT.iter_unpack(data[_TEXTS_AT:_HEADER_BYTES])]

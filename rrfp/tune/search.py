@@ -433,8 +433,9 @@ class SearchResult:
 
 
 def seeds_of(source: Source, seed: int, num_predicted: int) -> tuple[list[int], list[int]]:
-    """Return the seeds of the steps to search on, and of the held-out steps. A source's own seeds
-    take precedence over `seed` and `num_predicted`."""
+    """Return the seeds of the steps to search on and of the held-out steps: the first 6 of the
+    source's own and its fresh ones; without own seeds, 6 from `seed` on and the `num_predicted`
+    after them."""
     if source.seeds:
         return list(source.seeds[:NUM_SEARCHED]), list(source.fresh_seeds)
     first_fresh = seed + NUM_SEARCHED

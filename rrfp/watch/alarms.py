@@ -57,7 +57,7 @@ class Alarm:
     @property
     def place(self) -> str:
         """Name of the place for people, such as `rank 3 (stage 1, replica 1, on node7)`."""
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {_join_ranks(self.ranks)}"
+        ranks = format_ranks(self.ranks)
         match self.kind:
             case Kind.STAGE:
                 return f"{self._stage} {self.pp_rank} ({ranks})"
@@ -73,7 +73,8 @@ class Alarm:
 
     @property
     def short(self) -> str:
-        """Name of the place for dashboards: `rank_3`, `stage_1`, `replica_0` or `link_0-1`."""
+        """Name of the place for dashboards: `rank_3` (`rank_2-3` for a tensor-parallel group),
+        `stage_1`, `replica_0`, or `link_0-1` by pipeline ranks."""
         match self.kind:
             case Kind.LINK:
                 assert self.link is not None
@@ -280,11 +281,12 @@ def _hosts(infos: Iterable[RankInfo]) -> tuple[str, ...]:
     return tuple(sorted({info.host for info in infos}))
 
 
-def _join_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as `0, 1, 2 and 5 more`; the first eight are listed."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as `rank 3` or `ranks 0, 1, 2 and 5 more`; the first eight are listed."""
     listed = ", ".join(map(str, ranks[:_MOST_RANKS_LISTED]))
     num_more = len(ranks) - _MOST_RANKS_LISTED
-    return f"{listed} and {num_more} more" if num_more > 0 else listed
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
 def alert_environment(alert: Alert, run: str) -> Mapping[str, str]:

@@ -176,9 +176,13 @@ class OpentelemetryMetrics:
             raise RrfpError(f"no collector took the measures at {self._endpoint}")
 
     def close(self) -> None:
-        """Shut down the exporter without sending what was added since the last `flush`."""
-        self._exporter.shutdown()
-        self._provider.shutdown()
+        """Send what was added since the last `flush`, and shut down. Raises RrfpError if the
+        collector does not accept it."""
+        try:
+            self.flush()
+        finally:
+            self._exporter.shutdown()
+            self._provider.shutdown()
 
 
 class WandbOffline:

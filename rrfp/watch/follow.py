@@ -26,7 +26,7 @@ from rrfp.trace.spill import (
     segment_number,
     segments_in,
 )
-from rrfp.watch.alarms import Alarm, Alarms, Alert
+from rrfp.watch.alarms import Alarm, Alarms, Alert, format_ranks
 from rrfp.watch.figures import StepAssembler, StepFigures
 
 # Incremental reading of record files.
@@ -123,7 +123,8 @@ class RecordsTail:
         if rest:
             self._begun.append(rest)
         if sum(map(len, self._begun)) > LONGEST_LINE_BYTES:
-            raise self._damaged(b"".join(self._begun[:1]))
+            why = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
+            raise self._damaged(self._begun[0], why)
         return lines
 
     def _enter_next_segment(self) -> bytes:
@@ -170,13 +171,13 @@ class RecordsTail:
         try:
             return parsed(line)
         except ValueError as error:
-            raise self._damaged(line) from error
+            raise self._damaged(line, "is not JSON") from error
 
-    def _damaged(self, line: bytes) -> RrfpError:
-        """Make the error for a line that is not JSON, for the caller to raise."""
+    def _damaged(self, line: bytes, why: str) -> RrfpError:
+        """Make the error for a damaged line, for the caller to raise."""
         return RrfpError(
-            f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
-            "the run is not followed any further"
+            f"{self.path} has a line that {why}: {line[:40]!r}; the file is damaged, and the run "
+            "is not followed any further"
         )
 
 
@@ -455,9 +456,8 @@ class Follower:
         missing = sorted(expected_ranks(self.description) - ends.keys())
         if not (ends and missing):
             return "no step has ended yet"
-        return (
-            f"no step is whole: others are at step {max(ends.values())}, but not {_ranks(missing)}"
-        )
+        last = max(ends.values())
+        return f"no step is whole: others are at step {last}, but not {format_ranks(missing)}"
 
     def _silent_s(self) -> float | None:
         """Return the seconds since the last step ended if the run counts as silent; otherwise None.
@@ -474,20 +474,20 @@ class Follower:
     def _describe_silence(self, silent_s: float) -> str:
         """Explain a silence by ranks whose records nobody writes, or else by ranks behind the last
         step."""
-        told = f"no step has ended for {silent_s:.0f} s"
+        silence = f"no step has ended for {silent_s:.0f} s"
         dead = [
             tail
             for tail in self._tails.values()
             if tail.info is not None and not is_being_written(tail.path)
         ]
         if dead:
-            return f"{told}; {self._describe_dead(dead)}"
+            return f"{silence}; {self._describe_dead(dead)}"
         last_steps = self._assembly.last_steps
         behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values())]
         if behind:
             step = max(last_steps.values())
-            return f"{told}; step {step} is missing from {_ranks(behind)} only"
-        return f"{told}, on any rank; 'rrfp trace import --flight-recorder' reads a job's dumps"
+            return f"{silence}; step {step} is missing from {format_ranks(sorted(behind))} only"
+        return f"{silence}, on any rank; 'rrfp trace import --flight-recorder' reads a job's dumps"
 
     def _state_after_stop(self, *, is_killed: bool) -> tuple[RunState, str]:
         """Return state and sentence of a run whose records stopped.
@@ -502,17 +502,17 @@ class Follower:
         ends = self._assembly.last_steps
         last = max(ends.values(), default=-1)
         first = [t for t in grown if t.info is not None and ends.get(t.info.rank, -1) < last]
-        told = f"records stop at {_clock(max(grown.values()))}{after}"
+        stop = f"records stop at {_clock(max(grown.values()))}{after}"
         if first:
-            return RunState.KILLED, f"killed; {told}; {self._describe_dead(first)}"
+            return RunState.KILLED, f"killed; {stop}; {self._describe_dead(first)}"
         if is_killed:
-            return RunState.KILLED, f"killed; {told}, of all ranks alike"
-        return RunState.ENDED, f"over; {told}"
+            return RunState.KILLED, f"killed; {stop}, of all ranks alike"
+        return RunState.ENDED, f"over; {stop}"
 
     def _describe_dead(self, dead: list[RecordsTail]) -> str:
         """Format up to three dead ranks: `rank 2 on node7 writes nothing since 12:03:04, after step
         41`."""
-        told = []
+        named = []
         for tail in dead[:3]:
             info = tail.info
             if info is None or tail.grown_ns is None:
@@ -520,21 +520,14 @@ class Follower:
             when = _clock(tail.grown_ns)
             step = self._assembly.last_steps.get(info.rank)
             after = "before its first step ended" if step is None else f"after step {step}"
-            told.append(f"rank {info.rank} on {info.host} writes nothing since {when}, {after}")
+            named.append(f"rank {info.rank} on {info.host} writes nothing since {when}, {after}")
         more = len(dead) - 3
-        return "; ".join([*told, *([f"and {more} more ranks"] if more > 0 else [])])
+        return "; ".join([*named, *([f"and {more} more ranks"] if more > 0 else [])])
 
 
 def _clock(time_ns: int) -> str:
     """Format ns since 1970 as the local time of day, `12:03:04`."""
     return time.strftime("%H:%M:%S", time.localtime(time_ns / NS_PER_S))
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Format ranks as `rank 3` or `ranks 0, 1 and 5 more`, the first eight in order."""
-    told = ", ".join(map(str, sorted(ranks)[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
 
 
 def _open_tail(segments: list[Path], most: int) -> RecordsTail:

@@ -15,7 +15,7 @@ from rrfp.analyze import frame_files as parquet
 from rrfp.analyze import frames as module
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.deviations import deviations
-from rrfp.analyze.frame_files import CachedTrace, load_frames
+from rrfp.analyze.frame_files import TABLES, CachedTrace, export_tables, load_frames
 from rrfp.analyze.frames import COUNTERS, MESSAGES, RUN, SCHEMAS, Frames, frames_of, recording_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.measured import StepSample
@@ -167,6 +167,13 @@ def test_tables_of_another_trace_are_not_used(trace: Path) -> None:
     shutil.rmtree(folder)
     others.rename(folder)
     _assert_same(load_frames(trace), whole)
+
+
+def test_an_export_leaves_the_tables_as_they_are(trace: Path, tmp_path: Path) -> None:
+    frames = load_frames(trace)
+    for _ in range(2):
+        assert len([*export_tables(frames, tmp_path / "out")]) == len(TABLES)
+        _assert_same(frames, load_frames(trace))
 
 
 def another_share(note: bytes) -> bytes:

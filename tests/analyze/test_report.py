@@ -438,11 +438,11 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme:
     path.write_text(source)
     with browser.browser() as running:
         page = running.open("about:blank")
-        page.tell(
+        page.command(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
-        page.tell("Page.navigate", url=path.as_uri())
+        page.command("Page.navigate", url=path.as_uri())
         page.wait_for("document.documentElement?.dataset.drawn === 'yes'")
         assert page.errors == []
         assert page.requests <= {path.as_uri()}
@@ -454,7 +454,7 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme:
         assert page.evaluate(color.format("'.plot svg text'", "fill")) == ink
         assert (ink == "rgb(27, 31, 36)") is (scheme == "light")
         # On a phone nothing but the boxes of tables scrolls sideways.
-        page.tell(
+        page.command(
             "Emulation.setDeviceMetricsOverride",
             width=390,
             height=800,

@@ -26,11 +26,12 @@ from rrfp.trace.run_dir import RunDir
 from rrfp.watch.alarms import (
     MEASURES,
     Kind,
+    Measure,
     measures_as_json,
     measures_of_metrics,
     measures_of_step,
 )
-from rrfp.watch.exporters import KINDS
+from rrfp.watch.exporters import KINDS, open_exporter
 from tests.analyze.slowed_runs import SETTING, SLOW, Live, Setting, figures_of, record
 from tests.train.trained import rrfp_here
 
@@ -342,6 +343,17 @@ def test_opentelemetry(run: Path) -> None:
     }
     assert busy["1"] == pytest.approx(expected()["busy_fraction/pp_rank_1"])
     assert gauges["rrfp.slow"][0].as_double == pytest.approx(0.6, abs=0.1)
+
+
+def test_closing_sends_the_last_measures_to_the_collector() -> None:
+    reason = "the extra 'otel' is not installed"
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=reason)
+    with collector(200) as (address, taken):
+        exporter = open_exporter(f"otel:{address}", "one")
+        exporter.add(0, "metrics", [Measure("loss", None, 2.5)])
+        exporter.close()
+    (sent,) = taken
+    assert b"rrfp.loss" in sent
 
 
 def test_a_collector_that_refuses_ends_the_export_and_not_the_watching(run: Path) -> None:

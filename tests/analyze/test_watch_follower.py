@@ -174,6 +174,18 @@ def test_a_damaged_file_is_reported(tmp_path: Path, follow: Follow) -> None:
     live.end()
 
 
+def test_a_line_that_is_too_long_is_reported(
+    tmp_path: Path, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_module, "LONGEST_LINE_BYTES", 2 << 20)
+    live = Live(tmp_path / "run", record(replace(SETTING, shape=Shape(2, 2)), 1))
+    with live.run.rank_records(0).open("a") as file:
+        file.write("x" * (3 << 20))
+    with pytest.raises(RrfpError, match=r"rank-0\.jsonl has a line that is longer than 2 MiB"):
+        follow(live.run.path).poll()
+    live.end()
+
+
 def test_the_last_records_are_read_after_they_became_a_trace(
     tmp_path: Path, follow: Follow
 ) -> None:

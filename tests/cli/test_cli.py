@@ -146,8 +146,8 @@ def test_a_bug_is_reported_as_one(
 
 @pytest.mark.parametrize("raised", ["KeyboardInterrupt", "CannotBeToldError"])
 def test_interrupts_that_go_on_change_no_exit_code(raised: str) -> None:
-    """They also arrive while an error is printed, while the first one is being handled, and after
-    Python has dropped its handlers."""
+    """Interrupts also arrive while an error is printed, while the first one is being handled, and
+    after Python has dropped its handlers."""
     program = (
         "import os, signal, sys\n"
         "from rrfp.cli import errors\n"

@@ -43,31 +43,31 @@ _AT_THEIR_PLACES = 'exec "$@" 3<"/dev/fd/$COMMANDS" 4>"/dev/fd/$EVENTS"'
 
 
 class BrowserError(Exception):
-    """The browser ended, did not answer, or could not do what it was told."""
+    """The browser ended, did not answer, or could not run a command."""
 
 
 @dataclass(slots=True)
 class Page:
-    """A tab, and what it and its workers did up to the last answer."""
+    """A tab, and the requests and errors of it and its workers up to the last answer."""
 
     _browser: "Browser"
     _session: str
     _requests: dict[str, str] = field(default_factory=dict)
-    """By request: its address."""
-    held_back: set[str] = field(default_factory=set)
-    """The addresses that the page wanted to ask for, and that its own policy held back."""
+    """The address of each request."""
+    blocked: set[str] = field(default_factory=set)
+    """The addresses that the page's own policy kept it from requesting."""
     errors: list[str] = field(default_factory=list)
-    """What the console shows as an error, exceptions that nothing caught among them."""
+    """The errors on the console, including uncaught exceptions."""
 
     @property
     def requests(self) -> set[str]:
-        """The addresses asked for. Those of no network (`data:`, `blob:`) do not count, nor do
-        those in `held_back`."""
+        """The requested addresses, without those that need no network (`data:`, `blob:`) and
+        those in `blocked`."""
         return set(self._requests.values())
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page, once it has come if it is a promise."""
-        answer = self.tell(
+        """Return the value of an expression in the page, or of its promise."""
+        answer = self.command(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
         if "exceptionDetails" in answer:
@@ -75,7 +75,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, script: str, wait_s: float = _ANSWER_S) -> Any:
-        """The value of an expression once it is true."""
+        """Wait until an expression is true, and return its value."""
         deadline_s = time.monotonic() + wait_s
         while not (found := self.evaluate(script)):
             if time.monotonic() > deadline_s:
@@ -86,18 +86,18 @@ class Page:
     def resize(self, width: int, height: int) -> None:
         """Give the window this size, in pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.tell("Emulation.setDeviceMetricsOverride", **size)
+        self.command("Emulation.setDeviceMetricsOverride", **size)
 
     def screenshot(self) -> bytes:
-        """What the window shows, as PNG."""
-        return base64.b64decode(self.tell("Page.captureScreenshot", format="png")["data"])
+        """Return a screenshot of the window as PNG."""
+        return base64.b64decode(self.command("Page.captureScreenshot", format="png")["data"])
 
-    def tell(self, method: str, **params: Any) -> Any:
+    def command(self, method: str, **params: Any) -> Any:
         """Send a command of the protocol to the page."""
-        return self._browser.tell(method, self._session, **params)
+        return self._browser.command(method, self._session, **params)
 
-    def took(self, event: str, params: Any) -> None:
-        """Take an event in, of the page or of one of its workers."""
+    def note_event(self, event: str, params: Any) -> None:
+        """Note the request or error in an event of the page or of one of its workers."""
         match event:
             case "Network.requestWillBeSent":
                 address = params["request"]["url"]
@@ -105,7 +105,7 @@ class Page:
                     self._requests[params["requestId"]] = address
             case "Network.loadingFailed" if params.get("blockedReason") == "csp":
                 if address := self._requests.pop(params["requestId"], None):
-                    self.held_back.add(address)
+                    self.blocked.add(address)
             case "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
                 self.errors.append(details.get("exception", details).get("description", "?"))
@@ -124,29 +124,29 @@ class Browser:
         self._commands = commands
         self._events = events
         self._unread = b""
-        self._num_told = 0
+        self._num_sent = 0
         self._answers: dict[int, Any] = {}
         self._pages: dict[str, Page] = {}
-        """By session: the page, also under the sessions of its workers."""
+        """The page of each session; a worker's session has its page's."""
 
     def open(self, address: str, *, width: int = 1500, height: int = 900) -> Page:
         """Open a page in a window of this size, in pixels."""
-        target = self.tell("Target.createTarget", url="about:blank")
-        attached = self.tell("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        target = self.command("Target.createTarget", url="about:blank")
+        attached = self.command("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         session = attached["sessionId"]
         page = self._pages[session] = Page(self, session)
         self._watch(session)
-        page.tell("Page.enable")
+        page.command("Page.enable")
         page.resize(width, height)
-        page.tell("Page.navigate", url=address)
+        page.command("Page.navigate", url=address)
         return page
 
-    def tell(self, method: str, session: str | None = None, **params: Any) -> Any:
-        """Send a command and wait for its answer; what happens meanwhile is taken in."""
+    def command(self, method: str, session: str | None = None, **params: Any) -> Any:
+        """Send a command and wait for its answer; events are noted meanwhile."""
         number = self._send(method, session, params)
         deadline_s = time.monotonic() + _ANSWER_S
         while number not in self._answers:
-            self._take_in(method, deadline_s)
+            self._read_events(method, deadline_s)
         answer = self._answers.pop(number)
         if "error" in answer:
             raise BrowserError(f"{method}: {answer['error']}")
@@ -161,16 +161,16 @@ class Browser:
         self._send("Runtime.runIfWaitingForDebugger", session, {})
 
     def _send(self, method: str, session: str | None, params: dict[str, Any]) -> int:
-        self._num_told += 1
-        message = {"id": self._num_told, "method": method, "params": params}
+        self._num_sent += 1
+        message = {"id": self._num_sent, "method": method, "params": params}
         if session is not None:
             message["sessionId"] = session
         unsent = memoryview(json.dumps(message).encode() + b"\0")
         while unsent:
             unsent = unsent[os.write(self._commands, unsent) :]
-        return self._num_told
+        return self._num_sent
 
-    def _take_in(self, waiting_for: str, deadline_s: float) -> None:
+    def _read_events(self, waiting_for: str, deadline_s: float) -> None:
         """Read what has come, or wait for it."""
         left_s = max(deadline_s - time.monotonic(), 0)
         if not select.select([self._events], [], [], left_s)[0]:
@@ -187,7 +187,7 @@ class Browser:
                     session = message["params"]["sessionId"]
                     self._pages[session] = page
                     self._watch(session)
-                page.took(message["method"], message["params"])
+                page.note_event(message["method"], message["params"])
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def browser() -> Iterator[Browser]:
         try:
             running = Browser(commands, events)
             yield running
-            running.tell("Browser.close")
+            running.command("Browser.close")
             process.wait(timeout=_ANSWER_S)
         finally:
             process.kill()

@@ -1,6 +1,6 @@
-"""What is to hold on a GPU: every line of docs/gpu.md, and what `rrfp doctor` says there.
+"""Checks on a GPU: every line of docs/gpu.md, and the findings of `rrfp doctor` there.
 
-Figures are held here, and nowhere else in the tests, to be as good as their goals.
+Only these tests compare figures with their goals.
 """
 
 import json

@@ -63,7 +63,7 @@ NUM_TESTS = {
     "0.16": {"install": 18, "names": 10},
     "0.19": {"install": 28, "names": 20},
 }
-"""As many as a run of theirs tells apart."""
+"""The numbers of tests that a run of Megatron's distinguishes."""
 
 OURS = "assert <rrfp.megatron.dropin.ForwardBackward object> == "
 

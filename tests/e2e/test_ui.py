@@ -32,12 +32,12 @@ OWN_COMPLAINTS = (
     # Of this UI's own pages, wherever they are served from.
     "Unrecognized Content-Security-Policy directive 'navigate-to'",
     # It looks for a trace processor of this machine, and for a server that it is developed on. Our
-    # policy, and our server, answer that there are none.
+    # policy, and our server, answer that neither exists.
     "127.0.0.1:9001/status",
     "/live_reload",
     "LiveReload SSE error",
 )
-"""What UI v52 says on the console when nothing is wrong."""
+"""Messages of UI v52 on the console when nothing is wrong."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def _served(preset: Preset | None = None) -> Iterator[TraceServer]:
 
 
 def _opened(chromium: Browser, server: TraceServer, workspace: str) -> Page:
-    """The page, once it shows the workspace of that title."""
+    """Open the page, and return it once it shows the workspace of that title."""
     page = chromium.open(server.address)
     page.wait_for(
         f"window.app?.trace?.workspace.title === '{workspace}'"
@@ -70,9 +70,9 @@ def _opened(chromium: Browser, server: TraceServer, workspace: str) -> Page:
     return page
 
 
-def _check_quiet(page: Page, server: TraceServer) -> None:
-    """It complained of nothing, asked this server alone, and wanted to ask no other machine."""
-    wanted = {urlsplit(address).hostname for address in page.requests | page.held_back}
+def _check_no_errors(page: Page, server: TraceServer) -> None:
+    """Check that the page reported no error, and wanted to send requests to this server alone."""
+    wanted = {urlsplit(address).hostname for address in page.requests | page.blocked}
     assert wanted == {"127.0.0.1"}
     assert {urlsplit(address).netloc for address in page.requests} == {f"127.0.0.1:{server.port}"}
     assert [each for each in page.errors if not any(own in each for own in OWN_COMPLAINTS)] == []
@@ -119,7 +119,7 @@ def test_a_preset_shows_its_tracks_by_stage_at_the_worst_step(chromium: Browser)
         path = [(0, "analysis"), (1, "critical path")]
         assert _titles(page) == [*path, (0, "pipeline"), *(row for rows in stages for row in rows)]
         assert sorted(_pinned(page)) == sorted(["critical path", *["compute", "wait"] * 4])
-        _check_quiet(page, server)
+        _check_no_errors(page, server)
 
 
 @needs_ui
@@ -140,7 +140,7 @@ def test_all_tracks_are_shown_without_a_preset(chromium: Browser) -> None:
         ]
         assert titles.index((1, "stage 0")) < titles.index((1, "stage 1"))
         assert _pinned(page) == []
-        _check_quiet(page, server)
+        _check_no_errors(page, server)
 
 
 @needs_ui
@@ -170,7 +170,7 @@ def test_hints_are_shown_under_work_and_a_task_says_what_it_skipped(chromium: Br
             "['hint_position', 'skipped_tasks'].every(name => "
             "document.body.textContent.includes(name))"
         )
-        _check_quiet(page, server)
+        _check_no_errors(page, server)
 
 
 @needs_ui
@@ -183,7 +183,7 @@ def test_the_flow_shows_a_message_on_its_way(chromium: Browser) -> None:
         assert [name.split()[0] for name in names] == ["send", "recv"]
         _check_window(page, find_initial_view(OURS, Preset.FLOW).step or 0)
         assert (3, "send to stage 1") in _titles(page)
-        _check_quiet(page, server)
+        _check_no_errors(page, server)
 
 
 @pytest.mark.skipif(find_spec("altair") is None, reason="the extra 'report' is not installed")
@@ -199,7 +199,7 @@ def test_the_report_opens_alone_and_fits_a_phone(
         page.wait_for("document.querySelectorAll('svg, canvas').length > 0")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.requests == {report.as_uri()}
-        assert page.held_back == set()
+        assert page.blocked == set()
         assert page.errors == []
 
 
@@ -217,4 +217,4 @@ def test_the_page_of_two_runs_draws_both_on_one_axis(
     assert {f"{run}: stage {stage}" for run in "AB" for stage in range(4)} <= set(words)
     assert page.evaluate("document.querySelectorAll('svg').length") == 1
     assert page.requests == {written.as_uri()}
-    assert (page.held_back, page.errors) == (set(), [])
+    assert (page.blocked, page.errors) == (set(), [])

@@ -50,7 +50,7 @@ _STREAM_TAG = bytes((_Stream.MSG_FIELD_NUMBER << 3 | 2,))
 
 
 class TraceProcessorError(Exception):
-    """What the trace processor says of a trace, or of a query, that it cannot read."""
+    """The trace processor cannot read a trace or a query; the message is its own."""
 
 
 class TraceProcessor:

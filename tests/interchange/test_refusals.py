@@ -21,7 +21,8 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.cli.trace import describe_hang, hang_json
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
+from rrfp.interchange.assemble import write_run
 from rrfp.interchange.formats import import_run
 from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
 from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
@@ -195,6 +196,11 @@ def test_an_existing_run_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
     # It is refused before anything is read.
     assert imported(tmp_path / "none").returncode == 2
+    # A run that appears while the files are read is refused too.
+    recording = import_run([FIXTURES / "megatron"]).recording
+    with pytest.raises(UsageError, match="run exists; choose another"):
+        write_run(tmp_path / "run", recording, force=False)
+    assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -295,6 +301,12 @@ def packed(data: bytes) -> bytes:
         ("a.et", b"\xff" * 300, "is no execution trace of Chakra, or cut off"),
         ("a.et", b"\x7f\x01", "is no execution trace of Chakra, or cut off"),
         ("a.json", b'{"schema": "1.1.1-chakra.0.0.4", "nodes": [3, {}]}', "without times"),
+        (
+            "a.json",
+            b'{"schema": "1.1.1-chakra.0.0.4", "nodes": [{"ts": 1, "inclusive_dur": 1, '
+            b'"name": "PP:(0F1;0B0)OVERLAP_F_B"}]}',
+            "profile a schedule without OVERLAP_F_B",
+        ),
         ("a.json", b'{"resourceSpans": [{"scopeSpans": 3}, 7]}', "has no span megatron.microbatch"),
         ("nccl_trace_rank_0", b"\x80\x02}q\0.", "add --flight-recorder"),
         ("a.json", b'{"entries": []}', "add --flight-recorder"),

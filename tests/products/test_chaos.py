@@ -32,11 +32,12 @@ from rrfp.chaos.plan import (
     Stage,
     plan_faults,
 )
-from rrfp.chaos.session import MarkedProcesses, Process, flags_of
+from rrfp.chaos.session import MarkedProcesses, Process, flags_of, metric_lines
 from rrfp.chaos.verdict import Observation, Verdict, judge, judge_late_end
 from rrfp.cli import app
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.outcome import Ending, FaultOrigin, FoundBy, Outcome
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
 from tests.train.trained import rrfp, rrfp_here
 
@@ -297,6 +298,25 @@ def test_a_disk_is_full_for_a_while(kind: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["written", full, full, "written"], done.stderr
     # What was mounted nobody else has seen.
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"] * (kind == "limited")
+
+
+def test_the_limits_of_processes_that_ended_are_forgotten(tmp_path: Path) -> None:
+    disk, ours = LimitedFiles(tmp_path), MarkedProcesses(MARK, "ours")
+    with sleeper(**{MARK: "ours"}):
+        disk.fill(ours)
+        assert len(disk._before) == 1
+    disk.empty(ours)
+    assert not disk._before
+
+
+def test_metrics_are_read_up_to_the_line_that_is_being_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert metric_lines(run) == []
+    run.metrics.write_text('{"step": 0}\n{"st')
+    assert metric_lines(run) == [{"step": 0}]
+    run.metrics.write_text('{"step": 0}\n{"st\n')
+    with pytest.raises(RrfpError, match=r"metrics\.jsonl is damaged in line 2"):
+        metric_lines(run)
 
 
 def test_a_session_gets_the_flags_of_its_settings() -> None:

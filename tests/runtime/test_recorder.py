@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import struct
 import threading
 import time
 from itertools import count, pairwise
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from rrfp.runtime.recorder import Recorder
 from rrfp.schedule.tasks import Cause
 from rrfp.trace import flight_record as flight
-from rrfp.trace.flight_record import Flight, FlightRing, read_flight, ring_of
+from rrfp.trace.flight_record import FILE_BYTES, Flight, FlightRing, read_flight, ring_of
 from rrfp.trace.perfetto.format import bounds_of
 from rrfp.trace.records import (
     RECORD_TYPES,
@@ -296,6 +297,15 @@ def test_what_is_no_flight_record_is_none(tmp_path: Path, octets: bytes) -> None
     path = tmp_path / "rank-0.ring"
     path.write_bytes(octets)
     assert read_flight(path) is None
+
+
+def test_a_flight_record_of_version_1_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.ring"
+    content = bytearray(FILE_BYTES)
+    struct.pack_into("<8sI?", content, 0, b"rrfpring", 1, False)
+    struct.pack_into("<?q400p", content, 64, True, 7, b"no space")
+    path.write_bytes(content)
+    assert read_flight(path) == Flight([], True, (7, "no space"))
 
 
 def test_no_record_of_several_threads_is_lost(tmp_path: Path) -> None:

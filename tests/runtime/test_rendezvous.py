@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +28,7 @@ from rrfp.runtime.rendezvous import (
     reachable_address,
     wait_for_rank_infos,
 )
-from rrfp.strict_json import integer
+from rrfp.strict_json import integer, number
 from rrfp.trace.records import RankInfo
 from tests.e2e.ranks import loopback_store
 
@@ -125,13 +126,24 @@ def test_what_a_failed_rank_says_must_be_readable() -> None:
 PICKLE = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0btouch /tmp/x\x85R."
 
 
-@pytest.mark.parametrize("planted", [PICKLE, b"", b"{", b"[1, 2]", b"true", b"1.5", b"[" * 100_000])
-def test_a_value_that_cannot_be_read_is_reported_with_its_key_and_rank(planted: bytes) -> None:
+@pytest.mark.parametrize(
+    ("planted", "read"),
+    [
+        *(
+            (planted, integer)
+            for planted in (PICKLE, b"", b"{", b"[1, 2]", b"true", b"1.5", b"[" * 100_000)
+        ),
+        (b"1" + b"0" * 400, number),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_reported_with_its_key_and_rank(
+    planted: bytes, read: Callable[[object], float]
+) -> None:
     rendezvous = Rendezvous(HashStore(), "p", 0, 5)
     rendezvous.publish("thing", planted)
     words = "what rank 3 published as 'p/thing' cannot be read .*; see whether every rank runs"
     with pytest.raises(RrfpError, match=words) as caught:
-        rendezvous.wait_json("thing", 3, integer)
+        rendezvous.wait_json("thing", 3, read)
     assert "\n" not in str(caught.value)
     assert not isinstance(caught.value, PeerLostError)
 

@@ -119,10 +119,12 @@ class RowOptions:
 def parse_rows(
     flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]
 ) -> list[RowOptions]:
-    """Return the rows in order: all combinations of the sweeps, with each of `rows` in each.
+    """Return the rows in order: for each combination of the sweeps one row for each of `rows`, or a
+    single row if there are none. A row's settings override the flags.
 
-    The first sweep varies slowest. Raises UsageError for an invalid text, for a setting that is
-    given in two places, and for more than 10,000 rows.
+    The first sweep varies slowest. Raises UsageError for an invalid text, a missing `pp` or
+    `microbatches`, a swept setting that is also a flag or in a row, one that is swept twice or set
+    twice in a row, and for more than 10,000 rows.
     """
     own = [_read_row(text) for text in rows] or [{}]
     axes = _read_sweeps(sweeps)

@@ -107,7 +107,7 @@ class NixlAgent:
         self._registered: list[Any] = []
         self._thread = Thread(target=self._run, name="rrfp-nixl", daemon=True)
         self.metadata = b""
-        """What peers need to connect to this agent, once it has started."""
+        """NIXL's description of this agent, by which peers connect to it, once it has started."""
 
     def start(self) -> None:
         """Start NIXL on the agent's thread. Raises PlaneRefusal if NIXL is not installed or does
@@ -352,7 +352,7 @@ class NixlPlane:
     def _memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate memory to be registered. On a GPU CUDA allocates it, not torch: reads of torch's
         expandable segments are slow (https://github.com/ai-dynamo/nixl/issues/1754). Raises
-        PlaneRefusal if there is none, or if torch cannot use it."""
+        PlaneRefusal if CUDA has too little, or if torch cannot use it."""
         device = self.device
         try:
             if device.torch_device.type != "cuda":

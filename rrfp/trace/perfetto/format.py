@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import (
@@ -105,6 +105,16 @@ def received_by(rank: int, receive: ReceiveRecord) -> MessageKey:
 def key_of(record: TaskRecord | SendRecord | ReceiveRecord) -> TaskKey:
     """The key of a recorded task, or of the task that consumes a recorded message."""
     return TaskKey(record.step, record.kind, record.stage, record.microbatch)
+
+
+def task_name(record: Any) -> str:
+    """Format a record's task: `F3` for the forward of microbatch 3."""
+    return f"{record.kind}{record.microbatch}"
+
+
+def task_title(task: TaskRecord, has_chunks: bool) -> str:
+    """Format a task: `F3`, or `F3.1` with its chunk if any rank of the run has several."""
+    return f"{task_name(task)}.{task.chunk}" if has_chunks else task_name(task)
 
 
 # Comparison of the order in which a rank ran its tasks with its hint's order.

@@ -39,6 +39,8 @@ from rrfp.trace.perfetto.format import (
     sent_by,
     stage_name,
     stage_path,
+    task_name,
+    task_title,
 )
 from rrfp.trace.records import (
     RECORD_TYPES,
@@ -392,21 +394,16 @@ class TraceWriter:
         self._out.flush()
 
 
-def _task_name(record: Any) -> str:
-    """Format a record's task: `F3` for the forward of microbatch 3."""
-    return f"{record.kind}{record.microbatch}"
-
-
 def _stimulus_title(stimulus: StimulusRecord) -> str:
     """Format a stimulus: `input arrived F3` for the class InputArrived."""
     words = _words_of(stimulus.name)
-    return f"{words} {_task_name(stimulus)}" if stimulus.kind else words
+    return f"{words} {task_name(stimulus)}" if stimulus.kind else words
 
 
 def _begun_title(begun: BegunRecord) -> str:
     """Format an unended activity: `never ended: F3`, `never ended: backward_input`. It differs from
     a task's title, because the task did not finish."""
-    doing = _task_name(begun) if begun.doing == Doing.TASK else begun.doing
+    doing = task_name(begun) if begun.doing == Doing.TASK else begun.doing
     return f"never ended: {doing}"
 
 
@@ -517,7 +514,7 @@ class _RankWriter:
         self._write_counters(replace(records, tasks=tasks), is_last=is_last)
         waits, agreements, phases = records.waits, records.agreements, records.phases
         self._write_slices("wait", waits, (wait.cause for wait in waits))
-        self._write_slices("agreement", agreements, (f"agree {_task_name(a)}" for a in agreements))
+        self._write_slices("agreement", agreements, (f"agree {task_name(a)}" for a in agreements))
         self._write_slices("phase", phases, (phase.phase for phase in phases))
         self._write_slices("begun", records.begun, map(_begun_title, records.begun))
         self._write_instants("stimulus", records.stimuli, _stimulus_title)
@@ -552,8 +549,8 @@ class _RankWriter:
         self._write_hints(tasks, dispatches)
 
     def _title(self, task: TaskRecord) -> str:
-        """Format a task: `F3`, or `F3.1` with its chunk if any rank of the run has several."""
-        return f"{_task_name(task)}.{task.chunk}" if self._has_chunks else _task_name(task)
+        """Format a task, with its chunk if any rank of the run has several."""
+        return task_title(task, self._has_chunks)
 
     def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> bytes:
         """Encode a task's annotations besides its record: its rank, and the names of at most 8
@@ -619,7 +616,7 @@ class _RankWriter:
         self._write_slices(
             category,
             messages,
-            (f"{verb} {_task_name(message)}" for message in messages),
+            (f"{verb} {task_name(message)}" for message in messages),
             branches=[links[message.peer] for message in messages],
             passes=((key(self._info.rank, message).flow_id,) for message in messages),
         )

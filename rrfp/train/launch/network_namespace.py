@@ -77,7 +77,8 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _raise_loopback() -> None:
-    """Bring the loopback interface up. Raise OSError, which names the call."""
+    """Bring the loopback interface up. Raise OSError, which names the call if setting the flags is
+    refused."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_REQUEST, b"lo", 0))
         name, flags = struct.unpack(_REQUEST, answer)
