@@ -46,8 +46,8 @@ _NUM_THREADS = 2
 @contextmanager
 def one_device_at(address: str) -> Iterator[None]:
     """Let all gloo groups created in the block share one device, which listens only at this address
-    and refuses connections except while a group is created. Raise RrfpError if it cannot listen
-    there."""
+    and, where the kernel permits a filter, refuses connections except while a group is created.
+    Raise RrfpError if it cannot listen there."""
     # torch declares neither these options nor that the name is assignable.
     module: Any = dist.distributed_c10d
     original: Any = module.ProcessGroupGloo

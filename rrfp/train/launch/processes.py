@@ -306,8 +306,8 @@ class RankProcess:
         self._stacks.close()
 
     def failure(self) -> Failure | None:
-        """Return the failure of the rank, with its report and hang; None if it runs, or has exited
-        with 0 after recording that it had finished."""
+        """Return the failure of the rank, with its report and hang; None if it was not killed for a
+        hang and either runs or has exited with 0 after recording that it had finished."""
         has_failed = self.has_ended and (self._exit_code != 0 or not self.page.is_done)
         if self._hang is None and not has_failed:
             return None
@@ -397,9 +397,9 @@ def supervise_ranks(
     warn: Callable[[int, int, Hang, str], None] = lambda *_: None,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; return the failures by rank. When one rank fails or hangs for `silence_s`
-    seconds, the others are ended. A rank has failed unless it exits with 0 after recording that it
-    has finished.
+    until all have ended; return the failures by rank. When one rank fails, or hangs for `silence_s`
+    seconds or the multiple of that for its kind of hang, the others are ended. A rank has failed
+    unless it exits with 0 after recording that it has finished.
 
     Error files go to `directory`. `warn` receives rank, process number, hang and stacks of a rank
     whose hang may last longer. `lost` returns an error once another host is lost, which is raised
@@ -565,7 +565,7 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def _recorded_signals(*, end_on_request: bool) -> Iterator[list[signal.Signals]]:
-    """Collect the signals that would end this process, except ignored ones, in a list, instead of
+    """Collect SIGTERM, SIGINT, SIGHUP and SIGQUIT, except ignored ones, in a list, instead of
     ending. After the block SIGTERM is ignored with `end_on_request`: a request that comes too late
     must not change how the run ended."""
     received: list[signal.Signals] = []
