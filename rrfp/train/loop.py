@@ -321,7 +321,8 @@ class StepReports:
             self._metrics.copy_to(path)
 
     def close(self) -> None:
-        """Close the files after writing pending lines, and end the planner's process."""
+        """Close the files after writing pending lines, and end the planner's process. Raise
+        RrfpError if the run's directory was removed and there are no checkpoints."""
         self._batches.close()
         if self._metrics is not None:
             self._metrics.close()

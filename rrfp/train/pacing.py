@@ -187,8 +187,8 @@ class PacedStep:
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Run a task's work in the block, then sleep until its modeled time has passed since it
-        began, with delays and stops added; not at all if the work took longer. Calls `count`, if
+        """Run a task's work in the block, then sleep until its modeled time, with delays and stops
+        added, has passed since it began; work that took longer adds no sleep. Calls `count`, if
         given."""
         start_ns = self._clock()
         yield

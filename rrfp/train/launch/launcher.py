@@ -52,7 +52,7 @@ def launch(
     warn: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Run this host's ranks until they end, in the run's own network if it has one. `work` names
-    the module with their work; `warn` receives their warnings.
+    the module with their work; `warn` receives their warnings and those of hangs.
 
     Raise RrfpError naming the rank that caused the failure (UsageError if it refused its settings)
     or the host that was lost, KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no
@@ -294,8 +294,8 @@ def _note(limits: CgroupLimits | None, reason: str | None = None) -> str:
 
 
 def _killer(number: int, limits: CgroupLimits | None) -> str:
-    """Name the sender of a signal that killed a rank: the kernel's OOM killer if it killed a
-    process of this cgroup, else the signal itself."""
+    """Name what killed a rank: for SIGKILL the kernel's OOM killer, if that has killed a process of
+    this cgroup, else the signal, by name or number."""
     if limits is not None and number == signal.SIGKILL and (killer := limits.killer()):
         return killer
     try:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class NotPermittedError(Exception):
-    """The kernel does not permit this user a network namespace; has the kernel's reason."""
+    """A network namespace cannot be created or entered here. Its text is the reason."""
 
 
 @contextmanager

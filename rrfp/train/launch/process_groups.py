@@ -202,7 +202,8 @@ def parallel_groups(
     settings: TrainSettings, timeout_s: float = 900.0, device: torch.device = _CPU
 ) -> Iterator[Layout]:
     """Create torch's and Megatron's groups, seed the random states, yield this rank's layout, and
-    destroy the groups at the end. Raise RrfpError if too many or too few ranks were started.
+    destroy the groups at the end. Raise RrfpError if too many or too few ranks were started, gloo
+    cannot listen, or the store cannot be reached.
 
     RANK and WORLD_SIZE come from the environment, and the address of the store from rrfp's launcher
     or torchrun (MASTER_ADDR, MASTER_PORT). gloo listens at one address: loopback on a single host.

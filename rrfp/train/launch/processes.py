@@ -171,8 +171,8 @@ def _locked_directory() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Remove the directories of this user's launchers that were killed: those that no process has
-    locked. Errors are ignored."""
+    """Remove the temporary directories of this user's launchers that were killed: those that no
+    process has locked. Errors are ignored."""
     for path in temporary_directory().glob(f"{_PREFIX}*"):
         # Another user's, locked, or gone meanwhile.
         with suppress(OSError):
@@ -280,9 +280,9 @@ class RankProcess:
             self._signal(signal.SIGCONT)
 
     def kill_hung(self, hang: Hang) -> None:
-        """Let it write the stacks of its threads, for up to 1.5 s and unless it has no heartbeat
-        yet, then kill it. If a signal has stopped it, it continues for this moment. Records the
-        hang."""
+        """Record the hang and kill it and its children. If it has had a heartbeat, it first may
+        write the stacks of its threads, for up to 1.5 s; one that a signal has stopped continues
+        for this."""
         self._hang = hang
         # Before its first heartbeat this signal would kill it.
         if self.page.beats and not self.has_ended:

@@ -152,7 +152,8 @@ def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
 
 
 def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
-    """Read the `threads_ns` of a process; empty if this system does not report them."""
+    """Read how long each thread of a process has run, and was ready without a processor, in ns;
+    empty if this system does not report it."""
     threads = {}
     # Threads may end meanwhile.
     with suppress(OSError):

@@ -469,7 +469,8 @@ class _Rendezvous:
         return found
 
     def _call_torch(self, call: Callable[[], T]) -> T:
-        """Call torch's store with a timeout of 10 s, and turn its DistErrors into RrfpError."""
+        """Call torch's store with a timeout of 10 s (NoAnswerError), and turn its DistErrors into
+        RrfpError; other errors pass."""
         try:
             return call_with_timeout(call, _ANSWER_S, f"the store for {self._endpoint.given}")
         except DistError as error:
