@@ -74,8 +74,9 @@ _PLAIN_RUN = RunSettings()
 
 def check_settings(settings: TrainSettings) -> None:
     """Raise UsageError for the first setting out of its range, for settings that do not work
-    together, and for a host without enough open files, a temporary directory or, with --device
-    cuda, GPUs. Does not check that the hint fits the shape or that the data exist."""
+    together or need a missing package, and for a host without enough cores, open files, a temporary
+    directory or, with --device cuda, GPUs. Does not check that the hint fits the shape or that the
+    data exist."""
     for flag, value in settings.by_flag().items():
         DECLARED[flag].check(value)
     for conflicts in (
@@ -149,9 +150,9 @@ def _check_split(settings: TrainSettings) -> None:
 
 
 def _check_hosts(world_size: int, run: RunSettings) -> None:
-    """Raise UsageError if the hosts do not divide the ranks, this host has too few cores for its
-    ranks, --node-rank or --rdzv-endpoint is invalid, or several hosts lack --rdzv-endpoint or
-    --out."""
+    """Raise UsageError if the hosts do not divide the ranks, this process has more than 16 ranks
+    per core that it may use, --node-rank or --rdzv-endpoint is invalid, or several hosts lack
+    --rdzv-endpoint or --out."""
     _require(
         world_size % run.nnodes == 0,
         f"{world_size} ranks do not divide over {run.nnodes} hosts; change --nnodes",
@@ -373,8 +374,9 @@ def _model_conflicts(s: TrainSettings) -> Iterator[str]:
 
 
 def _data_conflicts(s: TrainSettings) -> Iterator[str]:
-    """Yield an error sentence for each conflict about the data or tied embeddings: those of --model
-    vlm, or image settings that another model does not use."""
+    """Yield an error sentence for each conflict about the data or tied embeddings: an end token
+    without a tokenizer, those of --model vlm, image settings that another model does not use, or
+    tied embeddings with the first and the last of several stages on one rank."""
     layout, data, kind = s.layout, s.data, s.model.kind
     if data.end_of_document is not None and data.tokenizer is None:
         yield "--end-of-document names a token of a tokenizer; add --tokenizer or leave it out"

@@ -235,8 +235,9 @@ class StepReports:
 
     def write(self, step: int, result: StepResult, report: StepReport, seconds: float) -> None:
         """Gather a finished step's figures from all ranks and write its files on rank 0: a line of
-        metrics, its microbatch order, and its policy if that has changed. Later steps are planned
-        under its policy. Every rank calls this; `seconds` is the time of the whole step."""
+        metrics, its microbatch order if planned or balanced, and its policy if that has changed.
+        Later steps are planned under its policy. Every rank calls this; `seconds` is the time of
+        the whole step, without an evaluation."""
         plan, policy = self._batches.plan_figures(), report.policy
         hint, choice = f"{self._settings.hint.name} {self._settings.policy.dispatch}", None
         if policy is not None:
@@ -294,8 +295,8 @@ class StepReports:
 
     def _figures(self, ranks: torch.Tensor) -> dict[str, object]:
         """Compute the entries of `metrics.jsonl` that summarize all ranks: the bubble fraction
-        (None with --no-trace) and, per pipeline rank, busy time and memory peaks; None for memory
-        that no rank reports."""
+        (None with --no-trace) and, per pipeline rank, the busy share of the step's window, peaks of
+        held activations, and current and peak GPU bytes. Bytes that no rank reports are None."""
         pp = self._layout.pp
         window_ns = float(ranks[:, 1].max() - ranks[:, 0].min())
         # Pipeline rank varies slowest in the numbering of ranks.
@@ -320,7 +321,8 @@ class StepReports:
             self._metrics.copy_to(path)
 
     def close(self) -> None:
-        """Close the files after writing pending lines, and end the planner's process."""
+        """Close the files after writing pending lines, and end the planner's process. Raise
+        RrfpError if the run's directory was removed and there are no checkpoints."""
         self._batches.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -362,8 +364,8 @@ class Evaluation:
         heldout: Callable[[int], Batch],
         schedule: OwnSchedule,
     ) -> None:
-        """Load the held-out microbatches. `schedule` must not be the training's: its steps are
-        numbered separately. Raises as `heldout` does."""
+        """Load this replica's share of at least 32 held-out microbatches. `schedule` must not be
+        the training's: its steps are numbered separately. Raises as `heldout` does."""
         self._settings = settings
         self._layout = layout
         self._model = model
@@ -384,8 +386,9 @@ class Evaluation:
         return is_last or (every is not None and (step + 1) % every == 0)
 
     def loss(self) -> float:
-        """Run forwards only and return the mean loss over all held-out labels that count, the same
-        on every rank; all ranks call this. Raise RrfpError if it is not finite."""
+        """Run forwards only on the loaded held-out microbatches of all replicas and return the mean
+        loss over their labels that count, the same on every rank; all ranks call this. Raise
+        RrfpError if it is not finite."""
         layout = self._layout
         for chunk in self._model.chunks:
             chunk.eval()
@@ -429,8 +432,8 @@ launcher knows more of the cause."""
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train this rank's chunks through all remaining steps, recording them unless --no-trace is
-    set. Rank 0 writes `run.json` first. Raise whatever training raises."""
+    """Train this rank's chunks through all remaining steps, or with --save until SIGTERM, recording
+    them unless --no-trace is set. Rank 0 writes `run.json` first. Raises as training does."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     info = introduce(layout)
     with session_of(run, settings, layout) as session:
@@ -534,7 +537,7 @@ def evaluation_of(
 def introduce(layout: Layout) -> RankInfo:
     """Publish this rank's place in the layout, host and process number, and return them with its
     clock's offset to rank 0's host. All ranks call this. Raise PeerLostError if a rank does not
-    within 60 s."""
+    appear within 60 s."""
     own = RankInfo(
         rank=layout.rank,
         pp_rank=layout.pp_rank,
@@ -556,7 +559,7 @@ def introduce(layout: Layout) -> RankInfo:
 
 def _introduced(layout: Layout) -> list[RankInfo]:
     """Wait up to 60 s for what all ranks have published of their places and hosts, and return it by
-    rank."""
+    rank. Raise PeerLostError naming a rank that has not."""
     return introduction.wait_for_rank_infos(
         default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_INTRODUCTION_S
     )

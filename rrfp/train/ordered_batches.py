@@ -42,7 +42,8 @@ class OrderedBatches:
         which must go through `self.record`. A `pace` with modeled costs decides by them.
         With `num_simulations`, steps wait for their plans.
 
-        Raises UsageError for an unknown order or cost, and for too little data.
+        Raises UsageError for an unknown order, balancing or cost, an invalid file of these, and too
+        little data.
         """
         self._layout = layout
         self._num_microbatches = settings.data.microbatches
@@ -66,9 +67,9 @@ class OrderedBatches:
         self._file: StepFile | None = None
 
     def batches(self, step: int) -> list[Batch]:
-        """Load a step's batches and return those of this replica in the order in which they enter:
-        planned, as --admit says (both set `order`), or its share of a global batch that is balanced
-        over the replicas."""
+        """Load and return this replica's batches of a step in the order in which they enter. With
+        --admit-across they are its share of the balanced global batch; else those that the data
+        give it, in the planned order or that of --admit, which is kept as `order`."""
         groups = step_groups(None, None)
         num = self._num_microbatches
         if self._admission.balances:
@@ -111,8 +112,8 @@ class OrderedBatches:
 
     def open_file(self, run: RunDir, first_step: int) -> None:
         """Open the run's file of orders or assignments on rank 0, if steps are planned or balanced;
-        else do nothing. Lines of the steps before `first_step` stay, and missing ones get the
-        data's order."""
+        else do nothing. Lines of the steps before `first_step` stay, missing ones get the data's
+        order, and later lines are removed."""
         if self._layout.rank > 0 or (self._planner is None and not self._admission.balances):
             return
         num, dp = self._num_microbatches, self._layout.dp

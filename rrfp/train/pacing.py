@@ -171,8 +171,8 @@ class PacedStep:
         sleep: Sleep,
         clock: Callable[[], int],
     ) -> None:
-        """`known` are the modeled times before jitter. `count` is called with the time in ns by
-        which a task's work exceeded its modeled time."""
+        """`known` are the modeled times before jitter. `count` is called for every task with the
+        time in ns by which its work exceeded its modeled time, negative if it took less."""
         self._shape = shape
         self._known_ns = None if known is None else known.by_kind(split=shape.splits_backward)
         self._model = model
@@ -187,8 +187,9 @@ class PacedStep:
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Run a task's work in the block, then sleep until its modeled time has passed, with
-        delays and stops added. Work that took longer is only counted."""
+        """Run a task's work in the block, then sleep until its modeled time, with delays and stops
+        added, has passed since it began; work that took longer adds no sleep. Calls `count`, if
+        given."""
         start_ns = self._clock()
         yield
         worked_ns = self._clock() - start_ns
@@ -250,7 +251,7 @@ def make_pace(
 
 def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
     """Make this rank's pace by the run's --pace and --jitter; return None if they do not ask for
-    one. Raise UsageError as `read_pace` does."""
+    one. Raise as `read_pace` does, and UsageError for an invalid --admit or --admit-across."""
     costs, jitter = read_pace(settings)
     costs = _balanced(costs, settings)
     admit = resolve_admission(settings.step.admit, settings.data.microbatches)
@@ -292,8 +293,9 @@ def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
 
 
 def check_pace(settings: "TrainSettings") -> None:
-    """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline, or
-    if --hold auto would apply this machine's memory to the sizes of the costs."""
+    """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline (by
+    the first step of replica 0), or if --hold auto would apply this machine's memory to the sizes
+    of the costs. Raise RrfpError as `read_pace` does."""
     costs, jitter = read_pace(settings)
     costs = _balanced(costs, settings)
     admit = resolve_admission(settings.step.admit, settings.data.microbatches)

@@ -350,8 +350,9 @@ class TrainSettings:
     def __init__(self, **flags: Any) -> None:
         """Settings by flag (`pp=2, hint="bfw"`); names and paths may be text.
 
-        Raises UsageError for a text that is not one of the choices, an unknown hint, and parts of
-        the policy that conflict.
+        Raises UsageError for a text that is no number or not one of the choices, an unknown hint,
+        and parts of the policy that conflict, and TypeError for an unknown flag. Ranges are not
+        checked.
         """
         knobs = {flag: DECLARED[flag].read(flags.pop(flag)) for flag in KNOBS if flag in flags}
         self._set(flags, knobs.pop("hint", None))
@@ -360,8 +361,8 @@ class TrainSettings:
 
     def _set(self, flags: Mapping[str, Any], asked_hint: Hint | None) -> None:
         """Set the groups of settings from values by flag, and the hint that was given, but not the
-        policy. Raise TypeError for an unknown flag, and UsageError for a text that is not one of
-        the choices."""
+        policy. Raise TypeError for an unknown flag, and UsageError for a text that is no number
+        or not one of the choices."""
         given: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for flag, value in flags.items():
             if flag not in DECLARED:
@@ -430,8 +431,8 @@ class TrainSettings:
 
     @property
     def split(self) -> tuple[int, ...]:
-        """The number of layers of each stage, in model order: those of --layout, or else equal
-        ones. Raises UsageError for an invalid --layout."""
+        """The number of layers of each stage, in model order: those of --layout, whose sum is not
+        checked, or else equal ones, rounded down. Raises UsageError for a malformed --layout."""
         stages = self.layout.stages
         if stages is None:
             num_stages = self.layout.pp * self.layout.chunks
@@ -442,7 +443,8 @@ class TrainSettings:
     def from_toml(cls, path: Path, **flags: Any) -> Self:
         """Read a TOML file with the names of flags, at top level or in tables by group; `flags`
         take precedence. Relative paths are relative to the current directory. Raise UsageError for
-        a file that cannot be read, an unknown name, a name given twice, or a wrong type."""
+        a file that cannot be read or is not TOML, a name that is unknown, given twice or in the
+        wrong table, a wrong type, and as the constructor does."""
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

@@ -142,8 +142,9 @@ _THREADS_PER_CORE = 2
 
 def problem_of(directory: Path, *, with_content: bool) -> tuple[Manifest | None, str]:
     """Check a checkpoint's owner and permissions, its manifest, and the names and sizes of its
-    files; with `with_content` also their SHA-256, which reads all of them. Return the manifest
-    (None if it cannot be read) and the problem, empty if the checkpoint is whole."""
+    files; with `with_content` also their SHA-256 (if version 2 saved it), which reads all of them.
+    Return the manifest (None if that cannot be read, the files cannot be listed, or others can
+    change the directory) and the problem, empty if the checkpoint is whole."""
     try:
         # The owner of the directory of the checkpoints can replace everything in it.
         owners = {os.geteuid(), 0, directory.parent.stat().st_uid}
@@ -175,8 +176,8 @@ def missing_part(found: Mapping[str, int], manifest: Manifest) -> str:
 
 
 def _problem_of_files(directory: Path, manifest: Manifest, owners: Collection[int]) -> str:
-    """Describe the first file below a checkpoint that others can change, that is missing or of
-    another size, or that the manifest does not list; empty if none."""
+    """Describe the first file or directory below a checkpoint that others can change, or else the
+    first file that is missing, of another size, or not listed by the manifest; empty if none."""
     found = {}
     for name, status in files_in(directory):
         foreign = why_foreign(status, owners)
@@ -241,7 +242,7 @@ def digest_of(path: Path, stop: Event | None = None) -> str:
 
 def _problem_of_content(directory: Path, digests: Mapping[str, str]) -> str:
     """Describe the first file found that cannot be read or differs from its digest; empty if none.
-    Reads all files, in several threads."""
+    Reads the files with a digest, in several threads, until one fails."""
     stop = Event()
     num_threads = max(1, min(len(digests), _THREADS_PER_CORE * num_cores()))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="rrfp-digest") as pool:
@@ -356,7 +357,8 @@ class CheckpointDir:
     ) -> Checkpoint | None:
         """Find the newest whole checkpoint, or return None. `report` receives a sentence about each
         newer one that is not whole, and a warning if the result has no digests. The result may be
-        loaded only if checked `with_content`, which reads all of it."""
+        loaded only if checked `with_content`, which reads all of it. Raise UsageError if the
+        directory exists and cannot be listed."""
         found = next(self._whole(report, with_content=with_content), None)
         if found is not None and not found.manifest.digests:
             report(no_digests_warning(found.path))
@@ -377,8 +379,7 @@ class CheckpointDir:
 
     def begin(self, step: int) -> Path:
         """Create and return a directory to write the checkpoint of `step` into, under the name of
-        an unfinished one. Raise OSError, and leave nothing, if the disk lacks space even for its
-        manifest."""
+        an unfinished one. Raise OSError, and leave nothing, if 256 KiB cannot be written there."""
         path = self.path / f"{_SAVING}{step}-{uuid.uuid4().hex}"
         path.mkdir(_MODE)
         probe = path / f"{_SAVING}probe"
@@ -430,8 +431,8 @@ class CheckpointDir:
         return path
 
     def remove_older(self, keep: int) -> None:
-        """Remove all whole checkpoints except the newest `keep`; damaged ones stay. Failures are
-        ignored."""
+        """Remove all whole checkpoints except the newest `keep`. Damaged ones stay, as far as
+        permissions, names and sizes show damage. Failures to remove are ignored."""
         for checkpoint in [*self._whole(with_content=False)][keep:]:
             with suppress(OSError):
                 self._remove(checkpoint.path)
@@ -444,8 +445,8 @@ class CheckpointDir:
     def locked(self) -> Iterator[None]:
         """Hold the directory's lock in the block, with this process named in the lock file, after
         removing unfinished checkpoints of earlier runs. Raise UsageError if another run does not
-        release it within 30 s, or if other users can write here. A file system without locks counts
-        as locked."""
+        release it within 30 s, if other users can write here, or if the lock file cannot be opened.
+        A file system without locks counts as locked."""
         try:
             self._check_is_own()
             lock = self._open_lock()
@@ -475,8 +476,8 @@ class CheckpointDir:
                 file.truncate(0)
 
     def remove_abandoned(self) -> None:
-        """Remove unfinished checkpoints of earlier runs, unless a run holds the lock. Errors are
-        ignored."""
+        """Remove unfinished checkpoints of earlier runs, unless a run holds the lock or the file
+        system has no locks. Errors are ignored."""
         with suppress(OSError), self._open_lock() as file:
             if _try_lock(file.fileno()):
                 self._remove_unfinished()
@@ -530,7 +531,7 @@ class CheckpointDir:
 
 def whole_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory, after reading and checking all of it. If it is not
-    whole, raise RrfpError naming the damage and the newest whole checkpoint beside it."""
+    whole, raise RrfpError naming the damage and the newest whole checkpoint beside it, if any."""
     found = _check(path, with_content=True)
     if isinstance(found, Checkpoint):
         return found

@@ -133,8 +133,9 @@ def _check(group: Any, rank: int | None = _COORDINATOR) -> None:
 
 
 def encode_plan(value: Any) -> object:
-    """Convert a value of a plan to JSON; an exception keeps its type's name and first line only.
-    Raise RrfpError for a type that plans do not have."""
+    """Convert a value of a plan to JSON. An exception keeps its type's name and first line only (a
+    CheckpointException those of each rank's), and stacks are dropped. Raise RrfpError for a type
+    that plans do not have."""
     is_plain = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
     if value is None or is_plain:
         return value
@@ -168,8 +169,9 @@ def encode_plan(value: Any) -> object:
 
 
 def decode_plan(value: object) -> Any:
-    """Convert the result of `encode_plan` back; exceptions become RuntimeErrors with their text.
-    Raise ValueError for anything else."""
+    """Convert the result of `encode_plan` back. Exceptions become RuntimeErrors with their text; a
+    CheckpointException becomes one with a RuntimeError per rank. Raise ValueError for anything
+    else."""
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise ValueError("it has a list without its kind")

@@ -57,7 +57,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of a checkpoint and refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that checkpoint metadata may name, or a dtype of torch. Raise
+        """Return a class or function that checkpoint metadata may name, or a dtype of torch. Raise
         UnpicklingError for any other name."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and name.isidentifier():
@@ -70,8 +70,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _load_metadata(file: IO[bytes]) -> Metadata:
     """Unpickle the metadata of a checkpoint, as data only, in place of `pickle.load`. Raise
-    UnpicklingError for anything else, and for metadata that names a file outside of its
-    directory."""
+    UnpicklingError for other classes and values, and for metadata that names a file not directly in
+    its directory."""
     found = _MetadataUnpickler(file).load()
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise pickle.UnpicklingError("it is not the metadata of a checkpoint")

@@ -26,8 +26,8 @@ def write_description(
     run: RunDir, settings: TrainSettings, ranks: Sequence[RankInfo], first_step: int = 0
 ) -> None:
     """Write `run.json` for a session that starts at `first_step`: settings, policy, `ranks` (empty
-    while unknown), network and tokenizer. With a tokenizer, text that is not in the cache is
-    encoded first."""
+    while unknown), network, tokenizer and, from the second session on, the earlier ones. With a
+    tokenizer, text that is not in the cache is encoded first."""
     # The launcher, which writes the file first, has not created the network yet.
     network = describe_network()
     tokenizer = None if settings.data.tokenizer is None else cached_tokens(settings.data).tokenizer
@@ -81,9 +81,10 @@ def check_unused(save: Path, found: Checkpoint | None) -> None:
 def check_continues(
     settings: TrainSettings, contents: Mapping[str, str], checkpoint: Checkpoint
 ) -> None:
-    """Raise UsageError, naming the setting and both values, if these settings or the content of
-    their data cannot continue the training of the checkpoint, or have fewer steps than it has. The
-    microbatches may change if all replicas together keep their number."""
+    """Raise UsageError if these settings or the content of their data cannot continue the training
+    of the checkpoint, naming the first difference, if they have fewer steps than it has, or if its
+    manifest lacks digests of its data or is damaged. Settings that it does not state may differ.
+    The microbatches may change if all replicas together keep their number."""
     current, saved = settings.described(), checkpoint.manifest.settings
     where = f"the checkpoint {checkpoint.path}"
     for flag in _SAME:
@@ -184,12 +185,14 @@ class RunStart:
 
 
 def start_or_resume(settings: TrainSettings, report: Callable[[str], None]) -> RunStart:
-    """Create the run's directory, or with --resume find that of the newest whole checkpoint's run;
-    create none if it has trained all steps. Creates the --save directory too, and removes
-    unfinished checkpoints there. `report` receives sentences for the user about the resumption.
+    """Create the run's directory and its `run.json`. With --resume use an existing one instead:
+    --out, or else that of the newest whole checkpoint's run; create none if no steps remain.
+    Without a whole checkpoint training starts anew. With --save, create that directory too and
+    remove unfinished checkpoints there. `report` receives sentences about the resumption.
 
-    Raise UsageError if checkpoints cannot be written, if some exist without --resume, or if these
-    settings cannot continue them.
+    Raise UsageError if checkpoints cannot be written, if a whole one exists without --resume, if
+    these settings cannot continue it, if --out exists without --force (resumed: if its run saves
+    elsewhere), or if --out and --save lie in each other's entries.
     """
     save, out, resumes = settings.run.save, settings.run.out, settings.run.resume
     if save is None:
@@ -262,7 +265,8 @@ def _check_separate(save: Path, out: Path | None) -> None:
 
 def _new_run(settings: TrainSettings, *, is_made: bool = False) -> RunDir:
     """Create the run's directory and its `run.json`. Raise UsageError if --out exists, unless
-    --force is set or `is_made` states that this call has already created it."""
+    `is_made` states that this call has created it. With --force, remove the run's files in it
+    first."""
     run = create_run_dir(settings.run.out, settings.run.force or is_made, settings.hint.name)
     write_description(run, settings, ())
     return run
@@ -272,8 +276,8 @@ def _run_of(
     settings: TrainSettings, checkpoint: Checkpoint, report: Callable[[str], None]
 ) -> RunDir | None:
     """Return the directory of the resumed run: --out, or else that of the checkpoint's run; None if
-    it does not exist. One that saves elsewhere counts as missing, and as an error, UsageError, if
-    --out names it. `report` receives the reason why the checkpoint's run is not used."""
+    it does not exist. A checkpoint's run that saves elsewhere counts as missing; if --out is such a
+    run, raise UsageError. `report` receives the reason why the checkpoint's run is not used."""
     if settings.run.out is not None:
         return _run_at(settings, settings.run.out)
     path = Path(checkpoint.manifest.run)
@@ -290,7 +294,8 @@ def _run_of(
 
 def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
     """Return the existing directory of --out, where others may no longer write; None if it is not
-    given or does not exist. Raise UsageError if it is a file or holds another run."""
+    given or does not exist. Raise UsageError if it is a file, holds a run that saves elsewhere, or
+    belongs to another user."""
     if out is None or not out.exists():
         return None
     if not out.is_dir():
@@ -304,8 +309,9 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
 
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:
-    """True if a directory is that of a run that saves to --save, by its `run.json`. One without
-    `run.json` counts if it has nothing but checkpoints, as after a launcher was killed early."""
+    """True if a directory is that of a run that saves to --save, by its `run.json`. If that is
+    missing or names no --save, the directory counts if it has nothing but checkpoints, as after a
+    launcher was killed early."""
     assert settings.run.save is not None
     description, save = RunDir(run).run_json, settings.run.save.resolve()
     described_save = read_description(description).get("settings", {}).get("save")

@@ -70,8 +70,9 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
 
     Rank 0 locks the checkpoints until the block ends and, with --resume, chooses the newest whole
     one for all ranks; the lock ensures that no other one is being completed. The run's metrics
-    become those of that checkpoint, or empty. Raise UsageError if the run cannot continue it, or
-    without --resume if --save has one, and RrfpError on a rank that cannot read it.
+    become those of that checkpoint, or empty. Raise UsageError if the run cannot continue it,
+    without --resume if --save has one, or as `CheckpointDir.locked` and `data_contents` do, and
+    RrfpError on a rank that cannot read it.
     """
     if settings.run.save is None:
         yield Session(run)
@@ -179,8 +180,8 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Finish the last checkpoint, begin the one after `step` steps, and finish it too unless
-        the run saves in the background. A full disk only sets `failure` and warns. Raise RrfpError
-        if the checkpoint cannot be planned, or as `finish` does."""
+        the run saves in the background. If the disk refuses a write, set `failure` and warn; while
+        ranks plan the checkpoint, raise RrfpError instead. Raise as `finish` does."""
         self.finish()
         self.failure = ""
         saving = self._begin(step)
@@ -210,8 +211,9 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any, and complete it; rank 0 then
-        removes older ones. If a rank could not write, set `failure` and warn. Raise RrfpError if
-        files are missing from rank 0's directory or this rank takes over an hour."""
+        removes all but the newest --keep. If a rank could not write, remove this one, set `failure`
+        and warn. Raise RrfpError if files are missing from rank 0's directory or this rank takes
+        over an hour."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -491,7 +493,8 @@ class RunCheckpoints:
     def finish_step(self, step: int) -> bool:
         """Finish a background checkpoint that all ranks have written, and save if one is due: every
         `save_every` steps, after the last step, or after SIGTERM at any rank, for which it returns
-        True and the run ends here. A failed write is only warned of."""
+        True and the run ends here. A write that the disk refuses is only warned of; raises as
+        `Saver.save` does."""
         is_asked, is_busy = agree_on_stop(is_busy=self._saver.is_writing)
         if self._saver.is_pending and not is_busy:
             self._saver.finish()
@@ -503,7 +506,8 @@ class RunCheckpoints:
         return is_asked
 
     def close(self) -> None:
-        """Finish the last checkpoint. Raise RrfpError if it could not be written."""
+        """Finish the last checkpoint. Raise RrfpError if it could not be written; earlier failures
+        do not count."""
         self._saver.finish()
         if self._saver.failure:
             raise RrfpError(self._saver.failure + GO_ON)

@@ -298,7 +298,7 @@ def load(
     checkpoint: Checkpoint, settings: TrainSettings, layout: Layout, tensors: TrainedTensors
 ) -> None:
     """Load parameters, the optimizer's state and random states into a model of any layout; every
-    rank calls this. In another layout the random states are seeded instead. Raise RrfpError if the
+    rank calls this. In another layout `reseed_random_states` sets the last. Raise RrfpError if the
     checkpoint cannot be read or does not fit, and torch's errors if another rank is lost
     meanwhile."""
     from megatron.core import dist_checkpointing

@@ -93,8 +93,9 @@ class TextBatches:
         )
 
     def batch(self, step: int, microbatch: int) -> Batch:
-        """Make this microbatch of the step from the next samples of the seeded order; equal
-        arguments give equal batches, on every rank."""
+        """Make this microbatch of the step from the next samples of the seeded order: windows of
+        `seq_length` tokens or, with `variable_lengths`, documents, padded to the longest and to a
+        multiple of --tp. Equal arguments give equal batches, on every rank."""
         settings = self._settings
         first = _number(settings, step, self._dp_rank, microbatch) * settings.data.micro_batch_size
         indices = range(first, first + settings.data.micro_batch_size)
@@ -216,7 +217,8 @@ class ImageData:
 
 
 class ImageBatches:
-    """The batches of one replica: 0 to `max_images` images each, and sometimes a plain text."""
+    """The batches of one replica: 0 to `max_images` images each (at least 1 if the data have no
+    plain texts), and sometimes a plain text."""
 
     def __init__(self, documents: Documents, settings: TrainSettings, dp_rank: int) -> None:
         self._documents = documents
@@ -248,8 +250,8 @@ _TEXT_SHARE = 0.25
 
 
 def pack_documents(documents: list[Document], settings: TrainSettings) -> ImageBatch:
-    """Pack one or more documents end to end into one row, padded to a multiple of --tp. Each text
-    is cut after `seq_length` tokens, and --blank-images makes all patches gray."""
+    """Pack one or more documents end to end into one row, padded to a multiple of --tp. Each text,
+    with its end, is cut after `seq_length` + 1 tokens; --blank-images makes all patches gray."""
     rows: list[Integers] = []  # tokens, labels, counts, positions and document ids of each document
     patches, counts, places, slots = [], [], [], []
     start = 0

@@ -148,8 +148,9 @@ class PictureFolder:
         return digest.hexdigest()
 
     def _read(self, line: _Line) -> Pixels:
-        """Read an image, scale it down to the largest size, and crop it around its center to whole
-        patches. Raise UsageError if it is damaged."""
+        """Read an image, turned as its EXIF data say, scale it down to the largest size but at
+        least a patch, and crop it around its center to whole patches. Raise UsageError if it is
+        damaged or `_open_image` refuses it."""
         with _open_image(line) as opened:
             try:
                 with _ignoring_warnings():
@@ -210,8 +211,9 @@ def _ignoring_warnings() -> Iterator[None]:
 
 
 def _open_image(line: _Line) -> Image.Image:
-    """Open the image of a line without decoding it. Raise UsageError for an unknown format, too
-    many pixels, or values of more than 16 bits."""
+    """Open the image of a line without decoding it. Raise UsageError for an unreadable file, an
+    unknown format, over 32 Mi pixels, and values of more than 16 bits, or of more than 8 in a
+    PPM."""
     assert line.image is not None
     try:
         with _ignoring_warnings():
@@ -237,8 +239,9 @@ def _open_image(line: _Line) -> Image.Image:
 
 
 def _lines(folder: Path) -> Iterator[_Line]:
-    """Read the lines of all `.jsonl` files under a folder, ordered by file name; blank ones are
-    skipped. Raise UsageError without such files, and for an unreadable file or an invalid line."""
+    """Read the lines of all `.jsonl` files under a folder, in the order of `files_under`, without
+    blank ones. Raise UsageError without such files, and for an unreadable file or an invalid
+    line."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
@@ -266,8 +269,8 @@ def _lines(folder: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes, place: str, root: Path) -> _Line:
-    """Read a line of JSON with a text and perhaps an image. Raise UsageError for an empty text, or
-    an image that is missing or outside of the folder `root`."""
+    """Read a line of JSON with a text and perhaps an image. Raise UsageError for an invalid line, a
+    missing or empty text, or an image that is missing or outside of the folder `root`."""
     values, text = parse_json_line(line, place)
     if not text.strip():
         raise UsageError(f"{place}: the field 'text' is empty; write a caption or remove the line")
@@ -340,7 +343,7 @@ class Scenes:
 
     def picture(self, part: Part, index: int) -> Document:
         """Draw the scene with this number, the same every time, with its caption. Its edges are
-        between half and all of `image_size`."""
+        whole patches between half (at least 16 pixels) and all of `image_size`."""
         patch_size = self._settings.data.patch_size
         rng = np.random.default_rng((self._settings.run.seed, _PICTURES, part, index))
         most = self._settings.data.image_size // patch_size

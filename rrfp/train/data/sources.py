@@ -25,7 +25,7 @@ from rrfp.train.settings import DataSettings, ModelKind, TrainSettings
 
 def open_documents(settings: TrainSettings) -> Documents:
     """Open the images and texts of a multimodal run: the folder of --data or, without it, scenes
-    drawn at run time. Raise UsageError if these cannot be used."""
+    drawn at run time. Raise UsageError if these cannot be used, without opening the images."""
     return (
         Scenes(settings)
         if settings.data.path is None
@@ -36,7 +36,7 @@ def open_documents(settings: TrainSettings) -> Documents:
 def open_corpus(data: DataSettings) -> Corpus:
     """Open the text of a run; without a path, Python's standard library. Text has one token per
     byte, or those of its tokenizer, encoded now if the cache lacks them; a Megatron .bin/.idx pair
-    has its own. Raise UsageError if there is no text to train on."""
+    has its own. Raise UsageError for unusable data, and RrfpError as `cached_tokens` does."""
     prefix = _pair_of(data)
     if prefix is not None:
         return IndexedCorpus(prefix)
@@ -48,8 +48,8 @@ def open_corpus(data: DataSettings) -> Corpus:
 
 def document_lengths(data: DataSettings, report: Callable[[str], None] | None = None) -> Tokens:
     """Return the `lengths` of the corpus of `open_corpus`, without torch. Text for a tokenizer is
-    encoded first, if the cache lacks it; `report` receives sentences about that. Raise UsageError
-    as `open_corpus` does, as far as that is possible without torch."""
+    encoded first, if the cache lacks it; `report` receives sentences about that. Raise as
+    `open_corpus` does, except for tokens of a pair that are out of range."""
     prefix = _pair_of(data)
     if prefix is not None:
         return indexed_documents(prefix).lengths
@@ -59,8 +59,9 @@ def document_lengths(data: DataSettings, report: Callable[[str], None] | None = 
 
 
 def check_data(settings: TrainSettings, report: Callable[[str], None] | None = None) -> None:
-    """Raise UsageError if the data are unusable, as far as headers show, or too few for a sample.
-    Text for a tokenizer is encoded into the cache; `report` receives sentences about that."""
+    """Raise UsageError if the data are unusable, as far as headers of images and pairs show, or if
+    there is too little text for a sample. Text for a tokenizer is encoded into the cache; `report`
+    receives sentences about that. Raise RrfpError as `cached_tokens` does."""
     if settings.model.kind == ModelKind.VLM:
         documents = open_documents(settings)
         if isinstance(documents, PictureFolder):
@@ -86,7 +87,7 @@ def _pair_of(data: DataSettings) -> Path | None:
 
 def _byte_corpus(data: DataSettings) -> ByteCorpus:
     """Read all text into memory, with a token per byte; empty documents are dropped. Raise
-    UsageError if no text is left."""
+    UsageError if no text is left or some cannot be read."""
     documents = (text.stream.read() for text in read_texts(data.path, data.text_key))
     found = tuple(document for document in documents if document)
     if not found:
@@ -101,7 +102,8 @@ def data_contents(settings: TrainSettings) -> dict[str, str]:
     """Return digests that identify the data by content, by flag, wherever the files lie. `data` is
     a SHA-256 of the number of tokens of each document or, for images, of captions, paths and sizes,
     not of every byte; drawn scenes are only named. A tokenizer adds the SHA-256 of its file and the
-    token `end_of_document`. Raise UsageError for unusable data."""
+    token `end_of_document`. Raise UsageError for unusable data, and RrfpError as `cached_tokens`
+    does."""
     if settings.model.kind is ModelKind.VLM:
         documents = open_documents(settings)
         return {"data": documents.digest() if isinstance(documents, PictureFolder) else _DRAWN}

@@ -45,8 +45,10 @@ class Text(NamedTuple):
 
 
 def text_files(path: Path | None) -> list[Path]:
-    """List the text files of --data, in the same order on every machine; None means Python's
-    standard library. Hidden files are skipped. Raise UsageError for files that are no text."""
+    """List the files of --data, in the same order on every machine; None means Python's standard
+    library. Hidden files of a folder are skipped. Raise UsageError for a pipe or a device, and in a
+    folder for images, .bin/.idx files and links to outside of it. A single missing file is
+    listed."""
     if path is None:
         return list(_library_files())
     if not path.is_dir():
@@ -72,9 +74,9 @@ def text_files(path: Path | None) -> list[Path]:
 
 
 def read_texts(path: Path | None, text_key: str) -> Iterator[Text]:
-    """Yield the documents of `text_files`, some perhaps empty: a line of JSONL, a row of Parquet,
-    else a file. `text_key` is the field of JSONL and the column of Parquet. Raise UsageError,
-    naming the place, for a document that cannot be read."""
+    """Yield the documents of `text_files`, some perhaps empty: a line of JSONL, a row of Parquet, a
+    definition of the standard library, else a file. `text_key` is the field of JSONL and the column
+    of Parquet. Raise UsageError, naming the place, for a document that cannot be read."""
     for file in text_files(path):
         try:
             if path is None:
@@ -93,8 +95,8 @@ def read_texts(path: Path | None, text_key: str) -> Iterator[Text]:
 
 
 def check_regular_file(path: Path) -> None:
-    """Raise UsageError for a pipe or a device, which may never end and can be read only once. A
-    missing file passes."""
+    """Raise UsageError for anything but a regular file: a pipe or a device may never end and can be
+    read only once. A missing file passes."""
     if path.exists() and not path.is_file():
         raise UsageError(f"the data {path} is not a regular file; save its text to one first")
 
@@ -113,9 +115,9 @@ def check_link_inside(path: Path, folder: Path) -> None:
 
 
 def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield all files and links below a folder that are not hidden or in a folder named in `skips`,
-    in the same order on every machine. Links to folders are not followed. Raise UsageError for a
-    folder that cannot be read."""
+    """Yield all files and links below a folder, except hidden ones and those in a hidden folder or
+    one named in `skips`, in the same order on every machine. Links to folders are yielded, not
+    followed. Raise UsageError for a folder that cannot be read."""
     for where, folders, files in os.walk(folder, onerror=_refuse):
         links = {name for name in folders if Path(where, name).is_symlink()}
         folders[:] = sorted(
@@ -138,8 +140,8 @@ def parse_json_line(
     line: bytes, place: str, text_key: str = "text", *, names_key: bool = False
 ) -> tuple[dict[str, Any], bytes]:
     """Return the fields of a line of JSON, and the bytes of its text. Raise UsageError, naming the
-    place and the existing fields, if the text is missing; with `names_key` the advice mentions
-    --text-key."""
+    place, if it is not UTF-8 or not JSON, or if the text is missing; then the error lists up to 12
+    existing fields, and with `names_key` its advice mentions --text-key."""
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
@@ -210,8 +212,8 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 
 def _library_files() -> Iterator[Path]:
-    """Yield Python files of the standard library, without tests, up to `_MAX_LIBRARY_BYTES` in
-    all."""
+    """Yield Python files of the standard library, without tests and installed packages, up to the
+    first that would make them more than 8 MB in all."""
     num_bytes = 0
     for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
@@ -223,6 +225,7 @@ def _library_files() -> Iterator[Path]:
 
 
 def _definitions(file: Path) -> Iterator[Text]:
-    """Yield the parts of a Python file, split before each definition, as documents."""
+    """Yield the parts of a Python file, split at the blank lines before each definition, as
+    documents."""
     for text in _DEFINITION.split(file.read_bytes()):
         yield Text(str(file), io.BytesIO(text))

@@ -168,8 +168,9 @@ class IndexedCorpus:
 
 
 def indexed_prefix(path: Path) -> Path | None:
-    """Return the prefix of a pair if the path is one of its files by suffix or, as in Megatron's
-    options, the prefix of an existing .bin; else None."""
+    """Return the prefix of a pair if the path is one of its files by suffix (which may not exist)
+    or, as in Megatron's options, is no file itself but the prefix of an existing .bin; else
+    None."""
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
     if not path.exists() and with_suffix(path, ".bin").exists():
@@ -609,8 +610,9 @@ class _Piece(NamedTuple):
 
 
 def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
-    """Encode all documents into a new pair at `prefix`, with a sequence per piece; return the
-    number of tokens. Raise UsageError if the texts have no tokens or one cannot be encoded."""
+    """Encode all documents, with `first` before and `last` after each, into a new pair at `prefix`,
+    with a sequence per piece; return the number of tokens. Raise UsageError if the texts have no
+    tokens or one cannot be encoded."""
     dtype = token_type(tokenizer.vocab_size)
     lengths, bounds = array("i"), array("q", [0])
     num_text_tokens = 0
@@ -682,7 +684,7 @@ def _decode(text: bytes, place: str, start: int) -> str:
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Group pieces into batches of at least `_BATCH_BYTES` characters; the last may have fewer."""
+    """Group pieces into batches of at least 4 Mi characters; the last may have fewer."""
     batch: list[_Piece] = []
     num_characters = 0
     for piece in pieces:

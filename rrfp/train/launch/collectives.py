@@ -76,7 +76,7 @@ def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 def no_object_collectives() -> Iterator[None]:
     """Make torch's collectives raise RrfpError in the block instead of unpickling.
     `all_gather_object`, which Megatron's optimizer uses while it is built, exchanges plain values
-    as JSON instead."""
+    of all ranks as JSON instead, and raises RrfpError for a group of some ranks only."""
     # torch declares neither name as assignable.
     module: Any = dist.distributed_c10d
     originals = dist.all_gather_object, module._unpickler

@@ -52,13 +52,13 @@ def launch(
     warn: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Run this host's ranks until they end, in the run's own network if it has one. `work` names
-    the module with their work; `warn` receives their warnings.
+    the module with their work; `warn` receives their warnings and those of hangs.
 
-    Raise RrfpError naming the rank that failed first (UsageError if it refused its settings),
-    KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. After
-    SIGTERM a run that saves checkpoints returns when the ranks have saved one, or raises
-    StopRequestedError if they had not begun a step; it leaves the signal ignored. Must run on the
-    main thread.
+    Raise RrfpError naming the rank that caused the failure (UsageError if it refused its settings)
+    or the host that was lost, KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no
+    rank is left then. After SIGTERM a run that saves checkpoints returns when the ranks have saved
+    one, or raises StopRequestedError if they had not begun a step; it leaves the signal ignored.
+    Must run on the main thread.
     """
     allow_open_files(settings.layout.world_size)
     limits = CgroupLimits()
@@ -190,9 +190,9 @@ def _first_failure(
     limits: CgroupLimits | None = None,
 ) -> RrfpError:
     """Return, as an error, the failure that caused the others: first a kill from outside, then a
-    rank's own error, a hang, silence, and a lost peer, each time the earliest. `reason_elsewhere`
-    waits for a reason from another host. `num_steps` are the steps of the run, if its ranks count
-    them."""
+    rank's own error, a hang, silence, and a lost peer, each time the earliest. For the last two
+    `reason_elsewhere` waits for a reason from another host, which is returned instead. `num_steps`
+    are the steps of the run, if its ranks count them."""
 
     def precedence(rank: int) -> tuple[int, float]:
         failure, report = failures[rank], failures[rank].report
@@ -294,8 +294,8 @@ def _note(limits: CgroupLimits | None, reason: str | None = None) -> str:
 
 
 def _killer(number: int, limits: CgroupLimits | None) -> str:
-    """Name the sender of a signal that killed a rank: the kernel's OOM killer if it killed a
-    process of this cgroup, else the signal itself."""
+    """Name what killed a rank: for SIGKILL the kernel's OOM killer, if that has killed a process of
+    this cgroup, else the signal, by name or number."""
     if limits is not None and number == signal.SIGKILL and (killer := limits.killer()):
         return killer
     try:

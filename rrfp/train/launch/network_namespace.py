@@ -41,7 +41,8 @@ def main() -> None:
 
 def enter(paths: Sequence[str]) -> None:
     """Move this process into the namespaces at these paths. If there are two, the first is a user
-    namespace, whose capabilities are dropped. Raise OSError, which names the call."""
+    namespace, whose capabilities are dropped. Raise OSError, which names the refused call or the
+    path that cannot be opened."""
     with ExitStack() as opened:
         # All opened first: inside a user namespace the launcher's files cannot be opened.
         for namespace in [opened.enter_context(Path(path).open("rb")) for path in paths]:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class NotPermittedError(Exception):
-    """The kernel does not permit this user a network namespace; has the kernel's reason."""
+    """A network namespace cannot be created or entered here. Its text is the reason."""
 
 
 @contextmanager
@@ -66,9 +66,10 @@ def _reason_for_host_network(run: RunSettings) -> str:
 
 @contextmanager
 def created_network() -> Iterator[tuple[str, ...]]:
-    """Create a network with only loopback by a short-lived process, and try to enter it. Yield the
-    paths of the namespaces to enter: the user namespace, unless it is this process' own, and the
-    network's. Raise NotPermittedError if that fails or takes over 10 s."""
+    """Create a network with only loopback by a short-lived process, and let another one try to
+    enter it. Yield the paths of the namespaces to enter, which last as long as the block: the user
+    namespace, unless it is this process' own, and the network's. Raise NotPermittedError if that
+    fails or a process takes over 10 s."""
     command = [sys.executable, "-I", "-S", network_namespace.__file__]
     with ExitStack() as held:
         try:
@@ -124,8 +125,9 @@ def enter_network() -> None:
 
 @cache
 def warn_of_open_ports(network: str, ports: str) -> None:
-    """Warn, once per process, if these ports of a run are neither in a private network nor
-    filtered. `network` is the value of the variable that names the network."""
+    """Warn, once per process for the same arguments, if these ports of a run are neither in a
+    private network nor filtered. `network` is the value of the variable that names the network, and
+    `ports` what the warning calls the ports."""
     kind, _, why = network.partition(":")
     refusal = "" if kind == Network.PRIVATE else filter_refusal()
     if refusal:

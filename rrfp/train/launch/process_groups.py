@@ -46,8 +46,8 @@ _NUM_THREADS = 2
 @contextmanager
 def one_device_at(address: str) -> Iterator[None]:
     """Let all gloo groups created in the block share one device, which listens only at this address
-    and refuses connections except while a group is created. Raise RrfpError if it cannot listen
-    there."""
+    and, where the kernel permits a filter, refuses connections except while a group is created.
+    Raise RrfpError if it cannot listen there."""
     # torch declares neither these options nor that the name is assignable.
     module: Any = dist.distributed_c10d
     original: Any = module.ProcessGroupGloo
@@ -202,7 +202,8 @@ def parallel_groups(
     settings: TrainSettings, timeout_s: float = 900.0, device: torch.device = _CPU
 ) -> Iterator[Layout]:
     """Create torch's and Megatron's groups, seed the random states, yield this rank's layout, and
-    destroy the groups at the end. Raise RrfpError if too many or too few ranks were started.
+    destroy the groups at the end. Raise RrfpError if too many or too few ranks were started, gloo
+    cannot listen, or the store cannot be reached.
 
     RANK and WORLD_SIZE come from the environment, and the address of the store from rrfp's launcher
     or torchrun (MASTER_ADDR, MASTER_PORT). gloo listens at one address: loopback on a single host.

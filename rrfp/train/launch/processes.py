@@ -171,8 +171,8 @@ def _locked_directory() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Remove the directories of this user's launchers that were killed: those that no process has
-    locked. Errors are ignored."""
+    """Remove the temporary directories of this user's launchers that were killed: those that no
+    process has locked. Errors are ignored."""
     for path in temporary_directory().glob(f"{_PREFIX}*"):
         # Another user's, locked, or gone meanwhile.
         with suppress(OSError):
@@ -280,9 +280,9 @@ class RankProcess:
             self._signal(signal.SIGCONT)
 
     def kill_hung(self, hang: Hang) -> None:
-        """Let it write the stacks of its threads, for up to 1.5 s and unless it has no heartbeat
-        yet, then kill it. If a signal has stopped it, it continues for this moment. Records the
-        hang."""
+        """Record the hang and kill it and its children. If it has had a heartbeat, it first may
+        write the stacks of its threads, for up to 1.5 s; one that a signal has stopped continues
+        for this."""
         self._hang = hang
         # Before its first heartbeat this signal would kill it.
         if self.page.beats and not self.has_ended:
@@ -306,8 +306,8 @@ class RankProcess:
         self._stacks.close()
 
     def failure(self) -> Failure | None:
-        """Return the failure of the rank, with its report and hang; None if it runs, or has exited
-        with 0 after recording that it had finished."""
+        """Return the failure of the rank, with its report and hang; None if it was not killed for a
+        hang and either runs or has exited with 0 after recording that it had finished."""
         has_failed = self.has_ended and (self._exit_code != 0 or not self.page.is_done)
         if self._hang is None and not has_failed:
             return None
@@ -397,9 +397,9 @@ def supervise_ranks(
     warn: Callable[[int, int, Hang, str], None] = lambda *_: None,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; return the failures by rank. When one rank fails or hangs for `silence_s`
-    seconds, the others are ended. A rank has failed unless it exits with 0 after recording that it
-    has finished.
+    until all have ended; return the failures by rank. When one rank fails, or hangs for `silence_s`
+    seconds or the multiple of that for its kind of hang, the others are ended. A rank has failed
+    unless it exits with 0 after recording that it has finished.
 
     Error files go to `directory`. `warn` receives rank, process number, hang and stacks of a rank
     whose hang may last longer. `lost` returns an error once another host is lost, which is raised
@@ -565,7 +565,7 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def _recorded_signals(*, end_on_request: bool) -> Iterator[list[signal.Signals]]:
-    """Collect the signals that would end this process, except ignored ones, in a list, instead of
+    """Collect SIGTERM, SIGINT, SIGHUP and SIGQUIT, except ignored ones, in a list, instead of
     ending. After the block SIGTERM is ignored with `end_on_request`: a request that comes too late
     must not change how the run ended."""
     received: list[signal.Signals] = []

@@ -209,8 +209,9 @@ def format_position(frames: Iterable[Frame]) -> str:
 
 def infer_waits(frames: Iterable[Frame]) -> Waits:
     """Infer the target of a main thread's wait from its frames, up to the first one outside of
-    libraries: OTHERS if one is in torch.distributed or rrfp's runtime, else PERHAPS if one calls
-    `wait` or is in a library other than torch and Megatron, else NOTHING."""
+    libraries: OTHERS if one is in torch.distributed or rrfp's runtime (except their code that
+    writes checkpoints and records), else PERHAPS if one calls `wait` or is in a library other than
+    torch and Megatron, else NOTHING."""
     waits = Waits.NOTHING
     for frame in frames:
         if _WAITS_FOR_RANKS.search(frame.file):
@@ -258,8 +259,9 @@ def end_with_launcher() -> None:
 
 def start_heartbeat(*, waits_on_device: bool) -> None:
     """Write heartbeats to the launcher's page, if it has passed one, from a daemon thread that also
-    ends this process when the launcher is gone. `waits_on_device` states that this process may wait
-    for a device, which its stack does not show."""
+    ends this process when the launcher is gone. With a page, STACK_SIGNAL writes the stacks of all
+    threads from now on. `waits_on_device` states that this process may wait for a device, which its
+    stack does not show."""
     global _page
     descriptors = os.environ.pop(variables.LIVENESS, None)
     stacks = -1
@@ -440,8 +442,9 @@ class _LauncherHandler(logging.Handler):
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a warning as one line, with its rank, to the launcher's pipe. Errors are left to
-        the error file, and a pipe that nobody reads is ignored."""
+        """Write a warning as one line, with its rank, to the launcher's pipe, cut to what is
+        written atomically. Records above WARNING are skipped, as failures go into the error file; a
+        pipe that nobody reads is ignored."""
         # Failures go into the error file.
         if record.levelno > logging.WARNING:
             return

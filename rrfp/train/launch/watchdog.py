@@ -152,7 +152,8 @@ def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
 
 
 def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
-    """Read the `threads_ns` of a process; empty if this system does not report them."""
+    """Read how long each thread of a process has run, and was ready without a processor, in ns;
+    empty if this system does not report it."""
     threads = {}
     # Threads may end meanwhile.
     with suppress(OSError):
@@ -263,7 +264,8 @@ class Watchdog:
 
     def check(self, now_s: float) -> tuple[int, Hang] | None:
         """Observe all ranks and return the rank whose hang has reached its limit, or None. Of
-        several, return the one with the most certain cause and the longest hang."""
+        several, return the one with the most certain cause; of these, one that waits for nothing
+        before others, then the longest hang."""
         elapsed_s = CHECK_S if self._checked_s is None else now_s - self._checked_s
         self._checked_s = now_s
         for watched in self._ranks.values():
@@ -300,8 +302,9 @@ class Watchdog:
 
     def _observe(self, watched: _WatchedRank, elapsed_s: float) -> None:
         """Compare a rank with the last check and update how long it has been silent (no heartbeat,
-        no work), inert (its main thread has not run) and waiting for ranks. A check adds at most 2
-        s. A debugger, or a first or failed snapshot, sets all to 0."""
+        no work), inert (its main thread has not run, no work) and waiting for ranks. Work is a busy
+        thread or a read from disk; after half of the silence setting also a busy child process. A
+        check adds at most 2 s. A debugger, or a first or failed snapshot, sets all to 0."""
         last, now = watched.now, take_snapshot(watched.pid)
         watched.now = now
         beats, last_beats = watched.page.beats, watched.beats
@@ -342,7 +345,8 @@ class Watchdog:
     def _hang_of(self, rank: int) -> Hang | None:
         """Return the hang of a rank, with the limit for its kind: silence, an inert main thread, or
         a deadlock of all ranks, whichever applies first. None unless it has been observed for
-        `silence_s` seconds."""
+        `silence_s` seconds. An inert thread that may wait for something outside of its process
+        counts only if all ranks are on this host."""
         watched, silence_s = self._ranks[rank], self._silence_s
         if watched.now is None:
             return None

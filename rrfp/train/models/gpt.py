@@ -98,8 +98,8 @@ def finish_chunk(
     chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, num_before: int
 ) -> Any:
     """Number the `layers` of a chunk, after `num_before` layers of earlier stages, and initialize
-    its parameters, in place. Return the chunk on the rank's device, in bf16 if the run asks for
-    it."""
+    its weight matrices, in place. Return the chunk on the rank's device, in bf16 if the run asks
+    for it."""
     _number_layers(layers, num_before)
     _initialize(chunk, settings, layout)
     # Megatron creates its own layers on the GPU, and torch's norms on the CPU.

@@ -22,10 +22,10 @@ from rrfp.train.settings import TrainSettings
 
 
 def with_launcher_hosts(settings: TrainSettings) -> TrainSettings:
-    """Return these settings with `nnodes`, `node_rank` and `rdzv_endpoint` from the environment of
-    torchrun or srun, so that each of their processes counts as a host; unchanged if the settings
-    name hosts or there is one process. Raise UsageError if the processes do not divide the
-    ranks."""
+    """Return these settings with `nnodes`, `node_rank` and, unless given, `rdzv_endpoint` from the
+    environment of torchrun or srun, so that each of their processes counts as a host; unchanged if
+    the settings name hosts or there is at most one process. Raise UsageError if the processes do
+    not divide the ranks."""
     place = None if settings.run.nnodes > 1 else find_place()
     if place is None or place.count == 1:
         return settings
@@ -93,14 +93,14 @@ class Endpoint:
 
     def listen(self) -> socket.socket:
         """Listen at the endpoint, on host 0, and return the socket. Raise OSError, and UsageError
-        for an address that the others cannot reach."""
+        for a wildcard address and a name that means only loopback."""
         family, address = self._resolve()
         return socket.create_server((address, self.port), family=family)
 
     def _resolve(self) -> tuple[socket.AddressFamily, str]:
-        """Resolve the host to an address of this host to listen at; for a name, prefer one that is
-        not loopback. Raise UsageError if the others cannot reach it, and OSError for an unknown
-        name."""
+        """Resolve the host to an address of this host to listen at; for a name except localhost,
+        prefer one that is not loopback. Raise UsageError for a wildcard such as 0.0.0.0 and for
+        such a name that means only loopback, and OSError for an unknown name."""
         found = [
             (family, str(address[0]))
             for family, _, _, _, address in socket.getaddrinfo(

@@ -50,10 +50,11 @@ T = TypeVar("T")
 @contextmanager
 def gathering_records(hosts: JoinedHosts, settings: TrainSettings, run: RunDir) -> Iterator[None]:
     """Transfer record and log files to host 0 from hosts that do not share its directory, while the
-    block runs, and afterwards until all have arrived or a host is silent. All hosts call this.
+    block runs, and afterwards until all have arrived or the other side makes no more progress. All
+    hosts call this.
 
-    Raise UsageError if `run` holds another run on a host other than 0, and RrfpError if a host is
-    lost before the block. A failed transfer is only warned of.
+    Raise UsageError, on that host and on host 0, if a host's own `run` directory holds another run,
+    and RrfpError if a host is lost before the block. A failed transfer is only warned of.
     """
     node_rank, heartbeat = settings.run.node_rank, hosts.heartbeat
     store = hosts.connect(_ANSWER_S)
@@ -268,7 +269,7 @@ class _Sender(_Transfer):
 
     def _transfer(self) -> None:
         """Send new bytes until the ranks have ended, then the rest and the flight records; once
-        host 0 has all of them, remove this host's record files, but not its logs."""
+        host 0 has all of them, remove this session's record files here, but not the logs."""
         while True:
             # Read before the last pass over the files: everything written by then is sent.
             is_ending = self._is_ending.is_set()
@@ -383,8 +384,8 @@ class _Receiver(_Transfer):
 
     def _write(self, host: int, piece: bytes) -> None:
         """Append a piece to its file, which the first piece creates, locks for records, and empties
-        unless it is a log. Do nothing once closed. Raise RrfpError for a file that belongs to none
-        of the host's ranks."""
+        unless it is a log; a new segment of records removes the rank's oldest ones. Do nothing once
+        closed. Raise RrfpError for a file that belongs to none of the host's ranks."""
         name_bytes, _, data = piece.partition(b"\n")
         name = name_bytes.decode("ascii", "replace")
         match = _NAME.fullmatch(name)
@@ -406,8 +407,8 @@ class _Receiver(_Transfer):
             self._files[name].flush()
 
     def _remove_older(self, path: Path, rank: int) -> None:
-        """Close and remove the older segments of a rank's records, which the rank itself has
-        removed by now."""
+        """Close and remove a rank's segments of records except `path` and the 8 newest others; the
+        rank itself has removed them by now."""
         older = [each for each in segments_in(path.parent)[rank] if each != path]
         for each in older[:-NUM_SEGMENTS]:
             file = self._files.pop(str(each.relative_to(self._run.path)), None)

@@ -153,8 +153,8 @@ class HostHeartbeat:
         return next(chain(failed, silent), None)
 
     def is_silent(self, host: int) -> bool:
-        """True if a joined host that has not ended sent no status for too long: `silence_s`, or
-        half of it once this host has failed and only waits for final messages."""
+        """True if a joined host that has neither parted nor failed sent no status for too long:
+        `silence_s`, or half of it once this host has failed and only waits for final messages."""
         share = 0.5 if self._own.state is HostState.FAILED else 1.0
         return self._silent_for_s(host) > share * self.silence_s
 
@@ -189,8 +189,9 @@ class HostHeartbeat:
         )
 
     def await_all_ended(self) -> None:
-        """Publish that this host's ranks have ended, and wait up to 60 s until those of all hosts
-        have. Raise RrfpError naming a host that fails, is silent, or takes longer."""
+        """Publish that this host's ranks have ended, wait up to 60 s until those of all hosts have,
+        and then publish PARTED. Raise RrfpError naming a host that fails, is silent, or takes
+        longer."""
         self._set_state(HostState.ENDED)
         # Host 0 publishes PARTED once all others have ended.
         wanted = HostState.PARTED if self._node_rank > 0 else HostState.ENDED
@@ -231,8 +232,9 @@ class HostHeartbeat:
         self._changed.set()
 
     def _silent_for_s(self, host: int) -> float:
-        """Return the seconds since the last new status of a joined host that has not ended, else 0.
-        Time in which this process itself was stopped does not count."""
+        """Return the seconds since the last new status of a joined host that has neither parted nor
+        failed, else 0. Before the first status of host 0, its silence counts from `start`. Time in
+        which this process itself was stopped does not count."""
         with self._lock:
             now_s = time.monotonic()
             if (paused_s := now_s - self._checked_s) > _PAUSE_S:

@@ -217,9 +217,9 @@ def joined_hosts(
     store open. `data` is the digest of this host's training data.
 
     If the block succeeds, the hosts wait for each other to finish, for a limited time; if it fails,
-    the others are notified. Raise RrfpError naming a host that did not join in time or was lost,
-    and UsageError if the endpoint is not an address of host 0, settings differ, two hosts have the
-    same node rank, or two ranks would use the same GPU.
+    the others are notified. Raise RrfpError naming a host that did not join or end in time or was
+    lost, and UsageError if the endpoint is not an address of host 0, settings differ, two hosts
+    have the same node rank, or two ranks would use the same GPU.
     """
     rendezvous = _Rendezvous(settings, timeout_s, data)
     try:
@@ -420,7 +420,8 @@ class _Rendezvous:
 
     def _find_store(self) -> None:
         """Wait until host 0 serves its store, and set its address if torchrun's store has it. Raise
-        UsageError if something else is there or the obstacle stays too long."""
+        UsageError if something else is there or the obstacle stays too long, and RrfpError at the
+        deadline."""
         torchrun_store = self._torchrun_store()
         if torchrun_store is not None:
             while (address := self._call_torch(torchrun_store.published_address)) is None:
@@ -468,7 +469,8 @@ class _Rendezvous:
         return found
 
     def _call_torch(self, call: Callable[[], T]) -> T:
-        """Call torch's store with a timeout of 10 s, and turn its DistErrors into RrfpError."""
+        """Call torch's store with a timeout of 10 s (NoAnswerError), and turn its DistErrors into
+        RrfpError; other errors pass."""
         try:
             return call_with_timeout(call, _ANSWER_S, f"the store for {self._endpoint.given}")
         except DistError as error:
