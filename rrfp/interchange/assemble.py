@@ -139,8 +139,8 @@ def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict
 
 
 def _shape(run: RunSpans) -> Shape | None:
-    """The shape of the run's pipeline; None if its stages are placed neither in a loop nor in a
-    V."""
+    """The shape of the run's pipeline, with the microbatches that have a backward; None if its
+    stages are placed neither in a loop nor in a V."""
     stages = {rank.info.pp_rank: rank.info.stages for rank in run.ranks}
     tasks = [task for rank in run.ranks for task in rank.tasks]
     splits = any(task.kind is Kind.W for task in tasks)

@@ -150,7 +150,8 @@ def _own_run_message(path: Path) -> str:
 
 def _files(path: Path) -> list[Path]:
     """The file at a path, or the files to import in a directory, sorted, by the endings of their
-    names; rrfp's run.json and metrics.jsonl are left out. Raises RrfpError if nothing remains."""
+    names; rrfp's run.json and metrics.jsonl are left out. Raises RrfpError if nothing remains, or
+    the path is neither a file nor a directory."""
     if not path.exists():
         raise RrfpError(f"there is nothing at {path}")
     if path.is_file():

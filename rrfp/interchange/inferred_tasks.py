@@ -493,8 +493,9 @@ def _tasks(step: int, calls: list[Call], place: Place, num_chunks: int) -> Itera
 
 
 def _put_into_steps(rank: InferredRank, spans: RankSpans) -> None:
-    """Add a rank's transfers and gradient reductions to `spans`, each with the step before it, a
-    receive between steps with the step after it. Those without such a step are left out."""
+    """Add a rank's transfers and gradient reductions to `spans`, each with the last step that began
+    before it, a receive between steps with the step after it. Those without such a step are left
+    out."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for task in sorted(spans.tasks):

@@ -117,8 +117,8 @@ _OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
 
 
 def parse_range(name: str) -> Range | None:
-    """Parse the name of a range of rrfp or of torch.distributed.pipelining; None if it does not
-    belong to a pipeline."""
+    """Parse the name of a range of rrfp or of torch.distributed.pipelining, whose `I` (input
+    gradient) becomes B; None if it does not belong to a pipeline."""
     if name.startswith("rrfp "):
         return _parse_ours(name)
     if match := _ACTION.fullmatch(name):

@@ -276,8 +276,8 @@ class RacedSystem:
             run_schedule(self._schedule, self.settings, self._model, batches)
 
     def timeout_s(self, number: int) -> float:
-        """Time limit in seconds for a round's turn: 120 s, 4 times its total work and messages in
-        sequence, as jitter adds to them, and the times until jitter's stops end."""
+        """Time limit in seconds for a round's turn: the sum of 120 s, 4 times its total work and
+        messages in sequence, as jitter adds to them, and the times until jitter's stops end."""
         settings = self.settings
         met = conditions(
             self._costs,
@@ -355,7 +355,8 @@ class RacedSystem:
 
 
 def _check_costs(pace: str, sha256: str | None) -> None:
-    """Raise UsageError if the costs here differ from those of the host that prepared the race."""
+    """Raise UsageError if the costs file here differs from that of the host that prepared the race;
+    presets pass."""
     file = costs_file(pace)
     if file is not None and sha256_of(file) != sha256:
         raise UsageError(
@@ -550,8 +551,8 @@ def _reference_key(settings: TrainSettings) -> tuple[int, int]:
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
     """Make a turn from the `RacedSystem.figures` of all ranks, one row each. The step lasts from
     the first rank's start to the last one's end; times are means over ranks, counts of tasks are
-    sums, and peaks are the largest. A rank's time outside its own schedule call counts as
-    blocking."""
+    sums, and peaks are the largest. A rank's time before and after its own part of the step counts
+    as blocking."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, *counts = table.T
     held, num_tasks, num_over, peak_bytes = counts
     # Time before a rank's own entry and after its own return counts as idle.

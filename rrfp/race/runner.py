@@ -362,7 +362,7 @@ def time_left_s(
     lineup: Lineup, bench: BenchDir, models: Mapping[str, ModeledTimes], *, retry: bool = False
 ) -> float:
     """Estimate the time in seconds of the turns of `turns_left`, with 15 s for each launch and 1 s
-    between turns."""
+    more for each turn."""
     turns = list(turns_left(lineup, bench, retry=retry))
     launches = {(entry.settings.layout.pp, entry.settings.layout.tp) for _, entry in turns}
     return _LAUNCH_S * len(launches) + sum(

@@ -128,9 +128,10 @@ def _outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
 
 
 def ending_sentence(description: Mapping[str, Any]) -> str:
-    """Explain in a clause why the run did not finish: it failed, with the error's first line, it
-    was interrupted or killed, or the error with which it was stopped. Empty if it finished, if it
-    stopped without an error (on request after a step), or if that is unknown."""
+    """Explain in a clause why the run did not finish: it failed (with the error's first line), was
+    interrupted, or its launcher was killed; of a run stopped with an error, the error's first line.
+    Empty if it finished, if it stopped without an error (on request after a step), or if that is
+    unknown."""
     outcome, error = _outcome_of(description)
     error = error.partition("\n")[0]
     match outcome:

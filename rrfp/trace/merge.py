@@ -72,8 +72,8 @@ def encode_run(directory: Path, elsewhere: Path | None = None) -> Path:
 
 def encode_session(run: RunDir) -> bool:
     """Merge one session's records into its trace, if that has not been done, and remove them.
-    Returns False if the session has neither records nor a trace. Raises RrfpError as `encode_run`
-    does."""
+    Returns False if the session has neither records nor a trace. Raises RrfpError if a rank still
+    writes records, or a file is corrupt."""
     return _encoded(run, None) is not None
 
 

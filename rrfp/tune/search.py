@@ -68,7 +68,7 @@ class Evaluator:
     _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
 
     def run(self, candidates: Iterable[Candidate], seed: int) -> list[StepOutcome | None]:
-        """Return the outcome of each candidate under a seed; None if it cannot run within the
+        """Return the outcome of each candidate under a seed; None if it cannot run or exceeds the
         memory. Only those without a cached outcome are simulated, even if the budget is spent."""
         asked = list(candidates)
         new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
@@ -319,7 +319,7 @@ class Space:
 
     def holds(self, candidate: Candidate) -> Iterator[Hold]:
         """Yield the holds to try: the whole memory, and smaller numbers of microbatches, from half
-        of one to two per pipeline rank, up to the number of microbatches in the step."""
+        of one to two per pipeline rank, that do not exceed the step's microbatches."""
         whole = self.memory_in(candidate.joined, candidate.divided)
         yield whole
         ranks = self.source.shape.num_ranks
@@ -508,8 +508,9 @@ class _Search:
 
     def run(self) -> list[Candidate]:
         """Search within the budget, and return the best candidates, best first; empty if none can
-        run. Halves the initial candidates, or a random sample if they are too many, then improves
-        the best of 6 families, and with the rest of the budget the best of all."""
+        run. Halves the initial candidates, or a random sample if they are too many; improves up to
+        6 of the survivors, of different families first; then, with the rest of the budget, the best
+        of all."""
         possible = [each for each in self._space.initial_candidates() if self._fits(each)]
         # A fallback: the fastest candidates on one step may all exceed the memory on others.
         certain = [each for each in possible if each.policy.hold == self._space.memory]

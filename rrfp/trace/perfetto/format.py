@@ -139,8 +139,8 @@ class HintedDispatch:
 
 
 def compare_with_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
-    """Compare the dispatch of each task with the hint; None if the hint's order in the step is
-    unknown.
+    """Compare the dispatch of each task with the hint; None for each task of a step in which the
+    hint's order is unknown.
 
     `tasks` are one rank's, in the order of their dispatch. In an unfinished step, only the tasks
     that ran are compared.

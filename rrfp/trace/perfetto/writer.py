@@ -338,8 +338,8 @@ def trace_writer(
     shifts_ns: Sequence[int] | None = None,
 ) -> Iterator["TraceWriter"]:
     """Write a trace one part at a time. The file appears when the block ends, and not if it raises.
-    The times of each rank are moved by its entry in `shifts_ns`. Raises RrfpError if the file
-    cannot be written."""
+    The times of each rank are moved by its entry in `shifts_ns` (None: not moved). Raises RrfpError
+    if the file cannot be written."""
     try:
         with open_whole(path) as file:
             writer = TraceWriter(file, settings, infos, shifts_ns or [0] * len(infos))
