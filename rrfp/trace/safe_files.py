@@ -332,7 +332,8 @@ _log = logging.getLogger(__name__)
 
 
 class ReportFile:
-    """Appends lines to such a file. A full disk causes a warning and nothing else."""
+    """Appends lines to a file with one line per step of a run. Lines that a full disk refuses wait
+    in memory, with a warning."""
 
     def __init__(self, path: Path, *, is_needed: bool = False) -> None:
         """With `is_needed`, removing the file's directory ends the run, as the file is the run's

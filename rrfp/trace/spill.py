@@ -470,8 +470,8 @@ _END = {name: num_times(each) for name, each in RECORD_TYPES.items()}
 
 
 class SpilledRank:
-    """The segments of one rank. Every method may raise OSError, and RrfpError for a damaged
-    file."""
+    """The segments of one rank. Methods that read them may raise OSError, and RrfpError for a
+    damaged file."""
 
     def __init__(self, info: RankInfo, segments: Sequence[Path]) -> None:
         self.info = info
