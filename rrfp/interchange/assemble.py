@@ -139,8 +139,8 @@ def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict
 
 
 def _shape(run: RunSpans) -> Shape | None:
-    """The shape of the run's pipeline; None if its stages are placed neither in a loop nor in a
-    V."""
+    """The shape of the run's pipeline, with the microbatches that have a backward; None if its
+    stages are placed neither in a loop nor in a V."""
     stages = {rank.info.pp_rank: rank.info.stages for rank in run.ranks}
     tasks = [task for rank in run.ranks for task in rank.tasks]
     splits = any(task.kind is Kind.W for task in tasks)
@@ -218,8 +218,8 @@ class _Message:
 
 def _messages(run: RunSpans) -> Iterator[_Message]:
     """Yield the message to each task whose input comes from another rank. It is sent when the
-    producing task ends, and arrives when the last wait before the consuming task ends, or at
-    once."""
+    producing task ends, at the latest when the consuming task begins, and arrives when the last
+    wait before that task ends, or at once."""
     for rank in run.ranks:
         waits = sorted(rank.waits, key=lambda wait: wait.end_ns)
         ends_ns = [wait.end_ns for wait in waits]
@@ -325,9 +325,10 @@ class Imported:
 
 
 def assemble(ranks: list[RankSpans], source: Source) -> Imported:
-    """Make a recording from the spans of all ranks, which it changes: aligns clocks, trims waits,
-    and counts times from 0. Adds stimuli if transfers do not block and every rank's order is
-    steady. Raises RrfpError if the spans cannot be from one run, or contain no task."""
+    """Make a recording from the spans of all ranks, which it changes: numbers evaluations, aligns
+    clocks, trims waits, and counts times from 0. Adds stimuli if transfers do not block and every
+    rank's order is steady. Raises RrfpError if the spans cannot be from one run, or contain no
+    task."""
     ranks = sorted(ranks, key=lambda rank: rank.info.rank)
     if not any(rank.tasks for rank in ranks):
         raise RrfpError(f"the {source.name} has no task; import one that was taken in a step")

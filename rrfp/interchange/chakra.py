@@ -66,8 +66,9 @@ def read_nodes(path: Path) -> list[Node]:
 
 
 def _of_json(path: Path) -> Iterator[Node]:
-    """Yield the nodes with a time in a JSON file; others are skipped. Raises RrfpError if it is not
-    valid JSON."""
+    """Yield the nodes with a time in a JSON file; others are skipped. Work of the GPU is launched
+    when its parent (`ctrl_deps`) starts, or else when it starts itself. Raises RrfpError if the
+    file is not valid JSON."""
     stream = JsonStream(path)
     starts_us: dict[object, float] = {}
     timed: list[tuple[float, float, dict[str, Any]]] = []
@@ -141,8 +142,8 @@ def _of_protobuf(path: Path) -> Iterator[Node]:
 
 
 def _node(message: memoryview) -> Node | None:
-    """Decode a protobuf node; None without a possible time. Raises ValueError or IndexError if it
-    is damaged."""
+    """Decode a protobuf node; None if its start is missing or 0, or a time is impossibly great.
+    Raises ValueError or IndexError if it is damaged."""
     name, start_us, duration_us, sequence = "", 0, 0, None
     for number, value in _fields(message):
         match number, value:

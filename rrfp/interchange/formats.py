@@ -48,8 +48,8 @@ def import_run(paths: Sequence[Path]) -> Imported:
     """Read one run from files and directories of files: profiles, exports of Nsight Systems or
     execution traces, one file per rank; OpenTelemetry spans; or one table of StragglerAnalysis.
 
-    Raises RrfpError if their formats are unknown or differ, if a table is not alone, or if they are
-    incomplete.
+    Raises RrfpError if a format cannot be imported, if the formats differ, if a table is not alone,
+    or if the files cannot be read as one run.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     forms = {file: _form(file) for file in files}
@@ -101,8 +101,8 @@ def _reader(form: _Form) -> Callable[[Sequence[Path]], tuple[list[RankSpans], So
 
 def _form(path: Path) -> _Form:
     """Determine a file's format by its name and its first bytes; a profile if nothing else matches.
-    Raises RrfpError for an empty file, and for known formats that cannot be imported, such as
-    rrfp's own."""
+    Raises RrfpError for an empty file, for a .sqlite file that is no database, and for known
+    formats that cannot be imported, such as rrfp's own."""
     if path.name.endswith(_TABLES):
         return _Form.TABLE
     if path.name.endswith(_REPORTS):
@@ -150,7 +150,8 @@ def _own_run_message(path: Path) -> str:
 
 def _files(path: Path) -> list[Path]:
     """The file at a path, or the files to import in a directory, sorted, by the endings of their
-    names; rrfp's run.json and metrics.jsonl are left out. Raises RrfpError if nothing remains."""
+    names; rrfp's run.json and metrics.jsonl are left out. Raises RrfpError if nothing remains, or
+    the path is neither a file nor a directory."""
     if not path.exists():
         raise RrfpError(f"there is nothing at {path}")
     if path.is_file():

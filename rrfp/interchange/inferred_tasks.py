@@ -138,7 +138,7 @@ def put_on_gpu(rank: InferredRank, kernels: Sequence[Kernel], launches: Mapping[
     kernels, changing `rank`. Removes calls without kernels, and returns their number.
 
     `kernels` are in the order of their starts; `launches` has the host's launch time of each, by
-    correlation.
+    correlation. A kernel of NCCL is a receive if the host's last transfer before its launch is one.
     """
     launched_ns = [call.launched_ns for call in rank.calls]
     work: dict[int, list[Kernel]] = {}
@@ -201,7 +201,8 @@ def places_of(ranks: Sequence[InferredRank], world_size: int) -> tuple[dict[int,
     """The place of each rank by its number, and notes on how it was found.
 
     A rank without a known pipeline group is assumed to be in one pipeline with all ranks of the
-    run, one without a tensor group to be alone. Raises RrfpError if a rank is not in its own group.
+    run, one without a tensor group to be alone. Each further pipeline with the same tensor-parallel
+    rank is another replica. Raises RrfpError if a rank is not in its own group.
     """
     notes = []
     if any(not rank.groups.pipeline for rank in ranks):
@@ -274,7 +275,8 @@ def _steps(
 ) -> tuple[dict[int, list[_Step]], list[str]]:
     """The complete steps of each rank by its number, and notes on what is left out: by calls of the
     schedule if all ranks have them, otherwise counted from the order of forwards and backwards.
-    Raises RrfpError if no step is complete on all ranks."""
+    Counting raises RrfpError if no step is complete on all ranks, or if only last pipeline ranks
+    are there and alternate, so that nothing shows where a step ends."""
     if all(rank.schedules for rank in ranks):
         steps = {rank.number: list(_steps_of_schedules(rank)) for rank in ranks}
         num_cut = sum(len(rank.schedules) - len(steps[rank.number]) for rank in ranks)
@@ -338,7 +340,8 @@ def _is_last(place: Place) -> bool:
 
 def _sizes(calls: list[Call]) -> list[int]:
     """The number of forwards of each complete step, if a step ends when every forward has had its
-    backward. Empty if the calls begin within a step."""
+    backward. Empty if a backward has no forward before it, as when the calls begin within a
+    step."""
     sizes = []
     forwards = backwards = 0
     for call in calls:
@@ -370,8 +373,10 @@ def _num_chunks(
     places: dict[int, Place],
     source: str,
 ) -> int:
-    """The number of stages of every rank, the least for which the first training step of each rank
-    can have a known order; 1 without training steps. Raises RrfpError if no known order matches."""
+    """The number of stages of every rank, from the first training step of each: 1 if backwards
+    follow the order of their forwards, by known pairs or as in 1F1B or GPipe; otherwise the least
+    for which all ranks run as interleaved. 1 without training steps. Raises RrfpError if no number
+    matches."""
     trained = []
     for rank in ranks:
         each = (calls for _, calls in steps[rank.number] if any(c.kind is Kind.B for c in calls))
@@ -488,8 +493,9 @@ def _tasks(step: int, calls: list[Call], place: Place, num_chunks: int) -> Itera
 
 
 def _put_into_steps(rank: InferredRank, spans: RankSpans) -> None:
-    """Add a rank's transfers and gradient reductions to `spans`, each with the step before it, a
-    receive between steps with the step after it. Those without such a step are left out."""
+    """Add a rank's transfers and gradient reductions to `spans`, each with the last step that began
+    before it, a receive between steps with the step after it. Those without such a step are left
+    out."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for task in sorted(spans.tasks):

@@ -45,7 +45,8 @@ def infer_spans(
 ) -> tuple[list[RankSpans], Source]:
     """The spans of a run from profiles without ranges of tasks. `host_of` reads the rest of a
     profile; `name` is the kind of profile for messages. Tasks without work on a GPU that ran others
-    are left out. Raises RrfpError if tasks are not found, or their microbatches are unknown."""
+    are left out. Raises RrfpError if a profile has no tasks, no rank sends or receives, or the
+    order does not determine the microbatches."""
     ranks = []
     hosts = []
     idle = on_gpu = 0
@@ -191,8 +192,9 @@ def _check_ranks(ranks: _Ranks) -> None:
 
 
 def _place(ranks: list[ProfiledRank], groups: Mapping[int, Groups]) -> Iterator[str]:
-    """Assign a stage to each task without one and a place to each rank without one, and yield
-    notes. Ranks with the same stages are replicas."""
+    """Assign a stage to each task without one, its rank's position in the pipeline group or else
+    the rank's number, and a place to each rank without one, and yield notes. Ranks with the same
+    stages are replicas."""
     are_stages_known = True
     for rank in ranks:
         pipeline = groups[rank.number].pipeline if rank.number in groups else ()

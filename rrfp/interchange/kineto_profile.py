@@ -121,7 +121,7 @@ def _read_document(
 
 def read_profile(path: Path) -> Profile:
     """Read the ranges of tasks and the rank, -1 if unknown. Raises RrfpError if the file is not a
-    profile, or has ranges of a forward and a backward at once."""
+    profile, has ranges of a forward and a backward at once, or states impossible times or ranks."""
     profile = Profile(path)
     has_events, base_ns, about = _read_document(path, lambda events: _add_events(profile, events))
     profile.host_name = about.get("host_name", profile.host_name)
@@ -146,7 +146,7 @@ def read_profile(path: Path) -> Profile:
 
 def _add_events(profile: Profile, stream: JsonStream) -> None:
     """Add the ranges of pipeline tasks and the profiler's own steps; other events are skipped.
-    Raises RrfpError for a range of a forward and a backward at once."""
+    Raises RrfpError for a range of a forward and a backward at once, and for impossible times."""
     for event in stream.items():
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -476,8 +476,8 @@ class ProfiledRank:
         ]
 
     def spans(self) -> RankSpans:
-        """The rank's spans; ranges without a step are left out. The stage of every task must be
-        known (`number_steps`)."""
+        """The rank's spans; ranges without a step or of another maker are left out. The rank's
+        place and the stage of every task must be known (`rrfp.interchange.kineto` sets them)."""
         assert self.info is not None
         ours = self.maker is Maker.RRFP
         holds_waits = not (ours or self.is_gpu or self.is_timed_by_operators)
@@ -505,8 +505,8 @@ class ProfiledRank:
 
 def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
     """The ranges of a profile, at the GPU's times if the GPU ran tasks; whether it did; and the
-    number of tasks without GPU times, which are left out. Raises RrfpError if the GPU's ranges
-    cannot be matched."""
+    number of tasks without GPU times, which are left out, like waits without them. Calls of the
+    schedule then keep the CPU's times. Raises RrfpError if the GPU's ranges cannot be matched."""
     worked: defaultdict[tuple[str, int | None], list[Event]] = defaultdict(list)
     for event in profile.on_gpu:
         worked[event.name, event.external_id].append(event)
@@ -552,7 +552,8 @@ def _unnumbered(profile: Profile, name: str) -> RrfpError:
 
 def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
     """Move each task of a rank, whose steps are known, to the time of its operators, and add a wait
-    before it. Changes nothing if the profile lacks the operators of a forward."""
+    before it. A backward without operators begins when the last receive in its range ends. Changes
+    nothing if the profile lacks the operators of a forward."""
     operators = sorted([*host.forwards, *host.backwards])
     starts_ns = [operator.start_ns for operator in operators]
     received_ns = sorted(transfer.end_ns for transfer in host.transfers)
@@ -585,9 +586,9 @@ def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
 
 
 def number_steps(ranks: list[ProfiledRank]) -> Iterator[str]:
-    """Assign a step to each range without one, and yield notes. It is the profiler's step if each
-    of those has every task at most once; otherwise steps are counted. rrfp's own ranges have
-    theirs."""
+    """Assign a step to each range without one, and yield notes. It is the profiler's step if on all
+    ranks every range is in one and none has a task twice; otherwise steps are counted on all ranks.
+    rrfp's own ranges have theirs."""
     if ranks[0].maker is Maker.RRFP:
         return
     chosen = [_steps_of_profiler(rank) for rank in ranks]
@@ -643,8 +644,9 @@ class _Counted:
 
 
 def _counted_steps(rank: ProfiledRank) -> _Counted:
-    """Count a rank's steps. A step begins with the first forward of the rank's first stage, as in
-    every order, or when a task repeats. A receive is in the step of the next task."""
+    """Count a rank's steps. A step begins with the forward of the rank's first stage and lowest
+    microbatch, as in every order, or when a task repeats. A receive is in the step of the next
+    task."""
     first = min(
         ((task.stage or 0, task.microbatch) for _, task in rank.tasks if task.kind is Kind.F),
         default=None,

@@ -128,8 +128,8 @@ _WITHOUT_RANGES = (
 
 
 def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
-    """The names of the existing tables. Raises RrfpError if they lack columns, or if the file is
-    not an export with NVTX ranges."""
+    """The names of the existing tables. Raises RrfpError if they lack columns, if StringIds is
+    missing, or if the file is not an export with NVTX ranges."""
     rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
     found = {name for (name,) in rows}
     if "NVTX_EVENTS" not in found:
@@ -188,9 +188,9 @@ _TRANSFERS = {
 
 
 def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its exports. Ranks follow from the files' names, or from the order of
-    process ids if processes share a file. Raises RrfpError for files that are not exports or
-    contain no tasks."""
+    """The spans of a run from its exports. Ranks follow from the files' names if each file has one
+    process, otherwise from the order of files and of process ids. Raises RrfpError for files that
+    are not exports or contain no tasks."""
     found = [(path, process) for path in paths for process in read_processes(path)]
     if len(found) == len(paths):
         numbers, notes = ranks_by_name(paths)

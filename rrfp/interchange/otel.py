@@ -64,7 +64,8 @@ class _Exporter:
 
 def read_spans(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
     """The spans of a run from its files, each of which may contain any number of ranks. Ranks
-    without tasks are left out. Raises RrfpError if the files are not OTLP, or contain no tasks."""
+    without tasks are left out; of a step that ran more than once, the last time counts. Raises
+    RrfpError if the files are not OTLP, or contain no tasks."""
     exporters: dict[int, _Exporter] = {}
     for path in paths:
         for number, attributes, spans in _resources(path):
@@ -162,8 +163,8 @@ def _rank(
 
 def _groups(number: int, num_ranks: int, sizes: Mapping[str, int]) -> Groups:
     """The groups of a rank in Megatron's order: neighbors form a tensor group, and the ranks of a
-    pipeline are farthest apart. A pipeline of one rank is empty; both are if the sizes do not
-    divide the ranks."""
+    pipeline are farthest apart. A pipeline of one rank is empty; both groups are if the pipeline's
+    or the tensor group's size does not divide the ranks."""
     pipeline, tensor = sizes["pipeline"], sizes["tensor"]
     if num_ranks % pipeline or num_ranks % tensor:
         return Groups()

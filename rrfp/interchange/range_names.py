@@ -117,8 +117,8 @@ _OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
 
 
 def parse_range(name: str) -> Range | None:
-    """Parse the name of a range of rrfp or of torch.distributed.pipelining; None if it does not
-    belong to a pipeline."""
+    """Parse the name of a range of rrfp or of torch.distributed.pipelining, whose `I` (input
+    gradient) becomes B; None if it does not belong to a pipeline."""
     if name.startswith("rrfp "):
         return _parse_ours(name)
     if match := _ACTION.fullmatch(name):
@@ -182,8 +182,9 @@ def ranks_by_name(paths: Sequence[Path]) -> tuple[list[int], list[str]]:
     """The rank of each file by its name, and a note if the names do not contain ranks, so that
     files are numbered in the order of their names.
 
-    A number is a rank if it follows the word `rank`, as in `trace_rank3.json`, or if the files end
-    in 0, 1, 2 and so on. Any other number may be a job's, a process's or a count from 1.
+    A number is a rank if it follows the word `rank` in all names, as in `trace_rank3.json`, or if
+    the last numbers in the names are 0, 1, 2 and so on. Any other number may be a job's, a
+    process's or a count from 1.
     """
     stems = [path.name.removesuffix(".gz").rpartition(".")[0] or path.name for path in paths]
     found = [match for stem in stems if (match := _RANK.search(stem))]

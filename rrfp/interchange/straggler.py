@@ -51,7 +51,7 @@ _MOST = {
 
 def read_table(path: Path) -> tuple[list[RankSpans], Source]:
     """The spans of a run from its table. Raises RrfpError for any other table, for one without
-    tasks and for one with impossible values."""
+    tasks, and for one with impossible values or a rank with several stages or replicas."""
     table = _checked(path, _read(path))
     if not table["optype"].is_in(list(_TASKS)).any():
         raise RrfpError(
@@ -134,8 +134,9 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
-    """The columns that are needed, as whole numbers and as nanoseconds of the run. Raises RrfpError
-    for missing columns and for impossible values."""
+    """The table with whole numbers, and with its times as `start_ns` and `end_ns`, in ns of the
+    run; steps that overlap are placed end to end. Raises RrfpError for missing columns and for
+    impossible values."""
     missing = [name for name in (*NUMBERS, *TIMES, "optype") if name not in table.columns]
     if missing:
         raise RrfpError(
@@ -208,8 +209,8 @@ def _put_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _without_overlaps(tasks: list[TaskSpan]) -> list[TaskSpan]:
-    """The tasks in order of time. One that overlaps the one before by at most 100 us, due to
-    rounding, begins at its end; greater overlaps stay."""
+    """The tasks in order of time. One that overlaps the one before by at most 100 us and its own
+    length, due to rounding, begins at its end; greater overlaps stay."""
     apart: list[TaskSpan] = []
     for task in sorted(tasks):
         ended_ns = apart[-1].end_ns if apart else task.start_ns

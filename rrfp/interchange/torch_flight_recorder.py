@@ -141,7 +141,8 @@ def _differ(one: Dump, other: Dump) -> bool:
 
 def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
     """Read all dumps in a directory, not its subdirectories. Other files are skipped, with a call
-    of `note` for the first 5. Raises RrfpError if it has no dumps."""
+    of `note` for each of the first 5 and one for the rest. Raises RrfpError if it has no dumps, or
+    one of another version."""
     found: list[Dump] = []
     skipped: list[_NoDumpError] = []
     for file in sorted(file for file in directory.iterdir() if file.is_file()):
@@ -258,8 +259,8 @@ def batch_of(operation: Operation) -> tuple[str, bool, int]:
 
 
 def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
-    """Decode an operation; invalid fields become empty or 0. Adds its group to the dump if it is
-    new."""
+    """Decode an operation; invalid fields become empty or 0. It is done if it is completed or,
+    except on NCCL, retired. Adds its group to the dump if it is new."""
     named = entry.get("process_group")
     parts = named if isinstance(named, list | tuple) and len(named) == 2 else (named, "")
     group = _text(parts[0])
@@ -321,7 +322,8 @@ def _shapes(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Format text or a number in printable characters, at most 200; empty for other values."""
+    """Format text or an integer in printable characters, at most 200, with `?` for others; empty
+    for other values."""
     if type(value) is int and abs(value) < _MOST_WHOLE:
         return str(value)
     if not isinstance(value, str):
@@ -519,7 +521,8 @@ def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
 
 def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[Mismatch]:
     """Yield, for each group, the first sequence number for which its ranks began different
-    collectives, or all-reduces of different sizes."""
+    collectives, or all-reduces of different sizes. A batch that is a dump's oldest is skipped, as
+    it may have lost parts."""
     began: defaultdict[tuple[str, int], dict[int, list[Operation]]] = defaultdict(dict)
     for dump in dumps:
         for operation in dump.operations:

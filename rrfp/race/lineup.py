@@ -51,7 +51,8 @@ class Case:
     @property
     def costs(self) -> str:
         """The costs in `profile`: a preset, or a file, whose path may contain plus signs. It is the
-        longest part that names an existing file, or else the text before the first plus sign."""
+        longest beginning up to a plus sign, or the whole, that names an existing file, or else the
+        text before the first plus sign."""
         parts = self.profile.split("+")
         for count in range(len(parts), 1, -1):
             costs = "+".join(parts[:count])
@@ -241,8 +242,8 @@ def _combinations(
 ) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
     """Yield the systems that race in a case, each with the limits, holds and admission orders that
     it races under. Only systems that rrfp dispatches by readiness have any; others than the given
-    order need microbatches that differ (`varies`). Systems that were not asked for or cannot run
-    are left out."""
+    order need microbatches that differ (`varies`). Systems that were not asked for, other than
+    megatron-1f1b, or that cannot run are left out."""
     for name in contest.systems:
         system = SYSTEMS[name]
         # Megatron's 1F1B always runs, because all others are compared with it.
@@ -304,8 +305,8 @@ def cannot_race(name: str, error: UsageError) -> UsageError:
 
 def read_bound(text: str) -> tuple[int | None, Hold | None]:
     """Parse `paper`, `limit 4`, `hold 8`, `hold 40GiB`, or `hold 1.5x` (of the largest peak, in
-    bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for
-    any other text."""
+    bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for a
+    value that is neither a limit nor a hold."""
     if text == PAPER_BOUND:
         return PAPER_LIMIT, None
     kind, _, value = text.partition(" ")
@@ -337,7 +338,8 @@ def _slowdown_baseline(
     preset: Preset, case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit
 ) -> str | None:
     """Name of the entry that a slowdown is relative to: for jitter the same system at the first
-    level, for hints `bf` under the same bound; None if there is no such entry."""
+    level, for hints `bf` under the same bound. None if the preset measures no slowdown, and with
+    hints for a system that rrfp does not dispatch by readiness."""
     if preset.measure is not Measure.SLOWDOWN:
         return None
     levels = preset.contests[0].levels

@@ -256,8 +256,8 @@ class DelayedSends:
             self._times_ns.update((id(send), message_ns) for send in sends)
 
     def batch(self, original: BatchSends) -> BatchSends:
-        """Return a replacement for torch's `_batch_p2p` that delays the marked sends. Without any,
-        it calls `original` with all operations at once."""
+        """Return a replacement for torch's `_batch_p2p` that delays the marked sends. As long as
+        none was marked, it calls `original` with all operations at once."""
 
         def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
             if not self._times_ns and not self._links:

@@ -251,8 +251,9 @@ class RacedSystem:
         """Run the round's step once, to open links and warm caches equally for all systems, and
         clear its gradients and records.
 
-        After the first time it runs only one microbatch per rank, unless the schedule is built for
-        a number of microbatches. A schedule that learns task times runs the whole step, paced.
+        After the first time it runs only one microbatch per pipeline rank, unless the schedule is a
+        peer's, built for a number of microbatches. A schedule that learns task times always runs
+        the whole step, paced.
         """
         batches = self.batches(number)
         if self._learns_times:
@@ -275,8 +276,8 @@ class RacedSystem:
             run_schedule(self._schedule, self.settings, self._model, batches)
 
     def timeout_s(self, number: int) -> float:
-        """Time limit in seconds for a round's turn: a multiple of its total work and messages in
-        sequence, as jitter adds to them."""
+        """Time limit in seconds for a round's turn: the sum of 120 s, 4 times its total work and
+        messages in sequence, as jitter adds to them, and the times until jitter's stops end."""
         settings = self.settings
         met = conditions(
             self._costs,
@@ -313,7 +314,8 @@ class RacedSystem:
 
     def figures(self, offset_ns: int) -> torch.Tensor:
         """Return the figures of the last step on this rank, as `turn_of` reads them, and drop its
-        records. Times are shifted by `offset_ns`, so that they compare across hosts."""
+        waits and, if sizes are known, its tasks. Times are shifted by `offset_ns`, so that they
+        compare across hosts."""
         assert self._schedule.report is not None
         summary = self._schedule.report.summary
         tally = self._pace.pacer.tally
@@ -336,7 +338,7 @@ class RacedSystem:
 
     def _peak_bytes(self) -> int:
         """Return the peak activation bytes of this rank in the last round, and drop the records of
-        its tasks; -1 if sizes are unknown."""
+        its tasks; -1, and nothing is dropped, if sizes are unknown."""
         modeled = self._pace.pacer.modeled
         assert modeled is not None
         shape = modeled.shape
@@ -353,7 +355,8 @@ class RacedSystem:
 
 
 def _check_costs(pace: str, sha256: str | None) -> None:
-    """Raise UsageError if the costs here differ from those of the host that prepared the race."""
+    """Raise UsageError if the costs file here differs from that of the host that prepared the race;
+    presets pass."""
     file = costs_file(pace)
     if file is not None and sha256_of(file) != sha256:
         raise UsageError(
@@ -547,8 +550,9 @@ def _reference_key(settings: TrainSettings) -> tuple[int, int]:
 
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
     """Make a turn from the `RacedSystem.figures` of all ranks, one row each. The step lasts from
-    the first rank's start to the last one's end; times are means over ranks, and peaks are the
-    largest."""
+    the first rank's start to the last one's end; times are means over ranks, counts of tasks are
+    sums, and peaks are the largest. A rank's time before and after its own part of the step counts
+    as blocking."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, *counts = table.T
     held, num_tasks, num_over, peak_bytes = counts
     # Time before a rank's own entry and after its own return counts as idle.

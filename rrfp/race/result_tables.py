@@ -76,7 +76,8 @@ _MEANING = {
 
 def _case_table(case: Case, rows: Sequence[ResultRow], measure: Measure) -> Table:
     """Make the table of a case: step times, speed relative to Megatron, and the columns of the
-    measure. Empty columns are left out. The conclusion names the fastest row."""
+    measure. Empty columns are left out, and `held` if peak bytes are known. The conclusion names
+    the fastest row, if several have times."""
     times = Times(row.step_time_s.high * NS_PER_S for row in rows if row.step_time_s is not None)
 
     def time(row: ResultRow) -> str:
@@ -175,8 +176,8 @@ _MEASURE_COLUMNS: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
 
 
 def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:
-    """Yield a sentence for each row that is void or has failed, then one that counts the rows whose
-    gradients agree with the reference's."""
+    """Yield sentences for each row that is void or has failed, then one that counts the rows whose
+    gradients agree with the reference's, among those where that is known."""
     for row in rows:
         where = f"{row.lineup_row.case.name}: {row.label}"
         if row.is_void:

@@ -158,9 +158,9 @@ def _row(
     model: ModeledTimes,
     failure: Failure | None,
 ) -> ResultRow:
-    """Combine the turns of a row's entry, of Megatron's 1F1B and of its baseline into a result.
-    Ratios compare the rounds that both have run; they need gradients that agree, in both
-    entries."""
+    """Combine the turns of a row's entry, of Megatron's 1F1B and of its baseline into a result:
+    times are medians over rounds, peaks the largest. Ratios compare the rounds that both have run;
+    they need gradients that agree, in both entries."""
     own = turns[lineup_row.entry]
     rounds = sorted(own)
     times = {number: own[number].step_time_s for number in rounds}

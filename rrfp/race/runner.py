@@ -214,8 +214,9 @@ class BenchDir:
         in it.
 
         `force` deletes the results of any earlier lineup. Raises UsageError if the directory holds
-        another lineup and `force` is not set, or other files. The returned file holds a lock: no
-        other process can prepare the directory until it is closed.
+        another lineup and `force` is not set, or other files, if it cannot be made, or if another
+        command races in it. The returned file holds a lock: no other process can prepare the
+        directory until it is closed.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file; choose a directory with --out")
@@ -266,8 +267,8 @@ class BenchDir:
             ) from None
 
     def _clear(self) -> None:
-        """Delete the results of all races, the charts and the cached models; the lineup's file
-        remains."""
+        """Delete the results of all races, the charts (SVG and PNG) and the cached models; the
+        lineup's file remains."""
         for found in self.path.glob("pp*-tp*"):
             if found.is_dir():
                 shutil.rmtree(found)
@@ -286,8 +287,8 @@ def _is_lineup(text: str) -> bool:
 
 
 def _why_other(path: Path, known: str, text: str) -> str:
-    """Format the error for a directory with another lineup: software or cores that have changed, or
-    otherwise another race."""
+    """Format the error for a directory with another lineup: the software or the number of cores, if
+    only these have changed, or otherwise another race."""
     was, now = json.loads(known), json.loads(text)
     names = {"versions": "software", "cores": "number of cores"}
     differ = [name for name in names if was.get(name) != now[name]]
@@ -361,7 +362,7 @@ def time_left_s(
     lineup: Lineup, bench: BenchDir, models: Mapping[str, ModeledTimes], *, retry: bool = False
 ) -> float:
     """Estimate the time in seconds of the turns of `turns_left`, with 15 s for each launch and 1 s
-    between turns."""
+    more for each turn."""
     turns = list(turns_left(lineup, bench, retry=retry))
     launches = {(entry.settings.layout.pp, entry.settings.layout.tp) for _, entry in turns}
     return _LAUNCH_S * len(launches) + sum(
@@ -387,7 +388,8 @@ def _launch(
     single host; it is appended to the results, and the launch's logs are renamed.
 
     Host 0 writes the file of entries first. Raises the launch's error if no turn was running, if
-    Megatron's 1F1B failed, for an interrupt or an invalid setting, and on several hosts.
+    Megatron's 1F1B failed, for an interrupt or an invalid setting, and on several hosts, where host
+    0 appends the failure first.
     """
     run = RunDir(files.path)
     if hosts.leads:

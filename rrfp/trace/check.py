@@ -59,7 +59,8 @@ NUM_EXAMPLES = 3
 
 def finding(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
     """Format a finding: `pattern` with a count such as "3 tasks", then the first 3 items in
-    parentheses. The count is the number of items, or `num_items` if an item stands for several."""
+    parentheses, and `...` if there are more. The count is the number of items, or `num_items` if
+    that is given."""
     num_items = len(items) if num_items is None else num_items
     count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
     examples = "; ".join(map(str, items[:NUM_EXAMPLES]))
@@ -96,8 +97,8 @@ class Promise:
     def of_run(cls, trace: Path, description: Mapping[str, Any]) -> Self:
         """The promise of a session's or the joined trace in its run's directory: also the steps in
         metrics.jsonl, from the session's first step (0 for a joined trace), and of a session only
-        up to the step at which a later one continued. Any other trace promises what its description
-        does. An unreadable run.json is ignored."""
+        the steps before the one at which a later session continued. Any other trace promises what
+        its description does. An unreadable run.json is ignored."""
         run = RunDir(trace.parent)
         session = next((each for each in _sessions_of(run) if each.trace == trace), None)
         is_joined = trace == run.joined_trace
@@ -127,8 +128,10 @@ def _outcome_of(description: Mapping[str, Any]) -> tuple[Outcome | None, str]:
 
 
 def ending_sentence(description: Mapping[str, Any]) -> str:
-    """Explain in a clause why the run did not finish, with the error's first line. Empty if it
-    finished, if it stopped on request after a step, or if that is unknown."""
+    """Explain in a clause why the run did not finish: it failed (with the error's first line), was
+    interrupted, or its launcher was killed; of a run stopped with an error, the error's first line.
+    Empty if it finished, if it stopped without an error (on request after a step), or if that is
+    unknown."""
     outcome, error = _outcome_of(description)
     error = error.partition("\n")[0]
     match outcome:
@@ -167,8 +170,9 @@ def _check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
     """Yield a finding about trained steps that not every rank recorded completely, and one about
-    other steps that the run was to make. Steps whose records were removed for the disk budget are
-    no finding, nor are steps not made because the run stopped on request."""
+    steps that the run was to make and that were neither trained nor recorded completely. Steps
+    whose records were removed for the disk budget are no finding, nor are steps not made because
+    the run stopped on request."""
     lossy = {loss.step for records in recording.ranks for loss in records.losses}
     whole = {step for step in step_windows(recording) if not is_evaluation(step)} - lossy
     asked: Iterable[int] = promise.asked
@@ -238,8 +242,8 @@ def _sessions_of(run: RunDir) -> list[RunDir]:
 
 
 def _steps_in(metrics: Path) -> Iterator[int]:
-    """Yield the steps in metrics.jsonl; none if it cannot be read. Lines that are incomplete or do
-    not contain a step are skipped."""
+    """Yield the steps in metrics.jsonl; none if it cannot be read. Lines that are not valid JSON or
+    have no integer `step` are skipped."""
     with suppress(OSError), open_regular(metrics) as file:
         for line in lines_of(file, metrics):
             with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -378,9 +382,10 @@ def _check_losses(recording: Recording) -> Iterator[str]:
 
 
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
-    """Yield findings about the steps that some ranks did not finish (`torn`): ranks whose records
-    end several steps before the run's, the step in which the run ended, and others that lost their
-    end. Recorded losses and ranks that switched recording off are left to other findings."""
+    """Yield findings about the steps that some ranks did not finish (`torn`): ranks that lack two
+    or more of the run's last steps, the step in which the run ended, and others that lost their
+    end. Recorded losses, and the last steps of ranks that switched recording off, are left to other
+    findings."""
     begun = _begun_steps(recording)
     run_end = step_name(begun[-1]) if begun else ""
     known = {
@@ -419,8 +424,9 @@ def _check_messages(
     recording: Recording, ranks: set[int], torn: Iterable[int], flow_lengths: Counter[int]
 ) -> Iterator[str]:
     """Yield findings about messages without a send, a receive, a consuming task or an arrow, and
-    about negative latencies beyond the clocks' errors. Skips unfinished steps and absent ranks.
-    Then checks the links' sequence numbers and the tasks' inputs."""
+    about ones received before their send (beyond the clocks' errors) or taken by a task before they
+    arrived. Skips unfinished steps and absent ranks. Then checks the links' sequence numbers and
+    the tasks' inputs."""
     sends: dict[MessageKey, SendRecord] = {}
     receives: dict[MessageKey, ReceiveRecord] = {}
     tasks: dict[tuple[int, TaskKey], TaskRecord] = {}

@@ -94,7 +94,7 @@ class FlightRing:
     """Writes a rank's last records into its mapped file. Any thread may call `put`."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file. Raises OSError if its blocks cannot be allocated."""
+        """Create or empty the file, and allocate its blocks. Raises OSError if either fails."""
         self._path = path
         with open_own(path, truncate=True) as file:
             try:
@@ -128,8 +128,9 @@ class FlightRing:
         self._next_slot = slots.__next__
 
     def put(self, record: Any) -> None:
-        """Write a record over the oldest one. A record that does not fit, or whose type has no
-        layout, is skipped."""
+        """Write a record into the next slot of the ring, over the oldest record once the ring is
+        full. A record whose texts or numbers do not fit, or whose type has no layout, is
+        skipped."""
         number, complement, offset = self._next_slot()
         texts = self._texts
         try:
@@ -195,9 +196,9 @@ class Flight:
 
 
 def read_flight(path: Path) -> Flight | None:
-    """Read a flight record; None if the file is not one. Slots that are incomplete or contain
-    impossible numbers are skipped. A record that its rank closed has no records. May raise
-    OSError."""
+    """Read a flight record; None if the file has another size, format or version. Slots that are
+    incomplete or contain impossible values are skipped. A record that its rank closed has no
+    records. May raise OSError."""
     with open_regular(path) as file:
         data = file.read(FILE_BYTES + 1)
     if len(data) != FILE_BYTES:
@@ -223,8 +224,8 @@ def read_flight(path: Path) -> Flight | None:
 
 
 def _record_at(data: bytes, offset: int, number: int, layout: _SlotLayout, texts: list[str]) -> Any:
-    """The record in the slot at `offset`. None if the slot is incomplete, a number is out of its
-    bounds, or the record ends before it begins."""
+    """The record in the slot at `offset`. None if the slot is incomplete, the index of a text is
+    invalid, a number is out of its bounds, or the record ends before it begins."""
     _, _, first, last, *numbers, complement = layout.layout.unpack_from(data, offset)
     if complement != ~number or max(first, last) >= len(texts):
         return None
@@ -253,8 +254,8 @@ _NAMES = {record_type: name for name, record_type in RECORD_TYPES.items()}
 
 def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
     """The records of a flight record that are not among `recent`, the rank's last spilled ones, and
-    the activity that the rank had begun. If records between the two were overwritten, only the
-    running step is returned, without the phase that would mark it as finished."""
+    the activity that the rank had begun. If records between the two may have been overwritten, only
+    the running step is returned, without the phase that would mark it as finished."""
     added = RankRecords(recent.info)
     lists = added.by_name()
     begun = _last_begun(flight.records)
@@ -280,7 +281,8 @@ def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
 
 def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
     """The innermost activity that the rank began and did not end: a task or a wait, or else the
-    phase around them; `BETWEEN` after a phase that ended. None without records of this type."""
+    phase or other activity around them; `BETWEEN` after a phase that ended. None if there is
+    none."""
     around: BegunRecord | None = None
     within: BegunRecord | None = None
     for record in records:

@@ -107,9 +107,9 @@ def _lengths_after_warm_up(windows: Mapping[int, Window]) -> dict[int, int]:
 
 
 def widened(window: Window, end_ns: int, selected_ns: int | None = None) -> Window:
-    """The part of a trace to show for a window: with a margin, wide enough that the whole window
-    stays in view when the viewer centers `selected_ns`, and within the trace, which ends at
-    `end_ns`."""
+    """The part of a trace to show for a window: with a margin of 2% on each side, wide enough that
+    the whole window stays in view when the viewer centers `selected_ns`, and within the trace,
+    which ends at `end_ns`."""
     start_ns, stop_ns = window
     margin_ns = int((stop_ns - start_ns) * _MARGIN_FRACTION)
     start_ns, stop_ns = start_ns - margin_ns, stop_ns + margin_ns

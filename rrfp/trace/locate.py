@@ -27,8 +27,8 @@ def find_run(named: Path | None) -> Path:
     """The path of a run or file, named by its path, as `NAME` in `runs`, or as `@-N` for the N-th
     newest run. None means the newest run in `runs` that recorded anything.
 
-    Raises RrfpError if no such run exists, with the most similar name, and UsageError for an
-    invalid `@-N`.
+    Raises RrfpError if no such run exists (for a path or a name, with the most similar one, if
+    any), and UsageError for any other text that begins with `@`.
     """
     if named is None:
         return _newest()
@@ -72,8 +72,8 @@ def _counted(text: str) -> Path:
 
 
 def _known(named: Path) -> Iterable[str]:
-    """Names to suggest instead of `named`: all runs by name and by path, and the files next to
-    it."""
+    """Names to suggest instead of `named`: all runs by name and by path, and all files and
+    directories next to it."""
     for path in runs_in():
         yield from (path.name, str(path))
     with suppress(OSError):
@@ -97,8 +97,9 @@ def resolve_trace(path: Path | None) -> Path:
     itself.
 
     Merges the run's records if its launcher died before it could, and joins the sessions of a
-    resumed run. If others may replace files in the run's directory, it writes to a temporary
-    directory instead. Raises RrfpError if there is no trace, or sessions cannot be joined.
+    resumed run. If others may replace files in the run's directory or its records, it writes to a
+    temporary directory instead. Raises RrfpError if there is no trace, if the run is still going,
+    or if sessions cannot be joined.
     """
     path = find_run(path)
     if path.is_file():
@@ -131,7 +132,8 @@ def _elsewhere(run: RunDir) -> Path:
 
 def encode_apart(path: Path) -> None:
     """Make the trace of a run in a subprocess, and wait for it, for a process that must not import
-    perfetto or protobuf. Raises RrfpError, with the last line of its stderr, if that fails."""
+    perfetto or protobuf. Raises RrfpError if it cannot start, or if it fails, with the message in
+    the last line of its stderr."""
     root = str(Path(rrfp.__file__).parent.parent)
     program = (
         f"import sys; sys.path[:] = {[root, *sys.path]!r}; from pathlib import Path; "

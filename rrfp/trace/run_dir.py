@@ -102,7 +102,7 @@ class RunDir:
         return name in {file.name for file in files} or name.startswith(("trace", "records"))
 
     def has_trace(self) -> bool:
-        """True if any session has a trace."""
+        """True if any session has a trace. May raise OSError."""
         return any(session.trace.exists() for session in self.sessions())
 
     def _has_recorded(self, session: int) -> bool:
@@ -128,7 +128,8 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
     """Make the directory of a new run: `out`, or else `<time>-<hint>/` in `runs`.
 
     If `out` exists, `force` removes the files of the run in it, and no other files. Raises
-    UsageError if it exists without `force`, or cannot be made.
+    UsageError if it exists without `force`, is a file or another user's, has too long a path, or
+    cannot be made.
     """
     length = len(os.fsencode((runs if out is None else out).absolute()))
     if length + _LONGEST_NAME > _LONGEST_PATH:
@@ -198,8 +199,9 @@ def own_run_dir(path: Path) -> RunDir:
 
 
 def _create_at(out: Path, force: bool) -> RunDir:
-    """Make `out`, or with `force` revoke others' permissions and remove the files of the run in it.
-    Raises UsageError if it is a file, belongs to another user, or exists without `force`."""
+    """Make `out`, or with `force` revoke others' permission to write (all permissions within
+    `own_files`) and remove the files of the run in it. Raises UsageError if it is a file, belongs
+    to another user, or exists without `force`."""
     run = RunDir(out)
     try:
         out.mkdir(parents=True)
@@ -288,8 +290,8 @@ def began_ns(path: Path) -> int | None:
 
 def update_latest(runs: Path) -> None:
     """Point the link `latest` to the newest run that has a trace, or remove it without such a run.
-    Does nothing unless `runs` has that name, or if `latest` is no link. Errors are ignored, so that
-    no run fails because of the link."""
+    Does nothing unless the directory's name is `runs`, or if `latest` is no link. Errors are
+    ignored, so that no run fails because of the link."""
     latest = runs / LATEST.name
     if runs.absolute().name != RUNS.name or (latest.exists() and not latest.is_symlink()):
         return

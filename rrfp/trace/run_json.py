@@ -104,8 +104,9 @@ were removed to stay within the disk budget."""
 
 
 def describe_session(run: RunDir, first_step: int) -> dict[str, object]:
-    """The entries of run.json for a resumed session that begins with this step: its number, and the
-    earlier sessions as run.json states them now. Empty for the first session."""
+    """The entries of run.json for a resumed session that begins with this step: its number, its
+    first step, and the earlier sessions as run.json states them now, without a last one whose ranks
+    never connected. Empty for the first session. Raises RrfpError if run.json cannot be read."""
     if run.session == 1:
         return {}
     *earlier, last = map(_alone, _sessions_of(read_description(run.run_json)))
@@ -116,7 +117,8 @@ def describe_session(run: RunDir, first_step: int) -> dict[str, object]:
 
 def next_session(path: Path) -> RunDir:
     """The next session of a run's directory, numbered after all sessions that recorded or began.
-    Creates nothing. Raises RrfpError if run.json cannot be read."""
+    Creates nothing. Raises RrfpError if run.json cannot be read, and OSError if the directory
+    cannot."""
     run = RunDir(path)
     description = read_description(run.run_json)
     numbers = [each.session for each in run.sessions()]
@@ -334,7 +336,7 @@ class PolicyLog:
 
     def record(self, step: int, policy: Mapping[str, object]) -> None:
         """Write the policy of this step to run.json, if it differs from the step before. A failure
-        is logged once and tried again in the next step. Never raises."""
+        to read or write the file is tried again in the next step; only the first one is logged."""
         if policy != self._last:
             self._unwritten.append({FIRST_STEP: step, POLICY: dict(policy)})
             self._last = policy

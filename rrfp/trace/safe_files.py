@@ -262,8 +262,8 @@ _PIECE_BYTES = 1 << 20
 
 
 class WholeLines:
-    """Appends whole lines to a file: a partly written line can be removed again. Every method may
-    raise OSError, which names the file."""
+    """Appends whole lines to a file: a partly written line can be removed again. Methods other than
+    `discard_partial` may raise OSError."""
 
     def __init__(self, path: Path, *, truncate: bool = False) -> None:
         """`truncate` empties the file first."""
@@ -332,7 +332,8 @@ _log = logging.getLogger(__name__)
 
 
 class ReportFile:
-    """Appends lines to such a file. A full disk causes a warning and nothing else."""
+    """Appends lines to a file with one line per step of a run. Lines that a full disk refuses wait
+    in memory, with a warning."""
 
     def __init__(self, path: Path, *, is_needed: bool = False) -> None:
         """With `is_needed`, removing the file's directory ends the run, as the file is the run's
@@ -345,9 +346,9 @@ class ReportFile:
         self._is_gone = False
 
     def write(self, line: str) -> None:
-        """Append a line. If the disk refuses it, it waits in memory with a warning; beyond 64 MiB
-        the file is given up, and then nothing is written. Raises RrfpError if the file `is_needed`
-        and its directory was removed."""
+        """Append a line. If the disk refuses it, it waits in memory, with a warning for the first
+        one; beyond 64 MiB the file is given up, and then nothing is written. A removed file causes
+        one warning. Raises RrfpError if the file `is_needed` and its directory was removed."""
         if self._file is None:
             return
         was_written = not self._waiting
@@ -373,7 +374,8 @@ class ReportFile:
 
     def copy_to(self, path: Path) -> None:
         """Write all lines so far, including those in memory, into a new file, even if the original
-        was removed. May raise OSError, also if `path` exists."""
+        was removed. Once the file was given up or closed, only lines still in memory, if any. May
+        raise OSError, also if `path` exists."""
         with create_new(path) as copy:
             if self._file is not None:
                 copy.writelines(self._file.read())
@@ -396,7 +398,8 @@ class ReportFile:
 
     def _write_waiting(self, file: WholeLines) -> None:
         """Write the lines that wait in memory, in order. Raises OSError at the first that fails,
-        after removing its written part; it and the later ones keep waiting."""
+        after removing its written part; it and the later ones keep waiting. Raises
+        FileNotFoundError after the first line if the file was removed."""
         while self._waiting:
             try:
                 file.write(self._waiting[0])

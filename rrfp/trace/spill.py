@@ -140,9 +140,9 @@ class RecordedSteps:
 
 def steps_on_all_ranks(ended: Sequence[Sequence[int]]) -> RecordedSteps | None:
     """The steps that all ranks still have, if some removed their first steps: all from the first
-    shared one on. None, for all steps, without a shared step. `ended` has, for each of those ranks,
-    the steps whose ends it still has, in the order of the run; the first of them is never a shared
-    one."""
+    shared one on. None, for all steps, without a shared step or without such ranks. `ended` has,
+    for each of those ranks, the steps whose ends it still has, in the order of the run; the first
+    of them is never a shared one."""
     if not ended:
         return None
     # Early messages of a rank's first step were recorded with the step before, and are removed.
@@ -470,8 +470,8 @@ _END = {name: num_times(each) for name, each in RECORD_TYPES.items()}
 
 
 class SpilledRank:
-    """The segments of one rank. Every method may raise OSError, and RrfpError for a damaged
-    file."""
+    """The segments of one rank. Methods that read them may raise OSError, and RrfpError for a
+    damaged file."""
 
     def __init__(self, info: RankInfo, segments: Sequence[Path]) -> None:
         self.info = info
@@ -488,7 +488,8 @@ class SpilledRank:
 
     @classmethod
     def of(cls, segments: Sequence[Path]) -> Self | None:
-        """The rank with these segments; None if it died before its header was complete."""
+        """The rank with these segments; None if none of them has a complete header, as its process
+        died before that. Raises RrfpError for an invalid header."""
         for path in segments:
             for line in iter_lines(path):
                 return cls(header_of(path, line.value), segments)

@@ -60,8 +60,8 @@ def _layout(candidate: Candidate, source: Source) -> Iterator[str]:
 
 
 def _megatron(candidate: Candidate, source: Source) -> tuple[str, ...] | None:
-    """Return the flags of Megatron-LM's scripts; None for the V placement and for models other than
-    language models."""
+    """Return the flags of Megatron-LM's scripts for the ranks, the split or chunks, and the batch
+    sizes if known; None for the V placement and for models other than language models."""
     if candidate.placement is Placement.V or not source.is_text:
         return None
     size, ranks = _size(candidate, source), source.shape.num_ranks

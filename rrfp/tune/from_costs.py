@@ -59,7 +59,8 @@ class CostOptions:
 
 def source_of_costs(text: str, asked: CostOptions, jitter: Jitter) -> Source:
     """Make a source from text as `--costs` takes it. Raises UsageError if the text is invalid,
-    names a recorded run or cut costs, or does not fit the options."""
+    names a recorded run or cut costs, or does not fit the options, and for a step of more than
+    16,384 forwards."""
     costs = resolve_costs(text)
     check_divided(costs, text, asked.tp)
     if asked.pp * asked.microbatches * asked.tp * asked.dp > MOST_FORWARDS:
@@ -105,7 +106,8 @@ def source_of_costs(text: str, asked: CostOptions, jitter: Jitter) -> Source:
 
 
 def cut_of(text: str, source: Source, asked_uneven: Uneven, split: Sequence[int]) -> Cut:
-    """The content of a costs file that divides the costs `text` by this split of layers."""
+    """The content of a costs file that divides the costs `text` by this split of layers. Unless the
+    costs are a model with layers of its own, it also states the layout and split that they have."""
     given = None
     if source.split is not None and not isinstance(source.layered, FlopCosts):
         given = Given(
@@ -171,7 +173,9 @@ def _layers(
 def _layouts(
     costs: Costs, shape: Shape, layered: Layered | None, *, loop_only: bool
 ) -> list[tuple[int, Placement]]:
-    """The layouts of `CHUNK_LAYOUTS` that the costs allow."""
+    """The layouts of `CHUNK_LAYOUTS` that the costs allow: with a layer for each stage or, without
+    costs by layer, if the costs are valid for them. The V placement needs two ranks, and
+    `loop_only` excludes it."""
     found = []
     for chunks, placement in CHUNK_LAYOUTS:
         if loop_only and placement is Placement.V:
@@ -192,7 +196,8 @@ def _layouts(
 
 def _sizes(layered: Layered | None, asked: CostOptions) -> list[tuple[int, int]]:
     """Return the sizes of microbatches to try, as (joined, divided): only the given one unless the
-    costs by layer know the time that does not depend on size."""
+    costs by layer know the time that does not depend on size; then also 2, 4 or 8 joined, if that
+    divides their number, and 2 or 4 parts, if that divides the micro-batch size."""
     sizes = [(1, 1)]
     if layered is not None and layered.fixed_ns is not None:
         sizes += [(num, 1) for num in _JOINED if asked.microbatches % num == 0]

@@ -34,11 +34,11 @@ def source_of_run(
     num_vision_stages: int = 0,
 ) -> Source:
     """Make a source from a recorded run. The search uses every second one of at most 40 steps, and
-    predictions are made for the others.
+    predictions are made for the others; a single step serves both.
 
     `layers` gives the number of layers by stage, or their total, if the run does not record it. The
     first `num_vision_stages` stages have vision layers. Raises RrfpError for a run that cannot be
-    replayed, and UsageError for one that is too large.
+    replayed, and UsageError for one that is too large or for `layers` that do not fit it.
     """
     run = read_run(recording)
     if run.shape.num_ranks * run.shape.num_microbatches * run.num_members > MOST_FORWARDS:
@@ -100,7 +100,7 @@ def source_of_run(
 
 def _is_uniform(recording: Recording) -> bool:
     """Return whether all messages, and so all microbatches, have the same size. Empty messages are
-    ignored."""
+    ignored; False without others."""
     found = {send.num_bytes for records in recording.ranks for send in records.sends}
     return len(found - {0}) == 1
 
@@ -113,14 +113,14 @@ def settings_of(recording: Recording) -> Mapping[str, object]:
 
 def _overhead_ns(steps: Sequence[MeasuredStep]) -> int:
     """Return the mean time between two tasks, without waits for messages: the runtime's own work,
-    and waits for a core."""
+    and waits for a core. 0 if no time was measured."""
     found = [ns for step in steps for each in step.replicas for ns in each.overheads_ns.values()]
     return round(fmean(found)) if found else 0
 
 
 def _beyond_median_ns(steps: Sequence[MeasuredStep]) -> int:
     """Return the mean minus the median message time, at least 0; the costs already contain the
-    median."""
+    median. 0 without messages."""
     found = [ns for step in steps for each in step.replicas for ns in each.transfers_ns.values()]
     return max(0, round(fmean(found)) - median_low(found)) if found else 0
 
@@ -176,8 +176,9 @@ def _admitted(settings: Mapping[str, object]) -> str | None:
 
 
 def _baseline(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
-    """Return the run's own settings as a candidate; None if its order is not that of a known hint,
-    or if its hold is `auto` or a share of 1F1B's peak."""
+    """Return the run's own settings as a candidate, without bounds unless it dispatched by
+    readiness; None if its order is not that of a known hint, or if its hold is `auto` or a share of
+    1F1B's peak."""
     policy = run.policy
     hint = run.hint_name
     if hint not in HINTS or isinstance(policy.hold, Auto | ShareOf1F1B):

@@ -68,7 +68,7 @@ class Evaluator:
     _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
 
     def run(self, candidates: Iterable[Candidate], seed: int) -> list[StepOutcome | None]:
-        """Return the outcome of each candidate under a seed; None if it cannot run within the
+        """Return the outcome of each candidate under a seed; None if it cannot run or exceeds the
         memory. Only those without a cached outcome are simulated, even if the budget is spent."""
         asked = list(candidates)
         new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
@@ -177,7 +177,7 @@ class Evaluator:
 
     def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> StepOutcome | None:
         """Return the outcome of a trial, with the time after the last task; None if it exceeded the
-        memory."""
+        memory, or if that is in bytes and the costs have no sizes."""
         peaks = trial.peak_held_bytes
         peak_bytes = None if peaks is None else max(peaks)
         if isinstance(self.memory, Bytes):
@@ -271,7 +271,8 @@ class Space:
 
     def initial_candidates(self) -> list[Candidate]:
         """Return all combinations of layout, hint, admission and size, with layers divided evenly
-        and with loads balanced, and the run's own settings last."""
+        and with loads balanced, some hints also with patience, and the run's own settings; each
+        once."""
         source = self.source
         found = []
         for chunks, placement in source.layouts:
@@ -318,7 +319,7 @@ class Space:
 
     def holds(self, candidate: Candidate) -> Iterator[Hold]:
         """Yield the holds to try: the whole memory, and smaller numbers of microbatches, from half
-        of one to two per pipeline rank."""
+        of one to two per pipeline rank, that do not exceed the step's microbatches."""
         whole = self.memory_in(candidate.joined, candidate.divided)
         yield whole
         ranks = self.source.shape.num_ranks
@@ -329,8 +330,9 @@ class Space:
                 yield hold
 
     def neighbors(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
-        """Return the candidates that differ in one setting, each once, in an order shuffled by
-        `draw`."""
+        """Return the candidates that differ in one choice (hold, patience, admission, use of a
+        hint, size or split), each once, in an order shuffled by `draw`. Another use of a hint, or
+        size, may also change the bounds."""
         source, found = self.source, []
         policy = candidate.policy
         if policy.limit is None and policy.dispatch is _READY:
@@ -360,8 +362,8 @@ class Space:
     def _neighboring_splits(
         self, candidate: Candidate, draw: random.Random
     ) -> list[tuple[int, ...]]:
-        """Return splits with one layer moved: those with the most even loads, and a few that `draw`
-        picks."""
+        """Return splits with one layer moved: the 12 with the most even loads, and up to 8 others
+        that `draw` picks."""
         source = self.source
         assert candidate.split is not None
         assert source.layered is not None
@@ -455,10 +457,11 @@ def tune(
 ) -> SearchResult:
     """Search for the best candidates that stay within the memory.
 
-    `simulations` bounds the number of simulated steps and `budget_s` the time in seconds; the best
-    candidates found by then are returned. Equal arguments without `budget_s` give equal results.
-    `on_simulation` is called after each simulation. Raises UsageError, with the least memory that
-    suffices, if no candidate fits into the memory.
+    `simulations` limits the number of simulated steps and `budget_s` the time in seconds; a
+    comparison that has begun is finished, and the best candidates found by then are returned. Equal
+    arguments without `budget_s` give equal results. `on_simulation` is called after each
+    simulation. Raises UsageError if no candidate fits into the memory (for bytes, with the least
+    that suffices), and for bytes if the costs have no sizes.
     """
     searched, fresh = seeds_of(source, seed, num_predicted)
     bound = source.memory(memory, [*searched, *fresh])
@@ -505,7 +508,9 @@ class _Search:
 
     def run(self) -> list[Candidate]:
         """Search within the budget, and return the best candidates, best first; empty if none can
-        run."""
+        run. Halves the initial candidates, or a random sample if they are too many; improves up to
+        6 of the survivors, of different families first; then, with the rest of the budget, the best
+        of all."""
         possible = [each for each in self._space.initial_candidates() if self._fits(each)]
         # A fallback: the fastest candidates on one step may all exceed the memory on others.
         certain = [each for each in possible if each.policy.hold == self._space.memory]
@@ -527,15 +532,17 @@ class _Search:
         return best
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Return whether no rank can deadlock on any step, including the held-out ones."""
+        """Return whether no rank can deadlock on any step, including the held-out ones. True for a
+        hold that is not in bytes."""
         hold = candidate.policy.hold
         return not isinstance(hold, Bytes) or (
             self._evaluator.least_bytes(candidate, self._all_seeds) <= hold.num
         )
 
     def _halve(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Successive halving: keep the best on one step, of these the best on two steps, and rank
-        the rest on all steps. Returns the survivors, best first."""
+        """Successive halving: keep the best on one step, of these the best on two steps (35% each
+        time, at least 12), and rank the rest on all steps. Returns the survivors, best first; stops
+        early when the budget is spent."""
         for number, share in enumerate(_SURVIVING_SHARES, start=1):
             seeds = self._seeds[:number]
             ranked = self._rank(candidates, seeds)
@@ -554,7 +561,8 @@ class _Search:
         return sorted(runnable, key=means.__getitem__)
 
     def _improve(self, candidate: Candidate) -> Candidate:
-        """Apply local changes that make the candidate faster until none does (hill climbing)."""
+        """Apply local changes that make the candidate faster until none does (hill climbing), or
+        until the budget is spent."""
         while not self._evaluator.budget.is_spent():
             for changed in self._space.neighbors(candidate, self._draw):
                 if self._is_faster(changed, candidate):
@@ -593,8 +601,8 @@ def _diverse(ranked: Sequence[Candidate]) -> list[Candidate]:
 def _predicted(
     ranked: Sequence[Candidate], evaluator: Evaluator, fresh: Sequence[int], num_best: int
 ) -> list[Prediction]:
-    """Predict the best candidate of each family, then others, `num_best` in total, on held-out
-    steps. Those that cannot run all of these steps are left out."""
+    """Predict the best candidate of each family and admission order, then others, `num_best` in
+    total, on held-out steps. Those that cannot run all of these steps are left out."""
     found: list[Prediction] = []
     for candidate in _diverse(ranked):
         if len(found) == num_best:
@@ -635,8 +643,8 @@ def predict_unbound(
 def _baseline(
     source: Source, space: Space, unbound: Evaluator, fresh: Sequence[int]
 ) -> Prediction | None:
-    """Predict the run's own settings, or Megatron's 1F1B without a run. The search's memory bound
-    does not apply; None if they cannot run."""
+    """Predict the run's own settings or, if they are unknown or without a run, Megatron's 1F1B. The
+    search's memory bound does not apply; None if they cannot run, or 1F1B is not in the space."""
     own = source.own
     if own is None:
         plain = [

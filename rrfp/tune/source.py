@@ -65,7 +65,8 @@ def loads(
     split: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> list[float]:
     """Return the work of each pipeline rank under a split of the layers, times the rank's slowness.
-    `work` has the embedding, each layer and the head."""
+    `work` has the embedding, which counts for the first stage, each layer, and the head, for the
+    last."""
     sums = list(accumulate(work, initial=0.0))
     ends = list(accumulate(split, initial=1))
     ends[0], ends[-1] = 0, len(work)
@@ -109,8 +110,8 @@ def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def balanced(
     begin: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
 ) -> tuple[int, ...]:
-    """Return a split with the least load of the most loaded rank, reached from `begin` by moving
-    single layers until none helps. Ties go to the split with the most even loads."""
+    """Return a split reached from `begin` by moving single layers as long as that lowers the load
+    of the most loaded rank or, at an equal one, makes the loads more even: a local optimum."""
 
     def badness(split: Sequence[int]) -> tuple[float, float]:
         found = loads(split, work, slowness, shape)
@@ -158,7 +159,8 @@ class Candidate:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Key of the candidates that differ only in numbers, such as the hold."""
+        """Key of the hint, dispatch, treatment of W, chunks and placement. Candidates of one family
+        differ in the rest: bounds, patience, split, admission, or size of microbatches."""
         policy = self.policy
         return (policy.hint.name, policy.dispatch, policy.w, self.chunks, self.placement)
 
@@ -270,9 +272,9 @@ class Source:
         return True
 
     def memory(self, asked: Hold, seeds: Sequence[int]) -> Hold:
-        """Return a memory bound as a number. A share of 1F1B's peak becomes bytes or, if the costs
-        have no sizes, microbatches; other bounds are returned unchanged. Raises UsageError for a
-        bound in bytes if the costs have no sizes."""
+        """Return a memory bound as a number. A share of 1F1B's peak over the seeds becomes bytes
+        or, if the costs have no sizes, microbatches, at least 1; other bounds are returned
+        unchanged. Raises UsageError for a bound in bytes if the costs have no sizes."""
         if isinstance(asked, Bytes) and not self.knows_sizes:
             raise UsageError(
                 f"a memory of {asked} needs to know what microbatches keep, and the costs do not "
@@ -304,8 +306,8 @@ class Source:
     @property
     def admissions(self) -> Sequence[Admit]:
         """The admission orders to try: the given one, and the pyramid if the microbatches' known
-        costs differ by more than the noise of single tasks. A run that had its own `--admit`, or
-        microbatches of one size, leaves only the given one."""
+        costs in up to 4 steps differ by more than the noise of single tasks. A run that had its own
+        `--admit`, or microbatches of one size, leaves only the given one."""
         if self.admitted is not None or self.is_uniform:
             return [Admit.GIVEN]
         between, noise = 0.0, 0.0
@@ -332,8 +334,8 @@ def imbalance(
     source: Source, work: Sequence[float], best: Candidate, seeds: Sequence[int]
 ) -> str | None:
     """Describe uneven loads of the ranks, which no order of tasks can fix, and their imbalance
-    after the best candidate's split; None if the loads are even. `work` is that of `work_of`, or
-    empty."""
+    after the best candidate's split, if layers can be moved; None if no rank has over 3% more than
+    the mean. `work` is that of `work_of`, or empty."""
     found = _loads(source, seeds)
     excess = max(found) / fmean(found) - 1
     if excess <= _EVEN_LOADS:

@@ -139,8 +139,8 @@ class HintedDispatch:
 
 
 def compare_with_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
-    """Compare the dispatch of each task with the hint; None if the hint's order in the step is
-    unknown.
+    """Compare the dispatch of each task with the hint; None for each task of a step in which the
+    hint's order is unknown.
 
     `tasks` are one rank's, in the order of their dispatch. In an unfinished step, only the tasks
     that ran are compared.
@@ -214,7 +214,8 @@ def stage_name(info: RankInfo) -> str:
 
 
 def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
-    """The path of a rank's stage, with pipelines ordered by replica and stages by model order."""
+    """The path of a rank's stage: pipelines ordered by data-parallel and then tensor-parallel rank,
+    stages by pipeline rank. With several pipelines their names contain these ranks."""
     pipelines = sorted({(other.dp_rank, other.tp_rank) for other in ranks})
     name = "pipeline"
     if len(pipelines) > 1:
@@ -230,8 +231,9 @@ class RowAssigner:
         self._ends_ns: list[int] = []
 
     def assign(self, intervals: Sequence[tuple[int, int]]) -> list[int]:
-        """The row of each (start, end), given the intervals of earlier calls; uses as few as
-        possible."""
+        """The row of each (start, end): the first row whose last interval, of this or an earlier
+        call, has ended by the start, or else a new row. Within a call, intervals are placed by
+        their start."""
         rows = [0] * len(intervals)
         ends_ns = self._ends_ns
         ordered = sorted((*interval, index) for index, interval in enumerate(intervals))

@@ -396,9 +396,9 @@ class EventBatch:
 
 
 def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[Packets, int]:
-    """The next packets of a trace, about `num_bytes` in all, and the position of their end. Raises
-    RrfpError if it is not a Perfetto trace or ends within a packet. This loop runs once per packet
-    and dominates the time of reading."""
+    """The next packets of a trace, at least `num_bytes` in all if there are as many, and the
+    position of their end. Raises RrfpError if it is not a Perfetto trace or ends within a packet.
+    This loop runs once per packet and dominates the time of reading."""
     octets = data[start : start + num_bytes]
     size = len(octets)
     tags: list[int] = []

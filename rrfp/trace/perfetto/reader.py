@@ -96,7 +96,8 @@ def read_trace(path: Path) -> Recording:
 
 def read_contents(path: Path) -> TraceContents:
     """Read a trace that may lack events. Raises RrfpError if the file is missing, empty, cut within
-    a packet, or not a Perfetto trace of a run."""
+    a packet, not a Perfetto trace of a run, of a later version, or has a record with a missing or
+    impossible value."""
     return TraceReader(path).contents()
 
 
@@ -121,8 +122,8 @@ class TraceReader:
         """The flow ids of each batch's arrows; None if they are not needed."""
 
     def contents(self) -> TraceContents:
-        """Read the whole trace, with signs of damage, which raise nothing. Raises RrfpError as
-        `tables` does."""
+        """Read the whole trace, with signs of damage: open slices, stray ends, a missing closing
+        mark. These raise nothing; raises RrfpError as `tables` does."""
         flows: list[Numbers] = []
         self._flows = flows
         found: defaultdict[str, list[Table]] = defaultdict(list)
@@ -155,8 +156,8 @@ class TraceReader:
         come in the order in which they were recorded. `settings` and `infos` are complete after the
         last batch.
 
-        Raises RrfpError if the file is missing, empty, cut within a packet, or not a Perfetto trace
-        of a run.
+        Raises RrfpError if the file is missing, empty, cut within a packet, not a Perfetto trace of
+        a run, of a later version, or has a record with a missing or impossible value.
         """
         np.empty(_NUM_BYTES_FREED, np.uint8)
         try:
@@ -223,9 +224,9 @@ class TraceReader:
         }
 
     def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
-        """The records of one type, ordered by their ends; None without records of it. Optional
-        annotations get their defaults. Raises RrfpError for a record with a missing or impossible
-        value."""
+        """The records of one type, slices in the order of their ends, instants in that of the file;
+        None without records of it. Optional annotations get their defaults. Raises RrfpError for a
+        record with a missing or impossible value."""
         is_slice = "end_ns" in RECORD_TYPES[name]._fields
         own = batch.categories == CATEGORIES_READ.index(name)
         slices = own[begins]

@@ -145,7 +145,8 @@ class PacketWriter:
             self._append(_encoded(pb.TracePacket(sequence_flags=cleared)))
 
     def track(self, *path: Node, row: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path; writes the descriptors of new tracks, parents first."""
+        """The uuid of the track at a path; writes the descriptors of new tracks, parents first.
+        Rows of one path are sibling tracks of the same name."""
         key: tuple[tuple[int, str, int], ...] = ()
         parent = 0
         for depth, (place, name) in enumerate(path, start=1):
@@ -337,8 +338,8 @@ def trace_writer(
     shifts_ns: Sequence[int] | None = None,
 ) -> Iterator["TraceWriter"]:
     """Write a trace one part at a time. The file appears when the block ends, and not if it raises.
-    The times of each rank are moved by its entry in `shifts_ns`. Raises RrfpError if the file
-    cannot be written."""
+    The times of each rank are moved by its entry in `shifts_ns` (None: not moved). Raises RrfpError
+    if the file cannot be written."""
     try:
         with open_whole(path) as file:
             writer = TraceWriter(file, settings, infos, shifts_ns or [0] * len(infos))
@@ -553,8 +554,8 @@ class _RankWriter:
         return task_title(task, self._has_chunks)
 
     def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> bytes:
-        """Encode a task's annotations besides its record: its rank, and the names of at most 8
-        tasks that it skipped."""
+        """Encode a task's annotations besides its record: its rank, and if it skipped tasks, the
+        names of at most 8 of them, with `...` for more."""
         rank = note_of("rank", self._info.rank)
         if dispatch is None or not dispatch.skipped:
             return rank
