@@ -32,8 +32,8 @@ def is_ours(value: Any) -> bool:
 
 def defining_module(value: Any) -> str:
     """The name of the module that defines a callable's code, ignoring what `functools.wraps`
-    copied. For a method or partial: the module of the function that it calls. For another object:
-    the module of its class."""
+    copied. For a method or partial: the module of the function that it calls. For a class or
+    builtin: its `__module__`. For another object: the module of its class."""
     inner = _inner(value)
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))

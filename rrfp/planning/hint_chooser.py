@@ -188,8 +188,9 @@ class HintChooser:
         self._known.append(table.astype(np.float32))
 
     def _request(self, step: int, num_members: int) -> None:
-        """Start a process that chooses, and send it the measured steps, on the first rank of all.
-        Without any it does nothing; if it fails, it warns."""
+        """Start a process that chooses, after ending an earlier one, and send it the last measured
+        steps, at most 800 kB (but at least one step). Called on the first rank of all. Without
+        measured steps it does nothing; if it fails, it warns."""
         if not self._known:
             return
         assert self._rules is not None
@@ -256,7 +257,8 @@ class HintChooser:
 
     def _answer(self, process: PlannerProcess) -> dict[str, Any] | None:
         """Return the process' answer; None if it has not come yet, which it waits for only if the
-        hint says so. Raises RrfpError if it cannot come any more."""
+        hint says so. Raises RrfpError if the process has ended without one, or after a wait of
+        300 s."""
         answers = process.wait(_WAIT_S) if self._auto.waits else process.answers()
         if not answers and process.has_ended:
             raise RrfpError("the process that chooses has ended; what it printed above says why")

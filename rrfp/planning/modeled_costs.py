@@ -240,7 +240,8 @@ def without_balance(costs: Costs) -> Costs:
 
 
 def times_by_rank(times: TaskTimes, shape: Shape) -> list[Times]:
-    """Return the time of each microbatch on each pipeline rank, in ns, summed over F, B and W."""
+    """Return, for each microbatch, its time on each pipeline rank in ns, summed over F, B and W and
+    over the rank's stages."""
     by_rank: list[list[Sequence[int]]] = [[] for _ in range(shape.num_ranks)]
     for rows in (times.forward, times.input_gradient, times.weight_gradient):
         for stage, row in enumerate(rows):

@@ -206,8 +206,8 @@ def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool =
     unchanged.
 
     The choice is made by steps of other seeds than these, as a run learns from earlier steps. The
-    hold, if any, must be a number. With `counts_places` the chosen policy has an order, which
-    recordings need.
+    hold, if any, must be a number. If it is in bytes and the chosen policy binds an order,
+    `unbound` is set. With `counts_places` the chosen policy has an order, which recordings need.
     """
     asked = setting.policy
     if not isinstance(asked.hint, AutoHint):

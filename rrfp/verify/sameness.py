@@ -146,9 +146,10 @@ class Variant:
 def variants_of(
     layout: str, hints: tuple[str, ...] = CHOICES, *, full: bool = False, shares_gpu: bool = False
 ) -> list[Variant]:
-    """All valid combinations of hint and agreement rule on a layout, without and with dropout. The
-    first is the reference: Megatron's own schedule, or a fixed order with the V placement or
-    `shares_gpu`. `full` adds fixed orders and tight memory bounds, without dropout.
+    """All valid combinations of these hints and agreement rules on a layout, without and with
+    dropout; one with dropout alone is left out. The first is the reference: Megatron's own
+    schedule, or a fixed order with the V placement or `shares_gpu`. `full` adds fixed orders and
+    tight memory bounds, without dropout.
 
     Raise UsageError for an unknown layout or hint.
     """

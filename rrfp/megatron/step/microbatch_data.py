@@ -204,7 +204,7 @@ class StepData:
     def _draw_up_to(self, chunk: int, number: int) -> None:
         """Draw all items that Megatron would have drawn by now, up to this microbatch's first.
         Another chunk whose iterator has ended is taken for one that never draws. Raise UsageError
-        if this chunk's iterator ends."""
+        if this chunk's iterator ends, or another's between the items of a microbatch."""
         self._habits.idle_chunks.discard(chunk)
         while number >= len(self._slots[chunk]):
             each = self._next_in_order() if self._must_order else chunk

@@ -335,7 +335,8 @@ class QueuedProducts:
     def gradients(self) -> Iterator[Gradient]:
         """Compute the products' gradients with the layer's `backward_dw`, and yield those that it
         leaves in `.grad`. Puts the products back into the layer's queue, and disables its hooks for
-        DistributedDataParallel meanwhile. Earlier gradients in `.grad` are restored."""
+        DistributedDataParallel meanwhile. Earlier gradients in `.grad` are restored, or dropped for
+        weights with `main_grad`."""
         # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel.
         # These are disabled, because rrfp sums gradients and starts reductions itself.
         module, queue = self.module, self.module.wgrad_store.context
