@@ -396,8 +396,9 @@ class ForwardBackward:
         return replace(plan, order=order, memory=memory)
 
     def _balance(self, plan: StepPlan, items: StepDataItems) -> None:
-        """Exchange items with the other data-parallel replicas, in collectives. Then this rank's
-        chunks have the items that are assigned to its replica, in the order in which they enter."""
+        """Exchange items with the other data-parallel replicas, in collectives. Then those of this
+        rank's chunks that draw data have the items that are assigned to its replica, in the order
+        in which they enter."""
         groups, device, num = plan.call.groups, plan.streams.device, len(plan.order)
         replicas = data_parallel_group(groups)
         assignment = self._admission.assign(plan.step, items.items, num, groups, replicas, device)

@@ -45,8 +45,8 @@ def defining_module(value: Any) -> str:
 
 
 def describe_callable(value: Any) -> str:
-    """Format a callable for a message: module, name and file. A method is described by its
-    function, a partial by what it calls, and another object by its class."""
+    """Format a callable for a message: module, name and, if known, file. A method is described by
+    its function, an object of functools by what it calls, and another object by its class."""
     inner = _inner(value)
     if type(value) is FunctionType:
         code = value.__code__

@@ -159,7 +159,9 @@ def check_step(policy: Policy, step: StepSettings, spelling: Spelling) -> None:
 
 
 def _conflicts(policy: Policy, step: StepSettings, spelling: Spelling) -> Iterator[str]:
-    """Yield an error message for each conflict between settings."""
+    """Yield an error message for each conflict: a setting without effect (`hold_features`,
+    `admit_cost`, `plan_ms`), `admit` with another `admit_across` or dispatch than it works with,
+    and hint `auto` with gradients that are not summed in canonical order."""
     admit, across = spelling.value("admit", step.admit), step.admit_across
     if isinstance(policy.hint, AutoHint) and step.grad_order is not GradOrder.CANONICAL:
         yield (

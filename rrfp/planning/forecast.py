@@ -345,8 +345,8 @@ class _Excess:
     _squares: float = 0.0
 
     def take(self, predicted: float, size: float, spread: float) -> None:
-        """Compare a size with its prediction. `spread` is the factor by which the prediction's own
-        uncertainty adds to the size's."""
+        """Compare a size with its prediction, and remember the excess if it is larger. `spread` is
+        the factor by which the prediction's own uncertainty adds to the size's."""
         self.num_checks += 1
         share = (size - predicted) / max(predicted, 1.0) / spread
         if share > 0:
@@ -401,9 +401,9 @@ class _SizeFit:
         self._covariance: Numbers = np.zeros((1, 1))
 
     def take(self, features: Features, size: int) -> None:
-        """Add a measured size, and compute the coefficients again if there are many new samples.
-        With features that were measured before, only their own sample changes. Beyond 1,024 samples
-        the least recently measured one is dropped."""
+        """Add a measured size, and compute the coefficients again once there are a quarter more
+        samples. With features that were measured before, only their own sample changes. Beyond
+        1,024 samples the least recently measured one is dropped."""
         sample = self._samples.pop(features, None)
         if sample is not None:
             self._repeats.take(sample.mean, size, sample.spread)

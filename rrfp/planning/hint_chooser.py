@@ -149,13 +149,15 @@ class HintChooser:
         self._policy = step_policy(chosen.policy, chosen.shape, forward_only=False)
 
     def _due(self, number: int) -> int:
-        """Return the number of steps until the next request; 0 for a step that makes one."""
+        """Return the number of steps until the next request; 0 for a step that makes one. The first
+        is made by step 5 of a shape, counted from 0, the others at the hint's interval."""
         # The last step that counts is over as the next one begins, and gathered one later.
         first = _WARM_UP + _NUM_FIRST + 1
         return first - number if number <= first else -(number - first) % self._auto.every
 
     def _num_measured(self, requested_at: int) -> int:
-        """Return the number of steps right before a request that are measured for it."""
+        """Return the number of steps right before a request that are measured for it: 3 for the
+        first, 8 for others, fewer if the hint's interval is short."""
         most = _NUM_FIRST if requested_at == _WARM_UP + _NUM_FIRST + 1 else NUM_STEPS
         return min(most, max(1, self._auto.every - 2))
 

@@ -209,7 +209,8 @@ class Search:
 
     @property
     def num_checks(self) -> int:
-        """Fresh draws on which a search of this length checks its best order."""
+        """Fresh draws on which a search of this length checks its best order: 8, fewer after less
+        than 128 simulations, and 1 without noise."""
         if not self._steps.is_noisy:
             return 1
         return max(1, min(_CHECKS, self.num_simulations // (2 * _CHECKING_SHARE)))

@@ -231,8 +231,9 @@ def choose_hints() -> None:
 
 
 def _chosen(request: ChoiceRequest, requests: Requests) -> dict[str, object]:
-    """Simulate the candidates of a request for up to 60 s, and return the answer's fields with the
-    best one. Raises RrfpError if no candidate fits into the memory."""
+    """Simulate the candidates of a request, with no new round after 60 s or once the parent closes
+    this process, and return the answer's fields with the best one. Raises RrfpError if no candidate
+    fits into the memory."""
     until_s = time.monotonic() + _MOST_S
     candidates = request.rules.all()
     tables = [_table(request, number) for number in range(NUM_STEPS)]

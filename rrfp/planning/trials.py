@@ -277,7 +277,8 @@ def _planned(
 
 
 def check_fits(setting: Setting) -> None:
-    """Raise UsageError if the costs or the jitter do not fit the shape."""
+    """Raise UsageError if the costs or the jitter do not fit the shape, or if the setting's
+    admission order cannot be made of these costs."""
     _draw(setting, seed=0, replica=0, step=0)
 
 

@@ -131,7 +131,8 @@ class Variant:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The `TrainSettings` of the variant; without `hint` if that is `RANDOM`."""
+        """The `TrainSettings` of the variant; without `hint` if that is `RANDOM`, and without
+        agreement rule and bound if it has none."""
         chosen: dict[str, Any] = {"dispatch": self.dispatch, "dropout": self.dropout}
         if self.hint != RANDOM:
             chosen["hint"] = self.hint
@@ -182,7 +183,8 @@ def layout_settings(layout: str, others: Mapping[str, Any]) -> TrainSettings:
 
 
 def _reference(layout: str) -> Variant:
-    """The variant that all others on the layout are compared with."""
+    """The variant that all others without dropout are compared with: Megatron's own schedule (1F1B,
+    or interleaved with several chunks) or, with the V placement, `zb-v` as a fixed order."""
     if LAYOUTS[layout].get("placement") == Placement.V:
         return Variant("zb-v", Dispatch.FIXED, None)
     hint = "interleaved" if "chunks" in LAYOUTS[layout] else "1f1b"

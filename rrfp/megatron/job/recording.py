@@ -497,8 +497,9 @@ class JobRecording:
         self._script_since_ns = None
 
     def _end(self, step: int | None) -> None:
-        """Do the work of `end`: flush the step's records, count the step as recorded, and record
-        that the script begins. With None, only note the time."""
+        """Do the work of `end`: flush the step's records, count the step as recorded if records are
+        still written, and record that the script begins. With None, only note the time (not on a
+        GPU)."""
         if step is not None:
             self._is_in_step = False
             if self._recorder is not None:

@@ -131,7 +131,8 @@ class StepData:
     def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
         """Give the data object for the forward of microbatch `number`, which runs inside the block:
         the loop's object itself, or a view of its iterator with this microbatch's items. The
-        forward's random numbers come from `streams`.
+        model's random numbers come from `streams`; so do those of the forward's other code, except
+        with a single chunk in order, and with an object that is neither iterator nor sequence.
 
         Raise UsageError if the iterator ends, if the forward leaves items over, and if it advances
         the loop's random states where they cannot be kept in Megatron's order.
@@ -248,7 +249,9 @@ class StepData:
         return True
 
     def _check_may_draw_on(self, chunk: int, number: int) -> None:
-        """Raise UsageError unless Megatron would also draw another item for this microbatch now."""
+        """Raise UsageError if another item for this microbatch would come out of Megatron's order:
+        items were drawn for a later microbatch, or ahead for any while this one takes more than
+        usual."""
         own = self._places[chunk, number]
         # Microbatches drawn ahead were assumed to need as many items as others.
         is_more = self._slots[chunk][number].num_taken >= self._habits.num_items

@@ -607,8 +607,8 @@ class DeferredWeightGradients:
 
     def _take(self, accumulator: Accumulator, gradient: torch.Tensor | None) -> bool:
         """Store for W the gradient that autograd is about to add to a deferred weight. Return True
-        if autograd must not add it; False outside of tasks and for weights that are not
-        deferred."""
+        if autograd must not add it; False outside of tasks and for weights that are not deferred.
+        Without a gradient, store nothing and return whether gradients are separated."""
         running, weight = self._running, accumulator.weight
         if running is None or weight in running.undeferred:
             return False
