@@ -53,7 +53,8 @@ def candidates_of(
     may_bind: bool = True,
 ) -> list[Candidate]:
     """Return a candidate for each use of a hint of `AUTO_CHOICES` that fits a shape and the bounds
-    of `asked`, with the hint of `asked` first. Others are left out, never an error.
+    of `asked`, with the hint of `asked` first. Others are left out.
+    Raises UsageError if that first hint does not support the shape.
 
     A hint is used by readiness, with ranked weight gradients if it ranks them, and as a binding
     order. `splits` selects policies that split the backward (True) or do not (False). Without
