@@ -44,8 +44,8 @@ def get_forward_backward_func(
 ) -> "ForwardBackward":
     """Return the function that a training loop calls once per step. Replaces
     `megatron.core.pipeline_parallel.get_forward_backward_func`; `ForwardBackward` documents the
-    result. Raises UsageError if rrfp does not support the installed Megatron-Core, or an argument
-    in `newer`."""
+    result. Raises UsageError if rrfp does not support the installed Megatron-Core, these arguments,
+    or a value in `newer` other than Megatron's default; TypeError for a name unknown to both."""
     check_for_drop_in(settings or DispatchSettings())
     refuse_unknown_arguments(GETTER, newer)
     # Imported after the check, because another Megatron-Core may lack names that it imports.
@@ -76,7 +76,8 @@ def install(
 
     Raises UsageError, replacing nothing, if something else has replaced Megatron's schedule (the
     message names it), or if rrfp does not support the installed Megatron-Core. With `at_import`,
-    the latter error is raised when the job fetches a schedule.
+    the former is raised once Megatron is imported, the latter when the job fetches a schedule.
+    Also raises UsageError for invalid `steps`, and for `steps` without `out`.
     """
     if out is None and steps is not None:
         raise UsageError(f"steps {steps} are to be recorded nowhere; say where with out=DIRECTORY")
@@ -95,7 +96,7 @@ def trace_native(
     in the run directory: `out`, or `runs/<time>-native/`. `steps` and `at_import` are as in
     `install`. A torch.profiler profile taken meanwhile contains them as ranges. If the process ends
     without a step, a warning says so, unless `at_import` is set. Raises UsageError as `install`
-    does.
+    does; with `at_import`, an unsupported Megatron-Core is found at the first step.
     """
     patch = NativePatch(_request("trace_native()", out, steps))
     _install(patch, "trace_native()", at_import=at_import, is_recorded=True)

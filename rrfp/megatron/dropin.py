@@ -74,11 +74,12 @@ def get_forward_backward_func(
     keyword arguments return the same function, whose links all its steps share.
 
     The positional arguments are Megatron's. `vp_size` is only checked against the placement,
-    because each call passes its chunks. `record` receives every trace record of this rank's first
+    because each call passes its chunks; if both sizes are None, it is that of Megatron's parallel
+    state. `record` receives every trace record of this rank's first
     pipeline, from several threads. `delays` delays tasks and messages at random, to test that the
     result does not depend on timing. `pace` delays those of training steps to modeled times.
-    `observer` is called for every step. Raise UsageError for chunks that the placement does not
-    allow, and for a `schedule_pg_collection` of several modules.
+    `observer` is called for every step. Raise UsageError if placement `v` comes with another
+    `vp_size` than 2, and for a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
@@ -224,8 +225,9 @@ class ForwardBackward:
         `rrfp.megatron.step.microbatch_data` documents the accepted data iterators. `seq_length`,
         `micro_batch_size`, `decoder_seq_length` and `adjust_tensor_shapes_fn` are ignored, because
         messages carry their shapes. Raises UsageError if something cannot run out of order,
-        PeerLostError and StallError. After any error the links are closed, and the neighbors and
-        the ranks that wait for links to open are notified.
+        PeerLostError and StallError. An error in planning or running the step closes the links, and
+        notifies the neighbors and the ranks that wait for links to open. Links stay open after an
+        unknown argument, unusable process groups, and a failure to order or measure the data.
         """
         refuse_unknown_arguments(NO_PIPELINING, newer)
         self.was_called = True
@@ -276,8 +278,8 @@ class ForwardBackward:
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
         """Count the step, plan it from its arguments without its data, and open its links or, if
-        open, raise their capacity. After an error, publish it to the ranks that wait for this
-        opening, close the links with a farewell, and raise."""
+        open, raise their capacity. After an error, publish it to the ranks that wait if links were
+        to be opened, close the links with a farewell, and raise."""
         step = links.count_step(forward_only=call.forward_only)
         opening = None
         if links.pipeline is None:
@@ -304,8 +306,9 @@ class ForwardBackward:
         num_microbatches: SupportsIndex,
     ) -> StepPlan:
         """Return the plan of a step, without looking at its data. With hint `auto`, all ranks
-        choose a training step's policy together. Rank 0 warns once about the memory bound. Raise
-        UsageError if the data, the configuration or a model cannot run out of order."""
+        choose a training step's policy together. At the first training step, global rank 0 warns
+        if the bound on activations is too low or missing. Raise UsageError if the data, the
+        configuration or a model cannot run out of order."""
         models, config, forward_only = call.models, call.config, call.forward_only
         given = data_per_chunk(data_iterator, len(models))
         device = device_of(models, call.groups)
@@ -359,9 +362,10 @@ class ForwardBackward:
 
     def _plan_data(self, links: LayoutLinks, plan: StepPlan) -> StepPlan:
         """Return the plan with the order in which the items enter, and their expected activation
-        sizes. Both need the step's items, which are drawn now, in time that is recorded. Return the
-        plan unchanged if items enter as given and no sizes are predicted. A failure is raised on
-        all ranks of the replica, and their links stay open."""
+        sizes. Both need the step's items, which are drawn now, in time that is recorded. If the
+        batch is balanced, replace the items and keep the order. Return the plan unchanged if items
+        enter as given and no sizes are predicted. If the first rank cannot decide, all ranks of the
+        replica raise. Links stay open."""
         if plan.admits_given and not plan.measures_memory:
             return plan
         call, data, device = plan.call, plan.data, plan.streams.device
@@ -392,8 +396,9 @@ class ForwardBackward:
         return replace(plan, order=order, memory=memory)
 
     def _balance(self, plan: StepPlan, items: StepDataItems) -> None:
-        """Exchange items with the other data-parallel replicas, in collectives. Then this rank's
-        chunks have the items that are assigned to its replica, in the order in which they enter."""
+        """Exchange items with the other data-parallel replicas, in collectives. Then those of this
+        rank's chunks that draw data have the items that are assigned to its replica, in the order
+        in which they enter."""
         groups, device, num = plan.call.groups, plan.streams.device, len(plan.order)
         replicas = data_parallel_group(groups)
         assignment = self._admission.assign(plan.step, items.items, num, groups, replicas, device)
@@ -404,9 +409,10 @@ class ForwardBackward:
     def _run(
         self, links: LayoutLinks, plan: StepPlan, arguments: StepArguments
     ) -> tuple[list[Any], StepReport]:
-        """Run the tasks of a step, then finalize gradients as Megatron does. Records the times, and
-        learns measured activation sizes. Return the loss function's results and the step's report.
-        After an error, leave the step's contexts."""
+        """Run the tasks of a step and, in training, finalize gradients as Megatron does. Records
+        the times, and learns activation sizes if they are measured for the memory bound. Return the
+        loss function's results and the step's report. If a task fails, leave the step's
+        contexts."""
         call, memory = plan.call, plan.memory
         config, shape = call.config, plan.policy.shape
         pace = None

@@ -68,9 +68,9 @@ def original_function(name: str) -> Callable[..., Any]:
 
 
 def refuse_unknown_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse these arguments of a call of Megatron's function `name`, which rrfp does not know.
-    Raise TypeError if Megatron does not know one either, and UsageError if the value is not
-    Megatron's default."""
+    """Refuse arguments of a call of Megatron's function `name` that rrfp does not know, unless they
+    have Megatron's default. Raise TypeError if Megatron does not know one either, and UsageError
+    for another value."""
     parameters = inspect.signature(original_function(name)).parameters
     for argument, value in arguments.items():
         if argument not in parameters:
@@ -124,7 +124,7 @@ def replace_functions(
 
     With `on_bypass`, also change the code of Megatron's own schedule functions (not the getter's):
     a job that still calls one of them first calls `on_bypass` with the function's name, the file
-    and line of the call, and its arguments, and then runs the original. Raise UsageError if
+    and line of the call, and its keyword arguments, and then runs the original. Raise UsageError if
     Megatron has no function of such a name.
     """
     global _replaced_by

@@ -114,7 +114,7 @@ class StepDataItems:
 
     def items(self) -> Sequence[Any]:
         """Draw and return the items of the first chunk, one per microbatch, in the order of the
-        data. Raise UsageError if the first chunk has no data iterator."""
+        data. Raise UsageError if the first chunk has no data iterator, or if it ends."""
         if self._data.given(0) is None:
             raise UsageError(
                 f"{self._reason} the step's items and the first rank of this replica has no data "

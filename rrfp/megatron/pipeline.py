@@ -61,8 +61,9 @@ class Pipeline:
         Of `shape`, only ranks, chunks and placement are used. `name` distinguishes this opening
         from others of the same run. Messages carry tensors on `device`, and a link holds up to
         `num_credits` of them. `timeout_s`, the timeout of the pipeline's process group, is the
-        default of unset settings. Raises PeerLostError naming a rank that did not come in
-        time.
+        default of `connect_s` and, raised to at least 600 s, of `stall_s`. Raises PeerLostError
+        naming a rank that did not come in time, and UsageError if coupled ranks are on different
+        stages.
         """
         self.place = place
         prefix = _prefix(name)

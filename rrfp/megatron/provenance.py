@@ -32,8 +32,8 @@ def is_ours(value: Any) -> bool:
 
 def defining_module(value: Any) -> str:
     """The name of the module that defines a callable's code, ignoring what `functools.wraps`
-    copied. For a method or partial: the module of the function that it calls. For another object:
-    the module of its class."""
+    copied. For a method or partial: the module of the function that it calls. For a class or
+    builtin: its `__module__`. For another object: the module of its class."""
     inner = _inner(value)
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))
@@ -45,8 +45,8 @@ def defining_module(value: Any) -> str:
 
 
 def describe_callable(value: Any) -> str:
-    """Format a callable for a message: module, name and file. A method is described by its
-    function, a partial by what it calls, and another object by its class."""
+    """Format a callable for a message: module, name and, if known, file. A method is described by
+    its function, an object of functools by what it calls, and another object by its class."""
     inner = _inner(value)
     if type(value) is FunctionType:
         code = value.__code__

@@ -33,7 +33,8 @@ _REFUSED = {
 
 def refuse(config: Any, models: Sequence[Any], step_policy: StepPolicy, pp_rank: int) -> None:
     """Raise UsageError if a configuration or a model chunk cannot run out of Megatron's order under
-    this policy, or if the chunks were not built for the stages of this pipeline rank."""
+    this policy, if its device has no transport, or if the chunks were not built for the stages of
+    this pipeline rank. Tests settings first, then modules, parameters and placement."""
     for name, reason in _REFUSED.items():
         value = getattr(config, name, None)
         # The number 0 counts as set.

@@ -159,7 +159,9 @@ def check_step(policy: Policy, step: StepSettings, spelling: Spelling) -> None:
 
 
 def _conflicts(policy: Policy, step: StepSettings, spelling: Spelling) -> Iterator[str]:
-    """Yield an error message for each conflict between settings."""
+    """Yield an error message for each conflict: a setting without effect (`hold_features`,
+    `admit_cost`, `plan_ms`), `admit` with another `admit_across` or dispatch than it works with,
+    and hint `auto` with gradients that are not summed in canonical order."""
     admit, across = spelling.value("admit", step.admit), step.admit_across
     if isinstance(policy.hint, AutoHint) and step.grad_order is not GradOrder.CANONICAL:
         yield (
@@ -240,6 +242,8 @@ class DispatchSettings(StepSettings):
         self, hint: str | Hint | None = None, *, policy: Policy | None = None, **keywords: Any
     ) -> None:
         """Settings by keyword. Knobs without a keyword are as in `policy`, or have their default.
+        With any knob, or without `policy`, the shape's usual limit applies if neither limit nor
+        hold is set.
 
         Raises UsageError for an unknown name, an invalid value and settings that conflict, and
         TypeError for an unknown keyword.
@@ -314,8 +318,8 @@ def _member(name: str, value: object, choices: list[StrEnum]) -> StrEnum:
 
 
 def _parse_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse knobs that are given as keywords, such as a hint's name. Numbers may not be text: they
-    are returned unchecked. Raise UsageError as `read_knob` does."""
+    """Parse knobs that are given as keywords, such as a hint's name. Values of knobs that take no
+    text are returned as given, unchecked. Raise UsageError as `read_knob` does."""
     values = {}
     for name, value in knobs.items():
         given = str(value) if isinstance(KNOBS[name].default, StrEnum) else value
@@ -325,7 +329,8 @@ def _parse_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _signature() -> inspect.Signature:
-    """The signature of `DispatchSettings` that `help()` shows."""
+    """The signature of `DispatchSettings` that `help()` shows: each knob of the policy, of which
+    only `hint` may be positional, and the other settings; `policy` itself is left out."""
     keyword, positional = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
         inspect.Parameter(name, positional if name == "hint" else keyword, default=each.default)

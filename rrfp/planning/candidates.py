@@ -53,13 +53,14 @@ def candidates_of(
     may_bind: bool = True,
 ) -> list[Candidate]:
     """Return a candidate for each use of a hint of `AUTO_CHOICES` that fits a shape and the bounds
-    of `asked`, with the hint of `asked` first. Others are left out, never an error.
+    of `asked`, with the hint of `asked` first. Others are left out.
+    Raises UsageError if that first hint does not support the shape.
 
     A hint is used by readiness, with ranked weight gradients if it ranks them, and as a binding
     order. `splits` selects policies that split the backward (True) or do not (False). Without
-    `may_bind`, no policy binds an order. A policy that binds is returned if its order keeps no more
-    microbatches than a bound that counts them allows; with a bound in bytes this differs from step
-    to step (`fits`).
+    `may_bind`, or with another agreement rule than intersection, no policy binds an order. A policy
+    that binds is returned if its order keeps no more microbatches than a bound that counts them
+    allows; with a bound in bytes this differs from step to step (`fits`).
     """
     found: list[Candidate] = []
 
@@ -87,8 +88,8 @@ def candidates_of(
 
 
 def unbound_of(policy: Policy, asked: Policy) -> Policy:
-    """Return a policy that dispatches by readiness, with the order of a binding one as its hint,
-    and the bounds of `asked`."""
+    """Return a policy that dispatches by readiness, with the hint and order of a binding one, and
+    the other knobs of `asked`. Weight gradients are ranked if the hint ranks them."""
     ready = replace(asked, hint=policy.hint, order=policy.order)
     return replace(ready, w=WeightGradients.RANKED) if policy.hint.ranks_weight_gradients else ready
 
@@ -232,10 +233,10 @@ def choose(
     """Return the best candidate for steps like the `num_steps` measured ones, by successive
     halving: those far behind the best are dropped, the others run twice as many steps.
 
-    The first candidate is the starting one. With a `current` one, another is chosen only if it
-    gains more than luck explains. Patient variants of those left after the first round are added.
-    Candidates under which a step does not fit into the memory are left out; None if all are. If
-    `is_over` returns True, the comparison ends early.
+    The first candidate is the starting one, which is not dropped for being slow. With a `current`
+    one, another is chosen only if it gains more than luck explains. Patient variants of those left
+    after the first round are added. Candidates under which a step does not fit into the memory are
+    left out; None if all are. If `is_over` returns True, the comparison ends after the round.
     """
     race = _Race(play)
     current_name = None if current is None else current.name

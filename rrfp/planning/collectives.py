@@ -273,7 +273,7 @@ def _tree_of(value: object, tensors: list[torch.Tensor]) -> object:
 
 def _value_of(tree: object, tensors: Iterator[torch.Tensor]) -> Any:
     """Convert the JSON of `_tree_of` back; tensors are taken from the iterator. Raises ValueError
-    for any other JSON."""
+    for a list of another form, and for more tensors than the iterator has."""
     if not isinstance(tree, list):
         return tree
     match tree:

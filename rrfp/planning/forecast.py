@@ -193,9 +193,10 @@ class StepModel:
         return 0.0 if self._noise is None else self._noise
 
     def learn(self, features: Numbers, measured: Numbers) -> None:
-        """Add a step, and update the noise by the error of its prediction: `features` are those of
-        its microbatches, `[microbatch][feature]`, and `measured` is the table of all stages,
-        `[row][stage][microbatch]`. Another number of features or stages starts the model over."""
+        """Add a step, and update the noise by the error of its prediction (for the first step, of
+        its fit): `features` are those of its microbatches, `[microbatch][feature]`, and `measured`
+        is the table of all stages, `[row][stage][microbatch]`. Another number of features or stages
+        starts the model over."""
         form = (features.shape[1], measured.shape[1])
         if form != self._form:
             self.__init__()  # type: ignore[misc]
@@ -344,8 +345,8 @@ class _Excess:
     _squares: float = 0.0
 
     def take(self, predicted: float, size: float, spread: float) -> None:
-        """Compare a size with its prediction. `spread` is the factor by which the prediction's own
-        uncertainty adds to the size's."""
+        """Compare a size with its prediction, and remember the excess if it is larger. `spread` is
+        the factor by which the prediction's own uncertainty adds to the size's."""
         self.num_checks += 1
         share = (size - predicted) / max(predicted, 1.0) / spread
         if share > 0:
@@ -400,9 +401,9 @@ class _SizeFit:
         self._covariance: Numbers = np.zeros((1, 1))
 
     def take(self, features: Features, size: int) -> None:
-        """Add a measured size, and compute the coefficients again if there are many new samples.
-        With features that were measured before, only their own sample changes. Beyond 1,024 samples
-        the least recently measured one is dropped."""
+        """Add a measured size, and compute the coefficients again once there are a quarter more
+        samples. With features that were measured before, only their own sample changes. Beyond
+        1,024 samples the least recently measured one is dropped."""
         sample = self._samples.pop(features, None)
         if sample is not None:
             self._repeats.take(sample.mean, size, sample.spread)
@@ -433,7 +434,7 @@ class _SizeFit:
     def bound(self, features: Features) -> int | None:
         """Return an upper bound on a size; None if nothing measured gives one. Features that were
         measured before are bounded by their own sizes and a margin; others by the smaller one of a
-        measured size scaled up and the fitted sum with a margin."""
+        measured size scaled up and, once it is trusted, the fitted sum, each with a margin."""
         if (sample := self._samples.get(features)) is not None:
             varies = self._repeats if self._repeats.num_checks >= _MANY_CHECKS else self._worst
             allowed = sample.mean * (1.0 + varies.margin * sample.spread)
@@ -457,8 +458,9 @@ class _SizeFit:
         return max(self._checks, self._repeats, key=lambda excess: excess.margin)
 
     def _scaled_up(self, features: Features) -> float:
-        """The least product of a measured size and the largest ratio of the features to its own (at
-        least 1); infinite if every measured microbatch lacks a feature."""
+        """The least product of a measured size, or its larger prediction, and the largest ratio of
+        the features to its own (at least 1). Infinite without measurements, or if every measured
+        microbatch lacks a feature."""
         if not self._samples:
             return math.inf
         if self._known is None:

@@ -149,13 +149,15 @@ class HintChooser:
         self._policy = step_policy(chosen.policy, chosen.shape, forward_only=False)
 
     def _due(self, number: int) -> int:
-        """Return the number of steps until the next request; 0 for a step that makes one."""
+        """Return the number of steps until the next request; 0 for a step that makes one. The first
+        is made by step 5 of a shape, counted from 0, the others at the hint's interval."""
         # The last step that counts is over as the next one begins, and gathered one later.
         first = _WARM_UP + _NUM_FIRST + 1
         return first - number if number <= first else -(number - first) % self._auto.every
 
     def _num_measured(self, requested_at: int) -> int:
-        """Return the number of steps right before a request that are measured for it."""
+        """Return the number of steps right before a request that are measured for it: 3 for the
+        first, 8 for others, fewer if the hint's interval is short."""
         most = _NUM_FIRST if requested_at == _WARM_UP + _NUM_FIRST + 1 else NUM_STEPS
         return min(most, max(1, self._auto.every - 2))
 
@@ -188,8 +190,9 @@ class HintChooser:
         self._known.append(table.astype(np.float32))
 
     def _request(self, step: int, num_members: int) -> None:
-        """Start a process that chooses, and send it the measured steps, on the first rank of all.
-        Without any it does nothing; if it fails, it warns."""
+        """Start a process that chooses, after ending an earlier one, and send it the last measured
+        steps, at most 800 kB (but at least one step). Called on the first rank of all. Without
+        measured steps it does nothing; if it fails, it warns."""
         if not self._known:
             return
         assert self._rules is not None
@@ -256,7 +259,8 @@ class HintChooser:
 
     def _answer(self, process: PlannerProcess) -> dict[str, Any] | None:
         """Return the process' answer; None if it has not come yet, which it waits for only if the
-        hint says so. Raises RrfpError if it cannot come any more."""
+        hint says so. Raises RrfpError if the process has ended without one, or after a wait of
+        300 s."""
         answers = process.wait(_WAIT_S) if self._auto.waits else process.answers()
         if not answers and process.has_ended:
             raise RrfpError("the process that chooses has ended; what it printed above says why")

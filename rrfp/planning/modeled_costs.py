@@ -54,9 +54,9 @@ class ModeledSteps:
         """A step, and its planned order."""
 
     def order(self, step: int) -> Sequence[int]:
-        """Return the admission order of a step's microbatches, by their modeled costs or as
-        listed; for `--admit plan`, the pyramid. Planned orders (`admit_as`) do not change it.
-        Raises as `order_by_costs` does."""
+        """Return the admission order of a step's microbatches: the order of the data, the listed
+        one, or the pyramid of their modeled costs (also for `--admit plan`). Planned orders
+        (`admit_as`) do not change it. Raises as `order_by_costs` does."""
         costs = self._costs.step(self.shape, self._seed + step, self._replica)
         return order_by_costs(costs, self._admission, step, self._replica)
 
@@ -191,8 +191,8 @@ class BalancedCosts:
         """Return the costs of the items that are assigned to a replica, in the order in which they
         enter. The other costs (agreement, lateness, gradient reduction) remain the replica's own.
 
-        Raises UsageError if the costs do not fit the shape, if they are not known before the step,
-        and if a file assigns to another number of replicas or microbatches.
+        Raises UsageError if the costs do not fit the shape, if they are not known before the step
+        and no file assigns items, and if a file has another number of replicas or microbatches.
         """
         balanced = self._step(shape, seed)
         own = balanced.given[replica]
@@ -240,7 +240,8 @@ def without_balance(costs: Costs) -> Costs:
 
 
 def times_by_rank(times: TaskTimes, shape: Shape) -> list[Times]:
-    """Return the time of each microbatch on each pipeline rank, in ns, summed over F, B and W."""
+    """Return, for each microbatch, its time on each pipeline rank in ns, summed over F, B and W and
+    over the rank's stages."""
     by_rank: list[list[Sequence[int]]] = [[] for _ in range(shape.num_ranks)]
     for rows in (times.forward, times.input_gradient, times.weight_gradient):
         for stage, row in enumerate(rows):

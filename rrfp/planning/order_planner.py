@@ -219,7 +219,8 @@ class OrderPlanner:
 
     def _plan_of(self, step: int) -> dict[str, Any] | None:
         """Return the best plan for a step that has come so far, and record its search as a phase.
-        None without one; an error of the process is only logged, once."""
+        None without one; an error that the process answers is only logged, once. Raises as
+        `_answers_for` does."""
         if self._process is None:
             return None
         plan = None

@@ -209,14 +209,15 @@ class Search:
 
     @property
     def num_checks(self) -> int:
-        """Fresh draws on which a search of this length checks its best order."""
+        """Fresh draws on which a search of this length checks its best order: 8, fewer after less
+        than 128 simulations, and 1 without noise."""
         if not self._steps.is_noisy:
             return 1
         return max(1, min(_CHECKS, self.num_simulations // (2 * _CHECKING_SHARE)))
 
     def plan(self) -> Plan:
-        """Return the best order so far, or the pyramid where that is no worse under fresh draws.
-        This takes up to two simulations for each check."""
+        """Return the best order so far, or the pyramid where that is no worse under fresh draws
+        (without noise, under the only draw). This takes up to two simulations for each check."""
         first = self._num_draws if self._steps.is_noisy else 0
         draws = range(first, first + self.num_checks)
         pyramid_ns = fmean(self._simulate_pyramid(draw) for draw in draws)
@@ -270,8 +271,9 @@ def plan_order(
     num_simulations: int = NUM_SIMULATIONS,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Plan the order in which a step's microbatches enter, with at most `num_simulations`. Before
-    each order, `is_over` is called, and stops the search if it returns True.
+    """Plan the order in which a step's microbatches enter, with about `num_simulations`: the last
+    order tried, and the checks, may exceed them by a few. Before each order, `is_over` is called,
+    and stops the search if it returns True.
 
     Raises UsageError for a hold with which the step could get stuck, and RrfpError for a binding
     order that does.
@@ -301,8 +303,9 @@ def plan_all(
     num_processes: int | None = None,
 ) -> list[Plan]:
     """Plan each step, in planner processes that run at the same time (by default, one a core) and
-    end before this returns; few simulations run in this process. The plans do not depend on the
-    number of processes. `finished` is called after each. Raises as `plan_order` does."""
+    end before this returns; a single step, or few simulations, run in this process. The plans do
+    not depend on the number of processes. `finished` is called after each. Raises as `plan_order`
+    does."""
     num_processes = min(num_processes or num_cores(), len(steps))
     if num_processes < 2 or num_simulations * len(steps) < _LEAST_SIMULATIONS:
         plans = []

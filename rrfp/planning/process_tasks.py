@@ -84,8 +84,8 @@ class PlanRequest:
 
 
 def plan_run_steps() -> None:
-    """Answer each `PlanRequest` with better and better orders, the last one marked "last", until
-    the parent is gone. An error is answered, too, and ends that request only."""
+    """Answer each `PlanRequest` with better and better orders, and mark the final answer "last",
+    until the parent is gone. An error is answered, too, and ends that request only."""
     requests = Requests()
     planner = _RunPlanner(requests)
     for request in requests:
@@ -105,9 +105,10 @@ class _RunPlanner:
         self._setting: PlanSetting | None = None
 
     def plan(self, request: PlanRequest) -> None:
-        """Learn from the request, then search, and answer with the pyramid and each better order.
-        The answer after the time or number of simulations is marked "last". It stops without one if
-        another request comes or the parent is gone."""
+        """Learn from the request, then search, and answer with the pyramid, each better order and,
+        after the time or number of simulations, the checked best one, marked "last". Without a
+        forecast, "last" alone is answered. It stops without it if another request comes or the
+        parent is gone."""
         start_ns = time.monotonic_ns()
         if request.learned is not None:
             self._model.learn(request.learned.features, request.learned.measured)
@@ -230,8 +231,9 @@ def choose_hints() -> None:
 
 
 def _chosen(request: ChoiceRequest, requests: Requests) -> dict[str, object]:
-    """Simulate the candidates of a request for up to 60 s, and return the answer's fields with the
-    best one. Raises RrfpError if no candidate fits into the memory."""
+    """Simulate the candidates of a request, with no new round after 60 s or once the parent closes
+    this process, and return the answer's fields with the best one. Raises RrfpError if no candidate
+    fits into the memory."""
     until_s = time.monotonic() + _MOST_S
     candidates = request.rules.all()
     tables = [_table(request, number) for number in range(NUM_STEPS)]

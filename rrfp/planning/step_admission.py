@@ -225,8 +225,8 @@ class StepAdmission:
         which call this together. `items` returns the step's items in the order of the data, on the
         replica's first rank.
 
-        That rank raises UsageError if the items differ in their number of features, or have more
-        than 32; the others raise PeerLostError then.
+        That rank raises UsageError if an item has no features, or if they differ in their number of
+        features or have more than 32; the others raise PeerLostError then.
         """
 
         def decide() -> torch.Tensor:
@@ -260,8 +260,8 @@ class StepFile:
     """Writes a file with a line per step, on one rank."""
 
     def __init__(self, path: Path, given: Orders, first_step: int = 0) -> None:
-        """Keep the lines of the steps before `first_step`. Those without a line get `given`, the
-        line of a step that enters as the data give it."""
+        """Keep the lines of the steps before `first_step` and drop all others. Those without a line
+        get `given`, the line of a step that enters as the data give it."""
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         # An interrupted write leaves half a line.
         complete = [line for line in lines if line.endswith("\n")][:first_step]

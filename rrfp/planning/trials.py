@@ -206,8 +206,8 @@ def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool =
     unchanged.
 
     The choice is made by steps of other seeds than these, as a run learns from earlier steps. The
-    hold, if any, must be a number. With `counts_places` the chosen policy has an order, which
-    recordings need.
+    hold, if any, must be a number. If it is in bytes and the chosen policy binds an order,
+    `unbound` is set. With `counts_places` the chosen policy has an order, which recordings need.
     """
     asked = setting.policy
     if not isinstance(asked.hint, AutoHint):
@@ -277,7 +277,8 @@ def _planned(
 
 
 def check_fits(setting: Setting) -> None:
-    """Raise UsageError if the costs or the jitter do not fit the shape."""
+    """Raise UsageError if the costs or the jitter do not fit the shape, or if the setting's
+    admission order cannot be made of these costs."""
     _draw(setting, seed=0, replica=0, step=0)
 
 

@@ -41,7 +41,8 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 def _train(settings: TrainSettings, layout: Layout, delays: Delays) -> RankResult:
     """Train one variant, with random delays, from newly seeded random states. Return its losses,
-    gradient norms and digests. Closes the links at the end."""
+    gradient norms, and digests of the final parameters and of the first step's gradients. Closes
+    the links at the end."""
     seed_random_states(settings, layout)
     data = open_data(settings)
     model = build_model(settings, layout, data)

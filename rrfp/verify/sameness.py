@@ -131,7 +131,8 @@ class Variant:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The `TrainSettings` of the variant; without `hint` if that is `RANDOM`."""
+        """The `TrainSettings` of the variant; without `hint` if that is `RANDOM`, and without
+        agreement rule and bound if it has none."""
         chosen: dict[str, Any] = {"dispatch": self.dispatch, "dropout": self.dropout}
         if self.hint != RANDOM:
             chosen["hint"] = self.hint
@@ -146,9 +147,10 @@ class Variant:
 def variants_of(
     layout: str, hints: tuple[str, ...] = CHOICES, *, full: bool = False, shares_gpu: bool = False
 ) -> list[Variant]:
-    """All valid combinations of hint and agreement rule on a layout, without and with dropout. The
-    first is the reference: Megatron's own schedule, or a fixed order with the V placement or
-    `shares_gpu`. `full` adds fixed orders and tight memory bounds, without dropout.
+    """All valid combinations of these hints and agreement rules on a layout, without and with
+    dropout; one with dropout alone is left out. The first is the reference: Megatron's own
+    schedule, or a fixed order with the V placement or `shares_gpu`. `full` adds fixed orders and
+    tight memory bounds, without dropout.
 
     Raise UsageError for an unknown layout or hint.
     """
@@ -181,7 +183,8 @@ def layout_settings(layout: str, others: Mapping[str, Any]) -> TrainSettings:
 
 
 def _reference(layout: str) -> Variant:
-    """The variant that all others on the layout are compared with."""
+    """The variant that all others without dropout are compared with: Megatron's own schedule (1F1B,
+    or interleaved with several chunks) or, with the V placement, `zb-v` as a fixed order."""
     if LAYOUTS[layout].get("placement") == Placement.V:
         return Variant("zb-v", Dispatch.FIXED, None)
     hint = "interleaved" if "chunks" in LAYOUTS[layout] else "1f1b"

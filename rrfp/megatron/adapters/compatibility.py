@@ -155,9 +155,9 @@ TRACED: Needs = {
 @cache
 def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> None:
     """Raise UsageError if the drop-in does not support the installed Megatron-Core under these
-    settings. Call it before importing the drop-in. With `installs`, also check the names that
-    `install()` needs. Results are cached, because training loops fetch the schedule for every
-    evaluation."""
+    settings; hints that split the backward need further names. Call it before importing the
+    drop-in. With `installs`, also check the names that `install()` needs. A passed check is cached,
+    because training loops fetch the schedule for every evaluation."""
     _check([DROP_IN], [REPLACED, REPLACED_BY_INSTALL] if installs else [REPLACED])
     if settings.policy.hint.splits_backward:
         whole = [name for name in HINTS if not hint_named(name).splits_backward]
@@ -170,7 +170,8 @@ def check_for_trace() -> None:
 
 
 def schedules() -> Any:
-    """Import Megatron's module `schedules`. Raises UsageError if Megatron-Core is not installed."""
+    """Import Megatron's module `schedules`. Raises UsageError if Megatron-Core is not installed or
+    cannot be imported."""
     return _import("pipeline_parallel.schedules")
 
 
@@ -286,8 +287,9 @@ class _Finding:
 
 
 def _parameters_differ(found: Any, need: _Need) -> str | None:
-    """Describe how a callable's parameters differ from the need: missing ones, new required ones,
-    or another order. None if they do not, or if they are unknown."""
+    """Describe how a callable's parameters differ from the need: missing ones (unless it takes
+    `*args` or `**kwargs`), new required ones, or another order; or that it is no callable. None if
+    they do not differ, or if they are unknown."""
     try:
         parameters = inspect.signature(found).parameters.values()
     except ValueError:  # built in: its parameters are unknown
@@ -326,7 +328,7 @@ class _MissingModuleError(Exception):
 
 def _import(module: str) -> Any:
     """Import a module of megatron.core. Raises _MissingModuleError if this Megatron-Core lacks it,
-    and UsageError if it cannot be imported."""
+    and UsageError if Megatron-Core is not installed or the import fails otherwise."""
     name = f"{_CORE}.{module}"
     try:
         return importlib.import_module(name)

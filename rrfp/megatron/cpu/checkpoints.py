@@ -76,8 +76,8 @@ def prepare_checkpoints() -> None:
 @contextmanager
 def deferred_writes() -> Iterator[list[Callable[[], None]]]:
     """Defer the files that Megatron writes while ranks finalize a checkpoint in the block. Gives a
-    list that gets this rank's writes; call them once no rank waits for this one. They raise
-    OSError."""
+    list that gets this rank's writes; call them once no rank waits for this one. They
+    raise OSError if a file cannot be written."""
     deferred: list[Callable[[], None]] = []
 
     def defer(write: Callable[..., None]) -> Callable[..., None]:

@@ -101,8 +101,9 @@ def describe_layout(groups: Any, num_chunks: int, *, has_experts: bool) -> Descr
 def describe_model(
     chunks: Sequence[Any], device: torch.device, arguments: Mapping[str, Any]
 ) -> Described:
-    """Return the sizes of the model, from the first chunk's configuration, and of its steps, from
-    the schedule's arguments. Unknown values are left out."""
+    """Describe the model and its steps: the class and configuration of the first chunk, the first
+    parameter's dtype, the device, and the sizes in the schedule's arguments. Unknown values are
+    left out."""
     config = config_of(chunks[0])
     parameter = next((each for chunk in chunks for each in chunk.parameters()), None)
     known = {

@@ -185,8 +185,8 @@ class RecordingRendezvous:
         return RunDir(Path(self._rendezvous.wait_text("run", self.ranks[0])))
 
     def publish_info(self, own: RankInfo, device: torch.device) -> RankInfo:
-        """Publish this rank's info and compare its clocks, the device's included, with the
-        leader's. Returns the info with the clock offsets."""
+        """Publish this rank's info with its clock's offset to the leader's host and the largest
+        error of its times, and return it. All ranks call it. Synchronizes the device's clock."""
         placed = publish_rank_info(
             self._store,
             self._prefix,
@@ -210,7 +210,7 @@ class RecordingRendezvous:
 
     def wait_for_leader(self) -> None:
         """Wait until the leader calls this too, after it has written the run's description. Raises
-        PeerLostError with the reason if a rank has failed before."""
+        PeerLostError at the deadline, or with the reason if a rank has failed before."""
         if self.is_leader:
             self._rendezvous.publish("settled", "")
         self._rendezvous.wait("settled", self.ranks[0])
@@ -379,8 +379,8 @@ class JobRecording:
 
     def _write_report(self, step: int | None, report: StepReport) -> None:
         """Publish the data planes, and write a training step's policy, order and assignment to
-        their files. The policy is written by the leader for recorded steps only; the others also
-        for steps that are not recorded."""
+        their files. Only the leader writes policies, of recorded steps; orders and assignments are
+        also written for steps that are not recorded (`step` is None)."""
         if report.planes is not None and self._transport is not None:
             self._transport.publish(report.planes)
         if report.is_evaluation:
@@ -414,9 +414,9 @@ class JobRecording:
         self._assignments.write(assignment)
 
     def safely(self, record: Callable[[], T]) -> T | None:
-        """Run a part of the recording and return its result, or None if the recording is off. An
-        exception switches the recording off, closes the records and is printed; the training
-        continues."""
+        """Run a part of the recording and return its result, or None if the recording is off or the
+        part fails. An exception switches the recording off, closes the records and is printed,
+        unless one was printed before; the training continues."""
         if self._is_off:
             return None
         try:
@@ -427,8 +427,8 @@ class JobRecording:
             return None
 
     def _stop_recording(self, error: Exception) -> None:
-        """Close the records after a failure. Print the failure to stderr, unless one was printed
-        before or the schedule raises it itself."""
+        """Close the records and step files after a failure. Print the failure to stderr, unless one
+        was printed before or the schedule raises it itself."""
         recorder, self._recorder = self._recorder, None
         if not self._has_failed:
             self._has_failed = True
@@ -497,8 +497,9 @@ class JobRecording:
         self._script_since_ns = None
 
     def _end(self, step: int | None) -> None:
-        """Do the work of `end`: flush the step's records, count the step as recorded, and record
-        that the script begins. With None, only note the time."""
+        """Do the work of `end`: flush the step's records, count the step as recorded if records are
+        still written, and record that the script begins. With None, only note the time (not on a
+        GPU)."""
         if step is not None:
             self._is_in_step = False
             if self._recorder is not None:

@@ -63,7 +63,7 @@ def install_after_import(patch: SchedulePatch, asker: str) -> None:
     something has already replaced them, that import (or this call) raises UsageError.
 
     At that time most of Megatron is not imported yet. The patch therefore checks Megatron-Core when
-    the job fetches a schedule.
+    the job fetches or calls a schedule.
     """
 
     def install() -> None:
@@ -145,7 +145,7 @@ class DropInPatch:
 
     def check(self) -> None:
         """Raise UsageError if the installed Megatron-Core lacks names that the drop-in uses or
-        replaces. Results are cached."""
+        replaces, or has them in another form. A passed check is cached."""
         check_for_drop_in(self._settings, installs=True)
 
     def functions(self) -> dict[str, Schedule]:

@@ -48,8 +48,8 @@ class StorageRef:
 def storage_refs(
     tensors: Iterable[torch.Tensor | None], device: torch.device
 ) -> dict[int, StorageRef]:
-    """Weak references to the storages on `device` that the tensors use, by address. None among the
-    tensors is skipped."""
+    """Weak references to the storages that the tensors use on devices of the type of `device`, by
+    address. None among the tensors is skipped."""
     found: dict[int, StorageRef] = {}
     for tensor in tensors:
         if tensor is None:

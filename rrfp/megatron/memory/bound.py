@@ -43,7 +43,8 @@ _MEMORY_CGROUPS = (
 def activation_headroom(device: torch.device) -> int:
     """Return the bytes that activations may use on this device, measured between two steps: this
     rank's even share of the memory that is free above a margin of 10% of the device's. On a GPU,
-    `register_gpu_rank` must run first. Raise RrfpError if no memory is left."""
+    all ranks on it must have run `register_gpu_rank`, and the unused blocks of this rank's
+    allocator are added. Raise RrfpError if no memory is left."""
     headroom = _gpu_headroom(device) if device.type == "cuda" else _host_headroom()
     if headroom <= 0:
         raise RrfpError(
@@ -85,8 +86,8 @@ def _gpu_headroom(device: torch.device) -> int:
 
 
 def _host_headroom() -> int:
-    """An even share, among the host's ranks, of the free memory of the host or its control group
-    above the margin."""
+    """An even share, among `LOCAL_WORLD_SIZE` ranks (without it, one), of the free memory of the
+    host, or of a control group with a lower limit, above the margin."""
     available, total = _meminfo()
     for limit_file, used_file in _MEMORY_CGROUPS:
         try:
@@ -153,10 +154,12 @@ class MemoryBound:
     ) -> StepMemory:
         """Plan a step whose microbatches have these features: a bound of each one's activation
         bytes on each chunk, and the budget. A microbatch without a bound gets all of the remaining
-        budget. Before `auto` has measured a budget, one microbatch runs at a time.
+        budget. Before `auto` has measured a budget, one microbatch runs at a time. The budget
+        leaves space for waiting gradients if one microbatch at a time still fits.
 
         The ranks of `groups`, which dispatch tasks together, call this together. They plan with the
-        largest size and the smallest budget among them. `experts` is the expert-parallel group.
+        largest size and the smallest budget among them. If the expert-parallel group `experts` has
+        several ranks, features get sums over it, bounds grow by 30%, and every step is measured.
         """
         is_spread = experts is not None and experts.size() > 1
         if is_spread:
@@ -233,7 +236,7 @@ def _reduce_over(
     kept: list[list[int]], pending: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
 ) -> tuple[ActivationSizes, tuple[int, int]]:
     """The largest sizes and the smallest budgets over the ranks of these process groups, which call
-    this together."""
+    this together. Without a group of several ranks, this rank's own."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
         return ActivationSizes(kept, pending), budgets

@@ -114,7 +114,8 @@ class CudaTimer:
 
     def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
         """Return the host times of events in ns; None while one is pending, unless `wait`. The last
-        event becomes the reference and the others are used again, so read each mark once."""
+        event becomes the reference; the others and the old reference are used again, so read each
+        mark once."""
         if marks and wait:
             marks[-1].synchronize()
         if not all(mark.query() for mark in marks):
@@ -238,8 +239,8 @@ class NativeSchedule:
         self._num_trained = step
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one step with Megatron's own schedule. Takes Megatron's arguments and returns its
-        result."""
+        """Run one step with Megatron's own schedule, and record the finished steps whose times are
+        known. Takes Megatron's arguments and returns its result."""
         forward_only = bool(arguments.get("forward_only", False))
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only

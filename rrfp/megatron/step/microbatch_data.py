@@ -131,7 +131,8 @@ class StepData:
     def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
         """Give the data object for the forward of microbatch `number`, which runs inside the block:
         the loop's object itself, or a view of its iterator with this microbatch's items. The
-        forward's random numbers come from `streams`.
+        model's random numbers come from `streams`; so do those of the forward's other code, except
+        with a single chunk in order, and with an object that is neither iterator nor sequence.
 
         Raise UsageError if the iterator ends, if the forward leaves items over, and if it advances
         the loop's random states where they cannot be kept in Megatron's order.
@@ -204,7 +205,7 @@ class StepData:
     def _draw_up_to(self, chunk: int, number: int) -> None:
         """Draw all items that Megatron would have drawn by now, up to this microbatch's first.
         Another chunk whose iterator has ended is taken for one that never draws. Raise UsageError
-        if this chunk's iterator ends."""
+        if this chunk's iterator ends, or another's between the items of a microbatch."""
         self._habits.idle_chunks.discard(chunk)
         while number >= len(self._slots[chunk]):
             each = self._next_in_order() if self._must_order else chunk
@@ -248,7 +249,9 @@ class StepData:
         return True
 
     def _check_may_draw_on(self, chunk: int, number: int) -> None:
-        """Raise UsageError unless Megatron would also draw another item for this microbatch now."""
+        """Raise UsageError if another item for this microbatch would come out of Megatron's order:
+        items were drawn for a later microbatch, or ahead for any while this one takes more than
+        usual."""
         own = self._places[chunk, number]
         # Microbatches drawn ahead were assumed to need as many items as others.
         is_more = self._slots[chunk][number].num_taken >= self._habits.num_items

@@ -72,7 +72,7 @@ class RandomStreams:
     def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
         """Create the streams of a task, which depend only on the step's seeds, stage and
         microbatch. The loop's states stay active until the task switches. After the block, note
-        from which default generators it drew, for `finish_step`."""
+        from which default generators it drew, for `finish_step`, if their states seed streams."""
         named = {}
         for name, seed in self._named_seeds.items():
             self._scratch.manual_seed(_task_seed(seed, name, stage, microbatch))

@@ -335,7 +335,8 @@ class QueuedProducts:
     def gradients(self) -> Iterator[Gradient]:
         """Compute the products' gradients with the layer's `backward_dw`, and yield those that it
         leaves in `.grad`. Puts the products back into the layer's queue, and disables its hooks for
-        DistributedDataParallel meanwhile. Earlier gradients in `.grad` are restored."""
+        DistributedDataParallel meanwhile. Earlier gradients in `.grad` are restored, or dropped for
+        weights with `main_grad`."""
         # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel.
         # These are disabled, because rrfp sums gradients and starts reductions itself.
         module, queue = self.module, self.module.wgrad_store.context
@@ -606,8 +607,8 @@ class DeferredWeightGradients:
 
     def _take(self, accumulator: Accumulator, gradient: torch.Tensor | None) -> bool:
         """Store for W the gradient that autograd is about to add to a deferred weight. Return True
-        if autograd must not add it; False outside of tasks and for weights that are not
-        deferred."""
+        if autograd must not add it; False outside of tasks and for weights that are not deferred.
+        Without a gradient, store nothing and return whether gradients are separated."""
         running, weight = self._running, accumulator.weight
         if running is None or weight in running.undeferred:
             return False
