@@ -452,9 +452,9 @@ class Worker:
         )
 
     def _send_forecast(self, task: Task, chunk: int) -> None:
-        """Announce to the rank that takes this task's output when to expect it: by the pace, with
-        the message's time, or else by earlier durations. Does nothing if neither is known, or if no
-        other rank takes the output."""
+        """Announce to the rank that takes this task's output when to expect it: by the pace or else
+        by earlier durations, and in a paced run the message's time later. Does nothing if neither
+        is known, or if no other rank takes the output."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None or (to_rank := shape.rank_of(receiver.stage)) == self._dispatcher.rank:

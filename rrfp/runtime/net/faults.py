@@ -68,7 +68,7 @@ class _Faulty(socket.socket):
         return super().sendmsg(self._corrupt_if_ordered([*buffers]), *rest)
 
     def recv_into(self, *arguments: Any) -> int:
-        """Receive bytes, before that shut the connection down if a drop is ordered, and sleep if a
+        """Receive bytes; before, shut the connection down if a drop is ordered, and sleep if a
         delay is."""
         self._drop_if_ordered()
         delay_s = self._pop_order(LinkFault.DELAY)
