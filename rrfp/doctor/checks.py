@@ -120,9 +120,9 @@ _SLOW_NS = 1000.0
 
 
 def clock(source: Path = _SOURCE) -> Check:
-    """Measure the median time in ns between two different readings: the larger of the clock's
-    resolution and the time of a reading. It is slow above 1 us. `source` is the file that names the
-    kernel's clock source."""
+    """Measure the median time in ns between two successive different readings: the larger of the
+    clock's resolution and the time of a reading. It is slow above 1 us. `source` is the file that
+    names the kernel's clock source."""
     readings = sorted({time.monotonic_ns() for _ in range(_NUM_READINGS)})
     step_ns = statistics.median(later - earlier for earlier, later in pairwise(readings))
     name = _read_text(source).strip() or "unknown"

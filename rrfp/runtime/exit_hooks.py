@@ -120,8 +120,8 @@ class ExitHooks:
         sys.exit = noted_exit
 
     def _wait(self) -> None:
-        """Wait for the end of the main thread, and run the functions; then sleep for `PEERS_END_S`
-        if a peer was lost, so that the launcher sees that peer end first."""
+        """Wait for the end of the main thread, and run the functions; then, if a peer was lost,
+        sleep for 15 s (`PEERS_END_S`), so that the launcher sees that peer end first."""
         threading.main_thread().join()
         self.run()
         if self.has_lost_peer:

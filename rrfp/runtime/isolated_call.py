@@ -47,8 +47,8 @@ def _run_process(
     function: Callable[..., Any], arguments: tuple[object, ...], limit_s: float
 ) -> Any:
     """Run the function in a new process, in a session of its own, and return its result. Raises
-    NoAnswerError if it takes longer than `limit_s`, when it is killed, or if it raises or crashes;
-    OSError if no process starts."""
+    NoAnswerError if it raises, crashes or takes longer than `limit_s`, and in the last case kills
+    it and its children; OSError if no process starts."""
     command = (sys.executable, "-m", __name__, function.__module__, function.__name__)
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(

@@ -172,7 +172,7 @@ def _expand_brackets(brackets: str) -> Iterator[str]:
 
 
 def _check_number(num_hosts: int) -> None:
-    """Raise ValueError for more than `MAX_HOSTS` hosts."""
+    """Raise ValueError for more than 65,536 hosts (`MAX_HOSTS`)."""
     if num_hosts > MAX_HOSTS:
         raise ValueError(f"it has more than {MAX_HOSTS} hosts")
 

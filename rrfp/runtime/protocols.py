@@ -115,9 +115,9 @@ class PeerSilentError(PeerLostError):
 
 
 class StallError(RrfpError):
-    """Nothing arrived for longer than the configured time. The message is one sentence; if a rank
-    waits for messages, not for its device, a table of the ranks that may be involved follows, with
-    what each waits for."""
+    """Nothing arrived for longer than the configured time. The message is one sentence; below it,
+    unless this rank waits for its own device, is a table of the ranks that may be involved and of
+    what they wait for."""
 
 
 class Inbox:

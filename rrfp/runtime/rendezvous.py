@@ -67,8 +67,8 @@ class Rendezvous:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def publish(self, name: str, value: str | bytes) -> None:
-        """Publish a value to every rank, in place of an earlier one. Raises RrfpError if the store
-        fails."""
+        """Publish a value to every rank, in place of an earlier one; after any of these
+        `publish_early_end` does nothing. Raises RrfpError if the store fails."""
         global _has_published
         _has_published = True
         try:

@@ -112,7 +112,8 @@ class StallBoard:
         return rows
 
     def _count(self, step: int, num_new: int) -> int:
-        """Add to the number of calls, and return the sum; 0 if the store does not answer."""
+        """Add `num_new` to the number of calls in this step, and return the sum; 0 if the store
+        does not answer."""
         return self._ask_store(
             lambda: self._store.add(f"{self._prefix}/stall/{step}/calls", num_new), 0
         )

@@ -325,7 +325,8 @@ class Worker:
 
     def _handle_events(self, events: Iterable[Event]) -> None:
         """Apply the events of this step, keep those of later ones, and note the peers that have
-        left. Raises the error of a `LinkFailed`."""
+        left; forecasts that this rank does not use are dropped. Raises the error of a
+        `LinkFailed`."""
         for event in events:
             if isinstance(event, LinkFailed):
                 raise event.error
@@ -353,9 +354,9 @@ class Worker:
                     self._agreement.add_decision(event)
 
     def _run(self, compute: Compute, run: RunTask) -> int:
-        """Run one task, deliver its output and record it; return the time of the task itself, in
-        ns. Before it, announces to the receiving rank when to expect the output, if forecasts are
-        used."""
+        """Run one task, deliver its output and record it; return the task's time in ns, with what a
+        pace adds. Before it, announces to the receiving rank when to expect the output, if
+        forecasts are used."""
         task = run.task
         inputs = self._pop_inputs(task)
         waiting_bytes = compute.waiting_gradient_bytes
@@ -451,9 +452,9 @@ class Worker:
         )
 
     def _send_forecast(self, task: Task, chunk: int) -> None:
-        """Announce to the rank that takes this task's output when to expect it: by the pace, with
-        the message's time, or else by earlier durations. Does nothing if neither is known, or if no
-        other rank takes the output."""
+        """Announce to the rank that takes this task's output when to expect it: by the pace or else
+        by earlier durations, and in a paced run the message's time later. Does nothing if neither
+        is known, or if no other rank takes the output."""
         shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
         if receiver is None or (to_rank := shape.rank_of(receiver.stage)) == self._dispatcher.rank:
@@ -515,8 +516,8 @@ class Worker:
         return events or self._inbox.take(max(0.0, timeout_s - _BRIEF_S))
 
     def _record_wait(self, cause: Cause, *, explain: bool = False) -> None:
-        """Write to the flight record that a wait begins, or continues; with `explain`, also the
-        awaited task and rank."""
+        """Write to the flight record, and nowhere else, that a wait begins, or continues; with
+        `explain`, also the awaited task and rank."""
         now_ns = self._clock()
         wait = BegunRecord(now_ns, now_ns, self._step, cause)
         if explain:
@@ -714,8 +715,8 @@ class DeviceWorker(Worker):
         self._handle_events(events)
 
     def _time_until_due_s(self) -> float:
-        """Return the seconds until the next decision is due, at most `LOOK_S`, and `LOOK_S` if no
-        time is set. Negative if it is late."""
+        """Return the seconds until the next decision is due, at most 0.5 s (`LOOK_S`), which is
+        also the result if no time is set. Negative if it is late."""
         if self._due_ns is None:
             return LOOK_S
         return min(LOOK_S, (self._due_ns - self._clock()) / NS_PER_S)

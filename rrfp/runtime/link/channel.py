@@ -654,7 +654,7 @@ class Channel:
     def acknowledge(self, frame: Frame) -> list[OutgoingFrame]:
         """Remove and return the frames that the peer newly acknowledges. The first frame of a later
         connection also marks all others to be written again. Raises FrameError for an impossible
-        number, or a resume where none belongs."""
+        number, or unless that first frame, and no other, is a resume."""
         is_resuming = self.connection is Connection.RESUMING
         if (frame.header.purpose is Purpose.RESUME) is not is_resuming:
             name = frame.header.purpose.name.lower()
@@ -692,8 +692,9 @@ class Channel:
         """Begin a wait for the peer or for another connection, once there is nothing to write or
         the peer reads nothing; return its greatest length.
 
-        That is at most a heartbeat, or a part of the allowed silence: of a wait no more than its
-        planned length counts as silence (`SilenceTimer`).
+        It ends when a heartbeat is due at the latest, or for a broken connection after a tenth of
+        `silence_ns`, and in any case when the allowed silence or the time to close is up. Of a wait
+        no more than its planned length counts as silence (`SilenceTimer`).
         """
         options = self.options
         patience_ns = options.heartbeat_ns

@@ -193,8 +193,9 @@ class LinkDriver(Generic[D]):
             self._wake()
 
     def _begin_at_once(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes for the calling thread to write, with `_write_lock` acquired; otherwise
-        wake the link's thread if it has something to do. The caller holds the lock."""
+        """Return the bytes for the calling thread to write, with `_write_lock` acquired. Without
+        any return an empty list, and wake the link's thread, unless that is the calling one or has
+        nothing to do before the peer sends something. The caller holds the lock."""
         endpoint = self._endpoint
         if endpoint.may_write_at_once and self._write_lock.acquire(blocking=False):
             buffers = endpoint.next_write(now_ns)
@@ -303,7 +304,8 @@ class LinkDriver(Generic[D]):
                 self._endpoint.detached()
 
     def _exchange(self) -> None:
-        """Read, write, reconnect and wait until the link is over."""
+        """Write, read and wait until the link is over. Reconnects when the connection is broken or
+        the peer has connected again; a wait without anything to read counts as silence."""
         endpoint, channel = self._endpoint, self._endpoint.channel
         while True:
             if channel.state is not State.OPEN:
@@ -374,7 +376,8 @@ class LinkDriver(Generic[D]):
 
     def _wait(self, now_ns: int, patience_ns: int, due_ns: int | None) -> bool:
         """Wait for the socket, a wake-up, the end of the patience or the due time, whichever is
-        first; return whether the connection has something to read."""
+        first; return whether the connection has something to read, its end and an error
+        included."""
         # Rounded up: rounding down would spin through the last millisecond.
         patience_ms = patience_ns // _NS_PER_MS + 1 if patience_ns else 0
         if due_ns is not None:

@@ -151,9 +151,9 @@ class Endpoint(Generic[D]):
     # Writing.
 
     def next_write(self, now_ns: int) -> list[memoryview]:
-        """Return the bytes to write now, of one frame; empty if there is nothing. It begins the
-        next frame if none is half written. If it returns any bytes, `wrote` or `write_failed` must
-        follow."""
+        """Return the bytes to write now, of one frame; empty if there is nothing. If none is half
+        written it begins the next one of the direction, or else a due one of the channel. If it
+        returns any bytes, `wrote` or `write_failed` must follow."""
         channel = self.channel
         if channel.takes_frame(now_ns):
             frame = self.direction.next_frame(now_ns)
@@ -165,8 +165,9 @@ class Endpoint(Generic[D]):
         return channel.next_write(now_ns)
 
     def wrote(self, num_bytes: int, now_ns: int) -> list[Output]:
-        """End a write of this many bytes; 0 if the peer reads none now. Then answer the peer's
-        farewell, if it has left."""
+        """End a write of this many bytes; 0 if the peer reads none now. Pass a frame that is now
+        whole to the direction, and answer the peer's farewell, if it has left; return what
+        follows."""
         frame = self.channel.wrote(num_bytes, now_ns)
         outputs: list[Output] = []
         if frame is not None:
@@ -202,8 +203,8 @@ class Endpoint(Generic[D]):
             return channel.fail(RrfpError(channel.link.describe_unreadable(str(error))))
 
     def _handle(self, frame: Frame, now_ns: int) -> list[Output]:
-        """Apply a frame's acknowledgement, and pass the frame to the direction unless it is the
-        channel's own."""
+        """Apply a frame's acknowledgement, pass the frame to the direction unless it is the
+        channel's own, and answer a farewell; return what follows from all that."""
         channel, direction = self.channel, self.direction
         outputs: list[Output] = []
         for each in channel.acknowledge(frame):

@@ -169,7 +169,7 @@ class Sender:
     def next_frame(self, now_ns: int) -> OutgoingFrame | None:
         """Remove and return the next frame: an announcement first, or else the next message, if
         there is a credit, which it takes, and its modeled time and its delay have passed; else
-        None. A staged message's frame has no payload."""
+        None. A message in a slot has no payload, unless the socket carries it."""
         if self._announcements:
             return OutgoingFrame(self._announcements.popleft())
         if not self._messages or self._num_credits == 0:

@@ -251,8 +251,8 @@ class FrameReader:
 
     def _build(self) -> Generator[memoryview, int, Frame]:
         """Yield the buffers to fill, one after the other, and return the frame made of them. Each
-        `send` passes the time at which the buffer was full. Raises FrameError before it allocates
-        tensors for an invalid frame."""
+        `send` passes the time at which the buffer was full. Raises FrameError for an invalid
+        header, before it allocates tensors, and GarbledError for a wrong checksum."""
         prefix = bytearray(PREFIX_BYTES)
         arrived_ns = yield memoryview(prefix)
         header, acknowledged, descriptors_checksum, tensors_checksum = decode_prefix(prefix)

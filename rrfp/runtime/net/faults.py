@@ -62,13 +62,14 @@ class _Faulty(socket.socket):
         open_own(directory / f"{rank}-{peer}").close()
 
     def sendmsg(self, buffers: Iterable[Any], *rest: Any) -> int:
-        """Send the buffers, after an ordered drop of the connection and with an ordered bit
-        flip."""
+        """Send the buffers, with one bit flipped if that is ordered; before, shut the connection
+        down if a drop is ordered."""
         self._drop_if_ordered()
         return super().sendmsg(self._corrupt_if_ordered([*buffers]), *rest)
 
     def recv_into(self, *arguments: Any) -> int:
-        """Receive bytes, after an ordered drop of the connection or an ordered delay."""
+        """Receive bytes; before, shut the connection down if a drop is ordered, and sleep if a
+        delay is."""
         self._drop_if_ordered()
         delay_s = self._pop_order(LinkFault.DELAY)
         if delay_s is not None:
@@ -83,7 +84,8 @@ class _Faulty(socket.socket):
                 self.shutdown(socket.SHUT_RDWR)
 
     def _corrupt_if_ordered(self, buffers: Sequence[Any]) -> Sequence[Any]:
-        """Return the buffers, with one bit flipped if that is ordered and a frame begins here."""
+        """Return the buffers, with one bit of the first one flipped if that is ordered and a frame
+        begins here."""
         begins = bool(buffers) and bytes(buffers[0][: len(MAGIC)]) == MAGIC
         number = self._pop_order(LinkFault.CORRUPT) if begins else None
         if number is None:

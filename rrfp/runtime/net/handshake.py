@@ -133,7 +133,8 @@ def _write(connection: socket.socket, data: bytes, deadline_s: float) -> None:
 
 
 def _set_time_left(connection: socket.socket, deadline_s: float) -> None:
-    """Set the socket's timeout to the time left. Raises HandshakeError at the deadline."""
+    """Set the socket's timeout to the time left. Raises HandshakeError at the deadline, or if the
+    connection is closed."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise HandshakeError("it did not answer in time")

@@ -382,8 +382,9 @@ class SocketTransport:
         )
 
     def consumed(self, peer: int, step: int) -> None:
-        """Return one credit to `peer`: the compute thread took one of its messages. Raises
-        UsageError for a peer that this rank does not receive from."""
+        """Count one credit as free for `peer`, because the compute thread took one of its messages;
+        credits are sent in batches. Raises UsageError for a peer that this rank does not receive
+        from."""
         link = _link(self._incoming, peer, f"rank {self._rank} does not receive from")
         link.driver.change(partial(link.receiver.consumed, step))
 

@@ -78,14 +78,14 @@ class SharedMemoryPlane:
 
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
         """Map the peer's slab, and return its fetcher with the measured speed. Raises PlaneRefusal
-        if it cannot be mapped."""
+        if the offer is invalid, or its memory cannot be mapped."""
         memory = peer_memory(offer, peer)
         fetcher = MappedFetcher(self.device, flat_memory(memory), peer, memory)
         return Attachment(fetcher, fetcher.measure())
 
     def stager(self, answer: Offer | None, peer: int) -> Outbox:
-        """Make an outbox in the slab. On a synchronous device it lends half of its slots to
-        receivers."""
+        """Make an outbox in the slab. On a synchronous device it lends the slots in half of the
+        slab to receivers."""
         return Outbox(self.name, self.device, self.slab, lends=self.device.is_synchronous)
 
     def close(self, *, are_detached: bool) -> None:

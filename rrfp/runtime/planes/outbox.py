@@ -61,7 +61,7 @@ class Slots:
 
     def allocate(self, num_bytes: int) -> int | None:
         """Allocate a slot in the lowest gap that fits, and return its offset; None if no gap is
-        large enough. The size, at least 1 byte, is rounded up to 256."""
+        large enough. The size, at least 1 byte, is rounded up to a multiple of 256."""
         size = aligned(num_bytes)
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -253,7 +253,8 @@ class Outbox:
 
     def _progress(self) -> bool:
         """Complete the oldest copy if it has ended, or else begin the copy of the next message that
-        gets a slot, or else wait; return False once it is closed."""
+        gets a slot, or else wait for that copy, or for a message; return False once it is
+        closed."""
         copying = self._copying
         if copying and self._device.query(copying[0].copied):
             self._complete(copying.popleft())
