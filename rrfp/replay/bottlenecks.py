@@ -280,8 +280,9 @@ def _candidates(
 def _bounds(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
-    """Yield twice the run's bound, if it has one that is known; and if that counts microbatches, a
-    bound in bytes at the largest peak of a rank."""
+    """Yield twice the run's bound, if it has one that is known; and if that is a limit or counts
+    microbatches, a bound in bytes at the largest peak of a rank (`most_bytes`), if that is
+    known."""
     limit, hold = run.policy.limit, run.policy.hold
     if hold is Auto.AUTO:
         budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
@@ -442,10 +443,10 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
 
 
 def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
-    """Drop bottlenecks that are part of another one, or only its consequence: those that a slow
-    rank or stage explains, a wider bound where one in bytes saves as much, and all but the best
-    hint for the pipeline's depth. If that saves more than replacing a binding order, both become
-    one."""
+    """Drop bottlenecks that are part of another one, or only its consequence: heavy microbatches,
+    stages, ranks and replicas that a slow rank or replica explains, either slow stages or uneven
+    layers, a wider bound where one in bytes saves nearly as much, and all but the best hint for the
+    pipeline's depth. If that saves more than replacing a binding order, both become one."""
     by_kind: defaultdict[BottleneckKind, list[Bottleneck]] = defaultdict(list)
     for each in found:
         by_kind[each.kind].append(each)

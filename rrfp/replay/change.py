@@ -127,7 +127,8 @@ class Change:
 
     def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
         """Return the changed policy, and the shape whose backward is split as it says. Without a
-        dispatch the policy is `ready`, and without a bound it keeps that of the run.
+        dispatch the policy is `ready`, and without a bound it keeps that of the run, unless
+        `unbound`. Other knobs of the run stay only under `ready`.
 
         Raises UsageError for a hint that does not fit the shape, for bounds that exclude each
         other, and for a binding order that deadlocks or exceeds a bound.
@@ -251,7 +252,7 @@ class Change:
 
 def absolute(hold: Hold, run: RecordedRun) -> Hold:
     """Resolve a share of what 1F1B would have kept in the run to a number of bytes or, where the
-    run does not record its sizes, of microbatches. Any other hold stays."""
+    run does not record its sizes, of microbatches (at least one). Any other hold stays."""
     if not isinstance(hold, ShareOf1F1B):
         return hold
     peak = run.peak_of_1f1b()

@@ -66,8 +66,9 @@ class RecordedCosts:
         )
 
     def _sizes(self, shape: Shape, seed: int, replica: int) -> ActivationSizes | None:
-        """Return the activation sizes of the recorded step and replica. A drawn microbatch has
-        those of one recorded microbatch on all stages. None if the run does not record them."""
+        """Return the activation sizes of the recorded step and replica; None if that does not
+        record them. A drawn microbatch has those of one recorded microbatch on all stages; None
+        unless all steps and replicas record them."""
         if not self.drawn:
             recorded = self.steps[seed % len(self.steps)].replicas
             return recorded[replica % len(recorded)].sizes
@@ -131,7 +132,7 @@ class RecordedCosts:
 
 
 def costs_of(recording: Recording, *, drawn: bool = False) -> RecordedCosts:
-    """Measure the costs of a recorded run, from its whole steps that train.
+    """Measure the costs of a recorded run, from its whole steps that train under its last policy.
 
     Raises RrfpError when it has no such step, or the trace does not record what was run.
     """
@@ -150,9 +151,9 @@ _OF_A_MODEL = {"language", "device"}
 
 
 def resolve_costs(text: str) -> Costs:
-    """Read the costs of a preset's name, or those in the file, trace or run directory at that path.
-    A prefix `drawn:` asks to draw task times from a run's recorded ones. A run whose trace is not
-    merged yet is merged, which writes the trace.
+    """Read the costs of a preset's name, those of a run's name, or those in the file, trace or run
+    directory at that path. A prefix `drawn:` asks to draw task times from a run's recorded ones. A
+    run whose trace is not merged yet is merged, which writes the trace.
 
     Raises UsageError for anything else and for a file that cannot be read or is wrong, and
     RrfpError for a run without a whole trace.

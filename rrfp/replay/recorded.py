@@ -174,9 +174,9 @@ def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
 
 
 def knows_sizes(replica: Sequence[Members]) -> bool:
-    """True if a step's sizes are recorded and are those of its microbatches. Under a bound in
-    bytes, one of a kind that was never measured is given all of the bound, and the step does not
-    count."""
+    """True if a replica's sizes in a step are recorded and are those of its microbatches. Under a
+    bound in bytes, one of a kind that was never measured is given all of the bound, and the step
+    does not count."""
     ranks = [rank for members in replica for rank in members]
     return are_any_known(ranks) and not any(rank.unknown_sizes for rank in ranks)
 
@@ -499,8 +499,9 @@ class RecordedRun:
         raise UsageError(f"the run has no rank {rank}; see 'rrfp trace check' for those it has")
 
     def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, Hold | None]:
-        """Return the limit and the hold that the run keeps under another dispatch. The usual limit,
-        or the paper's, belongs to `ready` dispatch: under `fixed` it is dropped."""
+        """Return the limit and the hold that the run keeps under another dispatch: its own. But
+        from `ready` to `fixed`, the usual limit and the paper's are dropped, as they belong to
+        `ready`."""
         own = self.policy
         if own.hold is not None:
             return None, own.hold
@@ -523,8 +524,9 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     and steps that lack tasks are left out; so are those without known sizes under a hold in bytes,
     if others have them.
 
-    Raises RrfpError when the trace lacks what is needed, and when no step is whole or has a
-    backward, and UsageError when the run has none of the steps asked for.
+    Raises RrfpError when the trace lacks what is needed, when no step is whole or has a backward,
+    and when the steps ran under several policies; UsageError when the run has none of the steps
+    asked for.
     """
     layout = RecordedLayout(recording)
     windows = step_windows(recording)

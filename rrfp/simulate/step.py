@@ -170,7 +170,8 @@ def play(
     is paused. Where ranks may wait for announced tasks, the step is first played once for them to
     learn.
 
-    Raises RrfpError if tasks are left at the end, because a binding order deadlocks over its links.
+    Raises RrfpError if tasks are left at the end, because a binding order deadlocks over its links,
+    and UsageError for blocking transfers without a binding order.
     """
     with _collector_paused():
         if world.blocking:
@@ -273,7 +274,7 @@ def simulate_step(
 
 def _budgets(shape: Shape, policy: Policy, world: StepConditions) -> Sequence[int]:
     """Return the bounds in bytes by pipeline rank, for the records: the step's own, else the
-    policy's hold; empty without any, or in a step without backwards."""
+    policy's hold in bytes unless the step has no backwards; empty without either."""
     if world.budgets or policy.hold_bytes is None or Kind.B not in shape.kinds:
         return world.budgets
     return [policy.hold_bytes] * shape.num_ranks

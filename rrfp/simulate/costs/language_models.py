@@ -248,7 +248,8 @@ class FlopCosts:
         """Compute the costs of one step of one replica, with lengths drawn from the seed; equal
         arguments give equal costs.
 
-        Raises UsageError if the pipeline has more stages than the model has layers.
+        Raises UsageError if the pipeline has more stages than the model has layers, if no task
+        takes any time, and for more than 2**50 bytes on a stage.
         """
         self._check(shape)
         num = shape.num_microbatches
@@ -426,7 +427,7 @@ class FlopCosts:
 
     def _cuts(self, num_stages: int) -> list[tuple[int, int]]:
         """Return the numbers of vision and of language layers of every stage: equal numbers of
-        layers, or balanced by the time of a median microbatch."""
+        layers, give or take one, or balanced by the time of a median microbatch."""
         num_vision, num_layers = self._num_vision, self.num_layers
         if self.split is Split.LAYERS:
             # The last stage, which has the head, gets no more layers than others.
