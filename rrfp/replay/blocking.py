@@ -46,8 +46,8 @@ class BlockingTransfer(NamedTuple):
 
     @property
     def last(self) -> End:
-        """The side that was ready last (of equals, the receiver), for which the other one
-        waited."""
+        """The side that was ready last, for which the other one waited; of equals the one whose
+        previous task ended later, else the receiver."""
         return max(self.receiver, self.sender, key=lambda end: (end.there_ns, end.free_ns))
 
 

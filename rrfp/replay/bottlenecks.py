@@ -246,8 +246,8 @@ def _candidates(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
     """Yield the candidates, without savings: the worst slow stages, ranks, replicas and links, and
-    the general ones, such as links, bounds and the order. `most_bytes` is the largest peak of a
-    rank's activations; 0 if not known."""
+    the general ones, such as free links, even microbatches, and `ready` dispatch if an order binds,
+    else a wider bound. `most_bytes` is the largest peak of a rank's activations; 0 if not known."""
     stages = list(_slow_stages(run, steps))
     whole = [each for each in stages if not each.is_scattered]
     yield from _worst(whole, LEAST_EXCESS_OF_STAGE)
@@ -322,7 +322,7 @@ def _worst(
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
     """Yield every stage, the fast ones too, with its mean work beyond the median stage's. It is
     marked as scattered if the upper quartiles show less than half of that, so that a few long tasks
-    cause it."""
+    cause it. Even stages are the remedy if the run's layers are known."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -423,8 +423,8 @@ def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]
 
 
 def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every link with the median time of its messages beyond the median link's, as a share of
-    that."""
+    """Yield every link, with its receiver as the rank, and with the median time of its messages
+    beyond the median link's, as a share of that."""
     times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:

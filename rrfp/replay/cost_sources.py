@@ -48,8 +48,9 @@ class RecordedCosts:
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         """Return the costs of a step: the task times of recorded step `seed` and of the replica,
-        both modulo their numbers, or drawn ones. Messages take the run's median. Raises UsageError
-        if the shape is not that of the run; drawn costs take any number of microbatches."""
+        both modulo their numbers, or drawn ones. Messages take the run's median, and gradient
+        reduction that step's tail. Raises UsageError if the shape is not that of the run; drawn
+        costs take any number of microbatches."""
         self._check(shape)
         recorded = self.steps[seed % len(self.steps)]
         durations_ns: Mapping[Task, int]

@@ -11,7 +11,7 @@ The measurements of a step are
   then, and one that came between two decisions had not come at the first. So a dispatcher that
   meets these times decides as the run's did.
 - what each microbatch kept in memory on each stage, where the run tells.
-- the tail from the last task of all to the end of the step's window: gradient synchronisation.
+- the tail from the last task of all to the end of the step's window: gradient synchronization.
 """
 
 from collections import defaultdict, deque
@@ -534,7 +534,8 @@ def dispatcher_of(run: RecordedRun, members: Members, member: int = 0) -> Dispat
 def measure(run: RecordedRun) -> list[MeasuredStep]:
     """Measure the steps of a recorded run, by deciding each again unless its transfers blocked.
 
-    Raises RrfpError if the stimuli of a rank's dispatcher do not lead to the tasks that it ran.
+    Raises RrfpError if the stimuli of a rank's dispatcher do not lead to the tasks that it ran, and
+    for recorded bytes that do not add up.
     """
     return [_measure(run, records) for records in run.steps]
 

@@ -130,7 +130,7 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
 
 def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
     """Compute the activation sizes of one rank's chunks in a step from the bytes recorded with its
-    tasks; zeros where they are not known.
+    tasks; zeros where they are not known. What F keeps is at least what B leaves for W.
 
     Raises RrfpError for bytes that do not add up.
     """
@@ -269,8 +269,9 @@ class RecordedSettings:
 
     def knob(self, name: str, shape: Shape) -> Any:
         """Return the value of a policy's knob; the default in traces from before there was one. For
-        Megatron's own schedules `dispatch` is `fixed`, as they bind like an order. Raises RrfpError
-        for an invalid value, and for a hold that is a share of 1F1B's peak."""
+        Megatron's own schedules `dispatch` is `fixed`, as they bind like an order. A fractional
+        hold must be whole slots of one chunk. Raises RrfpError for an invalid value, and for a hold
+        that is a share of 1F1B's peak."""
         if name == "dispatch" and self._is_native:
             return Dispatch.FIXED
         knob = KNOBS[name]

@@ -4,7 +4,7 @@ Theory of operation. A dispatcher serves one pipeline rank for one step. `handle
 and returns instructions; nothing else changes its state, and it reads no clock. (`input_arrived`
 and `decide` do the same for simulations, by the numbers of tasks alone.)
 
-- A task may lack earlier tasks of this rank and, where a neighbouring rank sends its input, one
+- A task may lack earlier tasks of this rank and, where a neighboring rank sends its input, one
   arrival at each member of the rank's group. A task that lacks nothing is *ready*. Everything
   counts from dispatch, not from completion: earlier tasks, D, what is held, and the hint's round.
   That is sound because a rank runs its tasks one at a time, in the order of their dispatch, and it

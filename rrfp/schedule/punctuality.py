@@ -194,7 +194,8 @@ class Punctuality:
 
     def announced(self, task: Task, now_ns: int, left_ns: int) -> Announced:
         """Record an announcement that arrives now and says that the task's input will arrive
-        `left_ns` later. Return it as a stimulus, with that time corrected by the usual lateness."""
+        `left_ns` later. Return it as a stimulus, with that time corrected by the usual lateness,
+        and with the patience now."""
         stage, kind, _ = task
         said_ns = now_ns + left_ns
         self._due[task] = said_ns, left_ns

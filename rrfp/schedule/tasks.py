@@ -148,7 +148,7 @@ class Cause(StrEnum):
 
 
 class InputArrived(NamedTuple):
-    """A task's input from a neighbouring stage has arrived: on this rank (`member` 0), or on that
+    """A task's input from a neighboring stage has arrived: on this rank (`member` 0), or on that
     member of the group that this rank leads."""
 
     task: Task

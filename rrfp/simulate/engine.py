@@ -322,7 +322,7 @@ class Step:
 
     def result(self) -> PipelineRun:
         """Return the outcome of the step. Raises RrfpError if tasks are left, which means a
-        deadlock."""
+        deadlock; it names up to 3 ranks, each with its first task left."""
         if self._num_left:
             firsts = [leader.unfinished()[:1] for leader in self.leaders]
             places = [f"rank {rank} at {left[0][0]}" for rank, left in enumerate(firsts) if left]

@@ -135,7 +135,7 @@ class StepLog:
     def returned(self, rank: int, end_ns: int, finish_ns: int) -> None:
         """Record for every member that its rank ended its last task at `end_ns`, and left the
         schedule at `finish_ns`, after the replicas' gradients were reduced: that wait, if any, and
-        the schedule phase."""
+        the schedule phase, with the rank's bound in bytes (0 without one)."""
         for records in self._members[rank]:
             if finish_ns > end_ns:
                 times = self._moved(end_ns, finish_ns)

@@ -211,7 +211,7 @@ class BlockingStep(Step):
 
     def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
         """Post a rank's side of these transfers. A transfer starts once both sides are posted: its
-        end is scheduled and it is logged."""
+        end, when the latest member's message has arrived, is scheduled, and it is logged."""
         for task in messages:
             self._ranks[rank].open.add(task)
             if task not in self._half_posted:

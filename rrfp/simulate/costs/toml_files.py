@@ -133,7 +133,7 @@ def _number(
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The speed of the links between neighbouring ranks: the keys that every `[links]` has."""
+    """The speed of the links between neighboring ranks: the keys that every `[links]` has."""
 
     latency_s: float = ranged(0, LONGEST_S, default=0.0)
     bandwidth_bytes_per_s: float | None = ranged(1, 1e15, default=None)
@@ -214,7 +214,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes(LinkSpeed):
-    """How long messages between neighbouring ranks take: `[links]`."""
+    """How long messages between neighboring ranks take: `[links]`."""
 
     message_bytes: int = ranged(0, 10**12, default=0)
     """Size of every message, whatever its microbatch's length."""
