@@ -391,8 +391,8 @@ class MeasuredStep:
         return self._with(lambda replica: replica.with_usual_link(link, shape))
 
     def with_even_microbatches(self) -> "MeasuredStep":
-        """Return the step with microbatches that weigh the same in all replicas, in task times and
-        in bytes."""
+        """Return the step with microbatches that weigh the same in all replicas, in task times and,
+        if all sizes are known, in bytes."""
         of_replicas = [means_of(replica.durations_ns) for replica in self.replicas]
         means_ns = {key: round(mean(each[key] for each in of_replicas)) for key in of_replicas[0]}
         sizes = evened([replica.sizes for replica in self.replicas])
@@ -640,7 +640,7 @@ def _decided(
 
 def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
     """Measure one replica's step over blocking transfers: task times, the delays before tasks, and
-    messages."""
+    messages, which are derived from the waits if the run was imported."""
     entries_ns = [start_ns] * len(replica)
     ranks = find_transfers(run.shape, replica, entries_ns, are_recorded=not run.is_imported)
     transfers = {each.task: each for rank in ranks for gap in rank.transfers for each in gap}

@@ -374,8 +374,8 @@ class RecordedLayout:
             )
 
     def steps(self, windows: dict[int, Window]) -> list[StepRecords]:
-        """Return the records of the steps with these windows, by replica, pipeline rank and
-        group."""
+        """Return the records of the steps with these windows, by replica, pipeline rank and group;
+        replicas that share experts count as one."""
         by_step = [
             [[split_by_step(records) for records in members] for members in replica]
             for replica in self._replicas

@@ -476,7 +476,7 @@ class Dispatcher:
     def _dispatch_and_answer(self, now_ns: int, number: int) -> tuple[Instruction, ...]:
         """Dispatch a task and return `RunTask`, preceded by `Waited` if that ends a wait. The
         numbers of ready tasks are from before the dispatch, D and the activations held from after
-        it."""
+        it. Without an order, its position and the skipped tasks are -1."""
         tracker, bounds = self._tracker, self._bounds
         row = number // tracker.num_microbatches
         forwards, backwards, weight_gradients = bounds.count_permitted(

@@ -290,8 +290,9 @@ class Step:
         return None
 
     def run(self, rank: int, start_ns: int, number: int) -> int:
-        """Start the decided task on every member of a rank: stretch its time, count it, schedule
-        its end and log it. Return the end in ns."""
+        """Start the decided task on every member of a rank: stretch its time, count it and schedule
+        its end. With a log, the followers take in `TaskAgreed`, and the task is logged. Return the
+        end in ns."""
         time_ns = self._times_ns[rank][number]
         if self.conditions.stretch is not None:
             task = self.indices[rank].task(number)

@@ -53,7 +53,8 @@ class UnfilledPipeline:
     """A higher bound, which fills the pipeline; None if no bound does under this hint."""
 
     def describe(self) -> str:
-        """Format a sentence with the bound, its price and a remedy."""
+        """Format a sentence with the bound, its price and a remedy: the bound that is enough or, if
+        there is none, another hint."""
         instead = (
             "choose a hint that needs less, such as bfw-deep"
             if self.enough is None

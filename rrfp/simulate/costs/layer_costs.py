@@ -427,7 +427,8 @@ def cut_in(document: Mapping[str, Any], name: str) -> Cut:
 
 
 def written_cut(cut: Cut) -> str:
-    """Format a cut as TOML, which `parse_cut` reads; nothing is written to disk."""
+    """Format a cut as TOML, which `parse_cut` reads: `joined` and `divided` if above 1, and
+    `[cut.given]` if there is one. Nothing is written to disk."""
     lines = ["[cut]", f"costs = {_quoted(cut.costs)}", f'layers = "{cut.layers}"']
     lines += [
         f"{name} = {value}"
