@@ -46,8 +46,8 @@ class BlockingTransfer(NamedTuple):
 
     @property
     def last(self) -> End:
-        """The side that was ready last (of equals, the receiver), for which the other one
-        waited."""
+        """The side that was ready last, for which the other one waited; of equals the one whose
+        previous task ended later, else the receiver."""
         return max(self.receiver, self.sender, key=lambda end: (end.there_ns, end.free_ns))
 
 
@@ -75,7 +75,8 @@ def find_transfers(
     `entries_ns` is the time at which each rank could begin.
 
     If the messages themselves `are_recorded` (as `ReceiveRecord`, from the time at which both sides
-    were ready), those times count. Otherwise a transfer ends when the first of its ranks goes on.
+    were ready), the leaders' times count. Otherwise a transfer ends when the first of its ranks
+    goes on, but not before the task that sends it.
     """
     return _Replica(shape, replica, entries_ns, are_recorded=are_recorded).ranks
 
@@ -141,7 +142,8 @@ class _Replica:
         self, untimed: Sequence[tuple[Task, _Place, _Place]], shape: Shape
     ) -> Iterator[_Message]:
         """Derive the times of messages from the waits of both sides, and yield them: a message
-        passes when the first of the two ranks goes on, but not before its task has ended."""
+        passes when the first of the two ranks goes on, but not before the task that sends it has
+        ended. It begins when both are free of earlier tasks and transfers."""
         passed_ns: dict[Task, int] = {}
         # The end of the transfers that a rank waited for at each place.
         place_passed_ns: defaultdict[_Place, int] = defaultdict(int)
@@ -172,7 +174,8 @@ class _Replica:
 
     def _keep(self, messages: list[_Message]) -> None:
         """Replace the ranks' transfers by these messages', each in the gap of waits in which it
-        passed, on both sides. The list is sorted by the time of passing."""
+        passed; on the receiver's side only if that is not before the gap in which it waits for it.
+        The list is sorted by the time of passing."""
         messages.sort(key=lambda each: each.passed_ns)
         passed: list[list[_Message]] = [[] for _ in self.ranks]
         for message in messages:
@@ -193,8 +196,8 @@ class _Replica:
                     self.ranks[pp_rank].transfers[gap].append(transfer)
 
     def _end(self, message: _Message, pp_rank: int, passed: Sequence[_Message]) -> End:
-        """Return one side of a message. It was ready at the end of its previous task or
-        transfer."""
+        """Return one side of a message. It was ready at the end of its previous task or transfer,
+        whichever is later."""
         gap = self._gap_at(pp_rank, message.began_ns)
         free_ns = self.ranks[pp_rank].free_ns
         num_before = bisect_right(passed, message.began_ns, key=lambda each: each.passed_ns)
@@ -228,7 +231,8 @@ class _Replica:
 
 def _rank(pp_rank: int, members: Members, entry_ns: int) -> BlockingRank:
     """Collect the tasks of a rank and its waits by gap. Of several members, the waits of the one
-    that waits longest count, from the time at which the last member was free."""
+    whose last wait in the gap ends latest count, from the time at which the last member was
+    free."""
     spans = spans_of(members)
     free_ns = [entry_ns, *(end_ns for _, end_ns in spans.values())]
     of_members = [_waits(member, len(free_ns)) for member in members]

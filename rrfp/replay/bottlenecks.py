@@ -246,8 +246,8 @@ def _candidates(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
     """Yield the candidates, without savings: the worst slow stages, ranks, replicas and links, and
-    the general ones, such as links, bounds and the order. `most_bytes` is the largest peak of a
-    rank's activations; 0 if not known."""
+    the general ones, such as free links, even microbatches, and `ready` dispatch if an order binds,
+    else a wider bound. `most_bytes` is the largest peak of a rank's activations; 0 if not known."""
     stages = list(_slow_stages(run, steps))
     whole = [each for each in stages if not each.is_scattered]
     yield from _worst(whole, LEAST_EXCESS_OF_STAGE)
@@ -280,8 +280,9 @@ def _candidates(
 def _bounds(
     run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
 ) -> Iterator[Bottleneck]:
-    """Yield twice the run's bound, if it has one that is known; and if that counts microbatches, a
-    bound in bytes at the largest peak of a rank."""
+    """Yield twice the run's bound, if it has one that is known; and if that is a limit or counts
+    microbatches, a bound in bytes at the largest peak of a rank (`most_bytes`), if that is
+    known."""
     limit, hold = run.policy.limit, run.policy.hold
     if hold is Auto.AUTO:
         budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
@@ -321,7 +322,7 @@ def _worst(
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
     """Yield every stage, the fast ones too, with its mean work beyond the median stage's. It is
     marked as scattered if the upper quartiles show less than half of that, so that a few long tasks
-    cause it."""
+    cause it. Even stages are the remedy if the run's layers are known."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -422,8 +423,8 @@ def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]
 
 
 def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bottleneck]:
-    """Yield every link with the median time of its messages beyond the median link's, as a share of
-    that."""
+    """Yield every link, with its receiver as the rank, and with the median time of its messages
+    beyond the median link's, as a share of that."""
     times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -442,10 +443,10 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Bot
 
 
 def _without_consequences(run: RecordedRun, found: list[Bottleneck]) -> list[Bottleneck]:
-    """Drop bottlenecks that are part of another one, or only its consequence: those that a slow
-    rank or stage explains, a wider bound where one in bytes saves as much, and all but the best
-    hint for the pipeline's depth. If that saves more than replacing a binding order, both become
-    one."""
+    """Drop bottlenecks that are part of another one, or only its consequence: heavy microbatches,
+    stages, ranks and replicas that a slow rank or replica explains, either slow stages or uneven
+    layers, a wider bound where one in bytes saves nearly as much, and all but the best hint for the
+    pipeline's depth. If that saves more than replacing a binding order, both become one."""
     by_kind: defaultdict[BottleneckKind, list[Bottleneck]] = defaultdict(list)
     for each in found:
         by_kind[each.kind].append(each)

@@ -127,7 +127,8 @@ class Change:
 
     def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
         """Return the changed policy, and the shape whose backward is split as it says. Without a
-        dispatch the policy is `ready`, and without a bound it keeps that of the run.
+        dispatch the policy is `ready`, and without a bound it keeps that of the run, unless
+        `unbound`. Other knobs of the run stay only under `ready`.
 
         Raises UsageError for a hint that does not fit the shape, for bounds that exclude each
         other, and for a binding order that deadlocks or exceeds a bound.
@@ -156,7 +157,9 @@ class Change:
         return fitted(policy, run.shape, counts_places=is_fixed)
 
     def apply(self, step: MeasuredStep, run: RecordedRun) -> MeasuredStep:
-        """Return the step with every change but that of the policy. The change is not checked."""
+        """Return the step with every change but that of the policy: those of ranks, replicas and
+        links first, free links last. A rank is compared with the other replicas or, in a run of
+        one, with its group. The change is not checked."""
         if self.usual_rank is not None:
             replica, pp_rank = run.place_of(self.usual_rank)
             if len(step.replicas) > 1:
@@ -184,7 +187,8 @@ class Change:
 
     @property
     def flags(self) -> str:
-        """The flags of `rrfp analyze whatif` that make this change, in one line."""
+        """The flags of `rrfp analyze whatif` that make this change, in one line; empty for no
+        change. Without the run's bound they have `--limit none`."""
         words = []
         stated = {name: KNOBS[name].describe(value) for name, value in self.knobs.items()}
         if self.unbound:
@@ -208,8 +212,8 @@ class Change:
         return " ".join([*words, *(f"--{name}" for name, is_on in switches if is_on)])
 
     def describe(self, run: RecordedRun) -> str:
-        """Describe the change in a few words: `bfw, hold 8, free links`; `as it was` if it is
-        none."""
+        """Describe the change in a few words: `bfw, hold 8, free links`; `as it was` if it is none.
+        The dispatch is named where it was given or changes. Raises UsageError as `policy` does."""
         words = []
         if self.has_policy:
             name = self.hint.name if self.hint is not None else run.hint_name
@@ -251,7 +255,7 @@ class Change:
 
 def absolute(hold: Hold, run: RecordedRun) -> Hold:
     """Resolve a share of what 1F1B would have kept in the run to a number of bytes or, where the
-    run does not record its sizes, of microbatches. Any other hold stays."""
+    run does not record its sizes, of microbatches (at least one). Any other hold stays."""
     if not isinstance(hold, ShareOf1F1B):
         return hold
     peak = run.peak_of_1f1b()

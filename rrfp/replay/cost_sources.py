@@ -48,8 +48,9 @@ class RecordedCosts:
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         """Return the costs of a step: the task times of recorded step `seed` and of the replica,
-        both modulo their numbers, or drawn ones. Messages take the run's median. Raises UsageError
-        if the shape is not that of the run; drawn costs take any number of microbatches."""
+        both modulo their numbers, or drawn ones. Messages take the run's median, and gradient
+        reduction that step's tail. Raises UsageError if the shape is not that of the run; drawn
+        costs take any number of microbatches."""
         self._check(shape)
         recorded = self.steps[seed % len(self.steps)]
         durations_ns: Mapping[Task, int]
@@ -66,8 +67,9 @@ class RecordedCosts:
         )
 
     def _sizes(self, shape: Shape, seed: int, replica: int) -> ActivationSizes | None:
-        """Return the activation sizes of the recorded step and replica. A drawn microbatch has
-        those of one recorded microbatch on all stages. None if the run does not record them."""
+        """Return the activation sizes of the recorded step and replica; None if that does not
+        record them. A drawn microbatch has those of one recorded microbatch on all stages; None
+        unless all steps and replicas record them."""
         if not self.drawn:
             recorded = self.steps[seed % len(self.steps)].replicas
             return recorded[replica % len(recorded)].sizes
@@ -131,7 +133,7 @@ class RecordedCosts:
 
 
 def costs_of(recording: Recording, *, drawn: bool = False) -> RecordedCosts:
-    """Measure the costs of a recorded run, from its whole steps that train.
+    """Measure the costs of a recorded run, from its whole steps that train under its last policy.
 
     Raises RrfpError when it has no such step, or the trace does not record what was run.
     """
@@ -150,9 +152,9 @@ _OF_A_MODEL = {"language", "device"}
 
 
 def resolve_costs(text: str) -> Costs:
-    """Read the costs of a preset's name, or those in the file, trace or run directory at that path.
-    A prefix `drawn:` asks to draw task times from a run's recorded ones. A run whose trace is not
-    merged yet is merged, which writes the trace.
+    """Read the costs of a preset's name, those of a run's name, or those in the file, trace or run
+    directory at that path. A prefix `drawn:` asks to draw task times from a run's recorded ones. A
+    run whose trace is not merged yet is merged, which writes the trace.
 
     Raises UsageError for anything else and for a file that cannot be read or is wrong, and
     RrfpError for a run without a whole trace.

@@ -11,7 +11,7 @@ The measurements of a step are
   then, and one that came between two decisions had not come at the first. So a dispatcher that
   meets these times decides as the run's did.
 - what each microbatch kept in memory on each stage, where the run tells.
-- the tail from the last task of all to the end of the step's window: gradient synchronisation.
+- the tail from the last task of all to the end of the step's window: gradient synchronization.
 """
 
 from collections import defaultdict, deque
@@ -111,7 +111,7 @@ def _divided(rows: Rows, divide: Callable[[Sequence[int]], Sequence[float]]) -> 
 
 
 def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
-    """Divide a whole number into whole parts in proportion to these shares, which add up to it;
+    """Divide a whole number into whole parts, which add up to it, in proportion to these shares;
     zeros if all shares are 0."""
     whole = sum(shares)
     if not whole:
@@ -128,8 +128,8 @@ def work_after(work_ns: Sequence[int], split: Sequence[int], even: Sequence[int]
     by stage).
 
     A stage in the middle consists of its layers. In the first and in the last one a layer takes as
-    long as in the median stage of the middle (at most its own mean), and the rest, the embedding or
-    the loss, stays.
+    long as in the median stage of the middle (at most its own mean; without a middle, the smaller
+    of both means), and the rest, the embedding or the loss, stays.
     """
     return [
         rest + rate * layers
@@ -139,8 +139,8 @@ def work_after(work_ns: Sequence[int], split: Sequence[int], even: Sequence[int]
 
 def even_split(work_ns: Sequence[int], split: Sequence[int], shape: Shape) -> tuple[int, ...]:
     """Find the split of the same layers whose busiest pipeline rank has least to do, by the costs
-    of `work_after`: layers are given one by one to the rank with the least load. Every stage keeps
-    a layer. `work_ns` is by stage, under `split`."""
+    of `work_after`: layers are given one by one to the rank that has the least load with it. Every
+    stage keeps a layer. `work_ns` is by stage, under `split`."""
     costs = _stage_costs(work_ns, split)
     found = [1] * len(split)
 
@@ -271,8 +271,8 @@ class ReplicaStep:
         self, means_ns: Means, weigh: Callable[[tuple[float, float]], float]
     ) -> "ReplicaStep":
         """Return the step with other weights of its microbatches; `weigh` computes each from what
-        the microbatch and the median one weigh. A weight is how much longer than the mean its tasks
-        take, in the median."""
+        the microbatch and the median one weigh. A weight is the median, over the microbatch's
+        tasks, of their times as multiples of the means."""
         shares: defaultdict[int, list[float]] = defaultdict(list)
         for task, time_ns in self.durations_ns.items():
             shares[task.microbatch].append(time_ns / max(1, means_ns[task[:2]]))
@@ -304,8 +304,8 @@ class ReplicaStep:
 
     def with_even_stages(self, layers: int | None, shape: Shape) -> "ReplicaStep":
         """Return the step with its work and bytes divided evenly over the stages: in whole layers
-        if `layers` is given, which the stages then share evenly now; otherwise to the same time for
-        all."""
+        if `layers` is given, assuming that the stages share them evenly now; otherwise all stages
+        get the same time and bytes."""
         work_ns = [0] * shape.num_stages
         for task, time_ns in self.durations_ns.items():
             work_ns[task.stage] += time_ns
@@ -391,8 +391,8 @@ class MeasuredStep:
         return self._with(lambda replica: replica.with_usual_link(link, shape))
 
     def with_even_microbatches(self) -> "MeasuredStep":
-        """Return the step with microbatches that weigh the same in all replicas, in task times and
-        in bytes."""
+        """Return the step with microbatches that weigh the same in all replicas, in task times and,
+        if all sizes are known, in bytes."""
         of_replicas = [means_of(replica.durations_ns) for replica in self.replicas]
         means_ns = {key: round(mean(each[key] for each in of_replicas)) for key in of_replicas[0]}
         sizes = evened([replica.sizes for replica in self.replicas])
@@ -532,9 +532,10 @@ def dispatcher_of(run: RecordedRun, members: Members, member: int = 0) -> Dispat
 
 
 def measure(run: RecordedRun) -> list[MeasuredStep]:
-    """Measure the steps of a recorded run, by deciding each again.
+    """Measure the steps of a recorded run, by deciding each again unless its transfers blocked.
 
-    Raises RrfpError if the stimuli of a rank's dispatcher do not lead to the tasks that it ran.
+    Raises RrfpError if the stimuli of a rank's dispatcher do not lead to the tasks that it ran, and
+    for recorded bytes that do not add up.
     """
     return [_measure(run, records) for records in run.steps]
 
@@ -639,7 +640,7 @@ def _decided(
 
 def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
     """Measure one replica's step over blocking transfers: task times, the delays before tasks, and
-    messages."""
+    messages, which are derived from the waits if the run was imported."""
     entries_ns = [start_ns] * len(replica)
     ranks = find_transfers(run.shape, replica, entries_ns, are_recorded=not run.is_imported)
     transfers = {each.task: each for rank in ranks for gap in rank.transfers for each in gap}

@@ -130,7 +130,7 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
 
 def sizes_of_rank(shape: Shape, rank: RankStep) -> ActivationSizes:
     """Compute the activation sizes of one rank's chunks in a step from the bytes recorded with its
-    tasks; zeros where they are not known.
+    tasks; zeros where they are not known. What F keeps is at least what B leaves for W.
 
     Raises RrfpError for bytes that do not add up.
     """
@@ -174,9 +174,9 @@ def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
 
 
 def knows_sizes(replica: Sequence[Members]) -> bool:
-    """True if a step's sizes are recorded and are those of its microbatches. Under a bound in
-    bytes, one of a kind that was never measured is given all of the bound, and the step does not
-    count."""
+    """True if a replica's sizes in a step are recorded and are those of its microbatches. Under a
+    bound in bytes, one of a kind that was never measured is given all of the bound, and the step
+    does not count."""
     ranks = [rank for members in replica for rank in members]
     return are_any_known(ranks) and not any(rank.unknown_sizes for rank in ranks)
 
@@ -269,8 +269,9 @@ class RecordedSettings:
 
     def knob(self, name: str, shape: Shape) -> Any:
         """Return the value of a policy's knob; the default in traces from before there was one. For
-        Megatron's own schedules `dispatch` is `fixed`, as they bind like an order. Raises RrfpError
-        for an invalid value, and for a hold that is a share of 1F1B's peak."""
+        Megatron's own schedules `dispatch` is `fixed`, as they bind like an order. A fractional
+        hold must be whole slots of one chunk. Raises RrfpError for an invalid value, and for a hold
+        that is a share of 1F1B's peak."""
         if name == "dispatch" and self._is_native:
             return Dispatch.FIXED
         knob = KNOBS[name]
@@ -373,8 +374,8 @@ class RecordedLayout:
             )
 
     def steps(self, windows: dict[int, Window]) -> list[StepRecords]:
-        """Return the records of the steps with these windows, by replica, pipeline rank and
-        group."""
+        """Return the records of the steps with these windows, by replica, pipeline rank and group;
+        replicas that share experts count as one."""
         by_step = [
             [[split_by_step(records) for records in members] for members in replica]
             for replica in self._replicas
@@ -499,8 +500,9 @@ class RecordedRun:
         raise UsageError(f"the run has no rank {rank}; see 'rrfp trace check' for those it has")
 
     def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, Hold | None]:
-        """Return the limit and the hold that the run keeps under another dispatch. The usual limit,
-        or the paper's, belongs to `ready` dispatch: under `fixed` it is dropped."""
+        """Return the limit and the hold that the run keeps under another dispatch: its own. But
+        from `ready` to `fixed`, the usual limit and the paper's are dropped, as they belong to
+        `ready`."""
         own = self.policy
         if own.hold is not None:
             return None, own.hold
@@ -523,8 +525,9 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     and steps that lack tasks are left out; so are those without known sizes under a hold in bytes,
     if others have them.
 
-    Raises RrfpError when the trace lacks what is needed, and when no step is whole or has a
-    backward, and UsageError when the run has none of the steps asked for.
+    Raises RrfpError when the trace lacks what is needed, when no step is whole or has a backward,
+    and when the steps ran under several policies; UsageError when the run has none of the steps
+    asked for.
     """
     layout = RecordedLayout(recording)
     windows = step_windows(recording)

@@ -172,8 +172,8 @@ class _WhatIf:
 
     def _conclusion(self, changes: Sequence[Change], rows: Sequence[Row]) -> str:
         """State the saving of the best changed policy, or that it saves nothing or below 0.5%, and
-        the share of a slow stage in what remains. Empty if no change is of the policy. Replays the
-        best one once more."""
+        the share of a slow stage in what remains. Empty if no change is of the policy. For that
+        share it replays the best one again, with and without the slow stage."""
         policies = [
             (row, change) for row, change in zip(rows, changes, strict=True) if change.has_policy
         ]

@@ -4,7 +4,7 @@ Theory of operation. A dispatcher serves one pipeline rank for one step. `handle
 and returns instructions; nothing else changes its state, and it reads no clock. (`input_arrived`
 and `decide` do the same for simulations, by the numbers of tasks alone.)
 
-- A task may lack earlier tasks of this rank and, where a neighbouring rank sends its input, one
+- A task may lack earlier tasks of this rank and, where a neighboring rank sends its input, one
   arrival at each member of the rank's group. A task that lacks nothing is *ready*. Everything
   counts from dispatch, not from completion: earlier tasks, D, what is held, and the hint's round.
   That is sound because a rank runs its tasks one at a time, in the order of their dispatch, and it
@@ -246,9 +246,10 @@ class Dispatcher:
         kept for the status. With `validate`, the state is checked afterwards.
 
         Arrivals and announcements return none. Pass in all that arrived, then `ComputeIdle`, which
-        returns `RunTask`, `Wait` or `StepDone`, preceded by `Waited` where a wait ends.
-        `DecideAhead` returns the next `RunTask`, or nothing. Raises DispatchError for an impossible
-        stimulus.
+        returns `RunTask`, `Wait` or `StepDone`; `Waited` precedes the first two where a wait ends
+        or its cause changes. `TaskAgreed` returns `RunTask` likewise, `DecideAhead` the next
+        `RunTask` or nothing. Raises DispatchError for an impossible stimulus or, with `validate`, a
+        wrong state.
         """
         self._recent.append((now_ns, stimulus))
         answer: tuple[Instruction, ...] = ()
@@ -277,9 +278,9 @@ class Dispatcher:
             self._windows.pop(number, None)
 
     def decide(self, now_ns: int, *, is_idle: bool = True) -> int:
-        """Choose the task to run next, count it as dispatched and return its number, or `NO_TASK`
-        to wait. With `is_idle` it decides as for `ComputeIdle`, else as for `DecideAhead`, but
-        records no waits, causes or positions in the order."""
+        """Choose the task to run next, count it as dispatched and return its number; `NO_TASK` to
+        wait, or if no task is left. With `is_idle` it decides as for `ComputeIdle`, else as for
+        `DecideAhead`, but records no waits, causes or positions in the order."""
         number = self._choose(now_ns, is_idle=is_idle)
         if number != NO_TASK:
             self._dispatch(number, number // self._tracker.num_microbatches)
@@ -296,7 +297,8 @@ class Dispatcher:
 
     def status(self) -> DispatcherStatus:
         """Return a snapshot: the unfinished tasks, with what each lacks or what withholds it, the
-        hint's best task that lacks an input, and the last stimuli."""
+        hint's best task that lacks an input here (without an order, the first by number), and the
+        last 8 stimuli."""
         tracker, bounds = self._tracker, self._bounds
         numbers = range(tracker.num_tasks)
         by_hint = numbers if self._order is None else self._order.unfinished()
@@ -311,8 +313,8 @@ class Dispatcher:
         )
 
     def _status_of(self, number: int) -> TaskStatus:
-        """Return the inputs that a task lacks or, if it lacks none here, the cause that withholds
-        it."""
+        """Return the status of a task: the prerequisites that it lacks here, the members without
+        its input and, if it lacks nothing here, the cause that withholds it, if any."""
         tracker = self._tracker
         lacks = tracker.unmet_prerequisites(number)
         withheld_by = None if lacks else self._withheld_by(number)
@@ -363,9 +365,9 @@ class Dispatcher:
         )
 
     def _handle_announcement(self, announced: Announced) -> None:
-        """Record an announcement. It is ignored if the input has arrived, and on a rank that
-        follows a leader or a binding order. Raises DispatchError if no other rank sends the task's
-        input."""
+        """Record an announcement. It is ignored if the input has arrived at all members, and on a
+        rank that follows a leader or a binding order. Raises DispatchError if this rank does not
+        run the task, or no other rank sends its input."""
         number = self._tracker.index.number(announced.task)
         if number == NO_TASK or not self._tracker.has_remote_input(number):
             raise DispatchError(
@@ -474,7 +476,7 @@ class Dispatcher:
     def _dispatch_and_answer(self, now_ns: int, number: int) -> tuple[Instruction, ...]:
         """Dispatch a task and return `RunTask`, preceded by `Waited` if that ends a wait. The
         numbers of ready tasks are from before the dispatch, D and the activations held from after
-        it."""
+        it. Without an order, its position and the skipped tasks are -1."""
         tracker, bounds = self._tracker, self._bounds
         row = number // tracker.num_microbatches
         forwards, backwards, weight_gradients = bounds.count_permitted(

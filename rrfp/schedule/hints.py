@@ -252,8 +252,8 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
 
 
 def _cells(text: str, name: str) -> list[list[str]]:
-    """Return the stripped cells of each line of a CSV text. Raises UsageError, with the line, if
-    the text is not CSV."""
+    """Return the stripped cells of each line of a CSV text; empty lines are kept, as lists without
+    cells. Raises UsageError, with the line, if the text is not CSV."""
     reader = csv.reader(text.splitlines(), strict=True)
     try:
         return [[cell.strip() for cell in row] for row in reader]
@@ -262,7 +262,7 @@ def _cells(text: str, name: str) -> list[list[str]]:
 
 
 def _splits(lines: list[list[str]]) -> bool:
-    """True if any cell names a part of a split backward (I or W)."""
+    """True if any cell contains the letter I or W, which name the parts of a split backward."""
     return any("I" in cell or "W" in cell for cells in lines for cell in cells)
 
 

@@ -138,8 +138,8 @@ def v_min(shape: Shape, rank: int) -> tuple[Task, ...]:
 
 def _half_block(num_ranks: int) -> _Block:
     """Return the building block of V-Half: forwards, and then backwards, take two units per rank on
-    the way down the V, and one on the way up. Some numbers of ranks need a pause between the
-    two."""
+    the way down the V, and one on the way up. Even numbers of ranks need a pause of three units
+    between the two."""
     pause = 3 if num_ranks % 2 == 0 else 0  # Without it tasks of a rank would coincide.
     ranks = range(num_ranks)
     forwards = [2 * rank for rank in ranks] + [2 * num_ranks - 1 + rank for rank in ranks]
@@ -150,7 +150,8 @@ def _half_block(num_ranks: int) -> _Block:
 
 def _min_block(num_ranks: int) -> _Block:
     """Return the building block of V-Min: each stage starts one unit after the stage before it,
-    first all forwards, then all backwards."""
+    first all forwards, then all backwards; with a multiple of 3 ranks, after a pause of two
+    units."""
     pause = 2 if num_ranks % 3 == 0 else 0  # Without it tasks of a rank would coincide.
     num_stages = 2 * num_ranks
     forwards = list(range(num_stages))
@@ -409,8 +410,8 @@ def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
 def _alternate(
     forwards: Sequence[Task], backwards: Sequence[Task], num_ahead: int
 ) -> Iterator[Task]:
-    """Yield `num_ahead` forwards, then forwards and backwards in turns, then the backwards that are
-    left."""
+    """Yield `num_ahead` forwards (or all, if fewer), then forwards and backwards in turns, then the
+    backwards that are left."""
     num_ahead = min(num_ahead, len(forwards))
     yield from forwards[:num_ahead]
     for forward, backward in zip(forwards[num_ahead:], backwards, strict=False):

@@ -98,9 +98,10 @@ Hold = int | Fraction | Bytes | ShareOf1F1B | Auto
 
 
 def parse_hold(text: str, name: str = "the hold", *, auto: bool = True) -> Hold:
-    """Parse a hold: `12` counts microbatches, `512MiB` is bytes, `1.0x` a multiple of 1F1B's peak,
-    and `auto` what the device has left. Raises UsageError, which calls it `name`, for any other
-    text, and for `auto` where no device is used (`auto=False`)."""
+    """Parse a hold: `12` counts microbatches (up to 10**6), `512MiB` is bytes (up to 2**60, in any
+    case), `1.0x` a multiple of 1F1B's peak (up to 1000), and `auto` what the device has left.
+    Raises UsageError, which calls it `name`, for anything else, and for `auto` with `auto=False`,
+    where no device is used."""
     text = text.strip()
     if text == Auto.AUTO and auto:
         return Auto.AUTO
@@ -146,7 +147,8 @@ def counts_microbatches(hold: Hold | None) -> bool:
 
 
 def doubled(hold: Hold) -> Hold:
-    """Double a hold of microbatches (to a whole number) or bytes; return any other unchanged."""
+    """Double a hold of microbatches (rounded down to a whole number) or bytes; return any other
+    unchanged."""
     if isinstance(hold, int | Fraction):
         return int(2 * hold)
     return Bytes(2 * hold.num) if isinstance(hold, Bytes) else hold
@@ -169,7 +171,7 @@ def byte_unit(num: float) -> tuple[str, int]:
 
 def format_bytes(num: float) -> str:
     """Format a number of bytes with a binary unit and three significant digits, such as 1.25 GiB;
-    whole numbers from 100 on."""
+    whole numbers from 100 on, and below 1 KiB."""
     name, size = byte_unit(num)
     value = num / size
     return f"{value:.0f} {name}" if name == "B" or value >= 100 else f"{value:.3g} {name}"
@@ -222,8 +224,8 @@ def check_patience(patience: object) -> None:
 
 
 def patience_as_json(patience: Patience) -> str:
-    """Format a patience for `run.json` and traces, in the largest unit in which it is a whole
-    number. Reading it back is exact."""
+    """Format a patience for `run.json` and traces: `auto`, `0`, or a time in the largest unit in
+    which it is a whole number. Reading it back is exact."""
     if isinstance(patience, AutoPatience):
         return str(patience)
     if patience == 0:
@@ -327,8 +329,8 @@ def knob(
 
 
 def one_of(choices: type[StrEnum], *in_runs_only: StrEnum) -> Reader:
-    """Make a parser that accepts the values of an enum, and raises UsageError for any other text.
-    Simulations do not accept `in_runs_only`."""
+    """Make a parser that accepts the values of an enum, and raises UsageError, with the valid ones,
+    for any other text. Simulations do not accept `in_runs_only`."""
 
     def parse(text: str, label: str, in_run: bool) -> StrEnum:
         offered = [each for each in choices if in_run or each not in in_runs_only]
@@ -350,7 +352,7 @@ def _parse_hint(text: str, label: str, in_run: bool) -> Hint:
 
 
 def _parse_limit(text: str, label: str, in_run: bool) -> int:
-    """Parse a limit, a whole number from 1 on; the same in runs and simulations."""
+    """Parse a limit, a whole number from 1 to 10**9 - 1; the same in runs and simulations."""
     return parse_count(text, label)
 
 
@@ -374,7 +376,7 @@ def parse_count(text: str, label: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The values that control the dispatchers of a step. A bound of None withholds nothing. Raises
-    UsageError for values that exclude each other."""
+    UsageError for invalid values, and for those that exclude each other."""
 
     hint: Hint = knob(
         BF,
@@ -522,8 +524,9 @@ class Policy:
         return replace(self, limits_by_shape=not is_bound and self.dispatch is Dispatch.READY)
 
     def of_shape(self, shape: Shape) -> Self:
-        """Return this policy with the usual limit for steps of this shape if `limits_by_shape`,
-        else unchanged. Raises UsageError for a shape that the hint does not support."""
+        """Return this policy unchanged or, if `limits_by_shape`, with the usual limit for steps of
+        this shape (None if no limit fills the pipeline). The latter raises UsageError for a shape
+        that the hint does not support."""
         if not self.limits_by_shape:
             return self
         return replace(self, limit=usual_limit(self.hint.for_shape(shape), shape))
@@ -558,8 +561,8 @@ class Policy:
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
         """Return the number of messages that a link must be able to hold at once, so that a full
-        link never constrains a decision. Only `ready` dispatch in steps with backwards gets less
-        than all microbatches and chunks.
+        link never constrains a decision. It is below all microbatches and chunks only for `ready`
+        dispatch with a limit, or a hold in microbatches, in steps with backwards.
 
         An activation waiting on a link counts in its sender's D and held slots, a gradient in its
         receiver's, so neither can exceed the bound. With one chunk per rank a link carries only one
@@ -601,9 +604,9 @@ class Policy:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the JSON of `to_json`; knobs that it lacks get their defaults. A `ready` policy
-        without a bound later gets the usual limit for its shape. Raises UsageError for invalid
-        values."""
+        """Read the JSON of `to_json`; knobs that it lacks get their defaults, and unknown keys are
+        ignored. A `ready` policy without a bound later gets the usual limit for its shape. Raises
+        UsageError for invalid values."""
         given = {
             name: each.read(values[name], f"--{name}", in_run=True)
             for name, each in KNOBS.items()
@@ -642,8 +645,8 @@ def usual_limit(hint: Hint, shape: Shape) -> int | None:
 def filling_limit(hint: Hint, shape: Shape) -> int | None:
     """Return a limit under which steps of equal tasks are no slower than 1F1B's with the same
     chunks, as found by simulations (docs/decisions/0036-usual-limit.md): twice the ranks with one
-    chunk, twice an order's peak, else three times the stages. None, as no limit suffices, for a
-    rule that prefers the first of several chunks."""
+    chunk, twice an order's largest D, else three times the stages. None, as no limit suffices, for
+    a rule that prefers the first of several chunks."""
     if shape.num_chunks == 1:
         return 2 * shape.num_ranks
     if isinstance(hint, Order):

@@ -65,9 +65,9 @@ class Announcements:
 
     def until(self, now_ns: int, choice: int, tiers: HeapTiers) -> int:
         """Return the time in ns until which to wait instead of running `choice`, the best task that
-        may run: the end of the window of the best announced task that goes before it and that the
-        bounds permit. `NEVER` to run `choice`, as always if it is a weight gradient that fills idle
-        time."""
+        may run: the end of the window of the best announced task that goes before it, is due now,
+        lacks only its input, and that the bounds permit. `NEVER` to run `choice`, as always if it
+        is a weight gradient that fills idle time."""
         tracker, bounds = self._tracker, self._bounds
         if bounds.drains:
             tiers = self._draining
@@ -178,13 +178,14 @@ class Punctuality:
     @property
     def noise(self) -> float:
         """The error of announcements, as a share of the time that tasks take (root mean square,
-        with the latest errors weighing most)."""
+        with the latest errors weighing most). It begins at the noise from which on `auto` does not
+        wait."""
         return sqrt(self._square_error)
 
     @property
     def patience_ns(self) -> int:
-        """The patience now, in ns: the given one or, with `auto`, a share of a mean task that falls
-        to 0 as announcements get noisy."""
+        """The patience now, in ns: the given one or, with `auto`, a share of a mean task, at most
+        60 s, that falls to 0 as announcements get noisy."""
         patience, trust = self.asked
         if not isinstance(patience, AutoPatience):
             return patience
@@ -193,7 +194,8 @@ class Punctuality:
 
     def announced(self, task: Task, now_ns: int, left_ns: int) -> Announced:
         """Record an announcement that arrives now and says that the task's input will arrive
-        `left_ns` later. Return it as a stimulus, with that time corrected by the usual lateness."""
+        `left_ns` later. Return it as a stimulus, with that time corrected by the usual lateness,
+        and with the patience now."""
         stage, kind, _ = task
         said_ns = now_ns + left_ns
         self._due[task] = said_ns, left_ns
@@ -281,8 +283,9 @@ class JustInTime:
         latest_ns.append(taken_ns)
 
     def ran(self, kind: Kind, chunk: int, taken_ns: int, known_ns: int | None = None) -> None:
-        """Add the run time of a task, in ns, to the mean and, if a time was expected, to the noise.
-        `known_ns` is its expected time, if that was known; by default the mean of earlier tasks."""
+        """Add the run time of a task, in ns, to the mean and, if a time was expected and it took
+        any, to the noise. `known_ns` is its expected time, if that was known; by default the mean
+        of earlier tasks."""
         expected_ns = self._expected_ns(kind, chunk, known_ns)
         self._runs.took(kind, chunk, taken_ns)
         if not expected_ns or taken_ns <= 0:
@@ -296,8 +299,9 @@ class JustInTime:
         self, kind: Kind, chunk: int, start_ns: int, known_ns: int | None = None
     ) -> int | None:
         """Return the time at which to decide on the successor of a task that began at `start_ns`,
-        if the task still runs then; None: at its end. `known_ns` is its expected time, if known.
-        Without any estimate the time is `start_ns`, or None with a risk above 1."""
+        if the task still runs then; None: at its end, for instance if launches take no time.
+        `known_ns` is its expected time, if known. Without any estimate the time is `start_ns`, or
+        None with a risk above 1."""
         expected_ns = self._expected_ns(kind, chunk, known_ns)
         launch_ns = self.launch_ns
         if not expected_ns:
@@ -315,8 +319,8 @@ class JustInTime:
 
 def _latest_safe_ns(expected_ns: float, noise: float, launch_ns: int, risk: float) -> float | None:
     """Return how long a task may run (ns, in steps of 1/64 of the expected time) before the
-    probability that it ends within one launch exceeds the risk; None if it never does, or if
-    launches take no time. The task's time is lognormal with this mean and noise."""
+    probability that it ends within one launch, if it still runs, reaches the risk; None if it never
+    does, or if launches take no time. The task's time is lognormal with this mean and noise."""
     if launch_ns <= 0:
         return None
     location = log(expected_ns) - noise * noise / 2

@@ -263,7 +263,8 @@ class ReadyTracker:
 
     def credit_dependents(self, number: int, kind: int, row: int) -> None:
         """Credit a dispatched task to the tasks of this rank that need it, which may become ready:
-        the next kind on its own stage, and the same kind on the next stage if that is here too."""
+        the next kind on its own stage, and the task that consumes its output, if that is on this
+        rank too."""
         if kind != self._last_kind:
             self._decrement_unmet(number + self.num_per_kind)
         if self._feeds_own_rank[row]:

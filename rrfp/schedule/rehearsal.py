@@ -99,10 +99,10 @@ def rehearse(order: Order) -> Rehearsal:
 def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
     """Complete a policy for steps of this shape; also return the shape with the kinds of its hint.
 
-    The policy gets the hint and, if it has none, the usual limit for the shape, and the hint's
-    order. With `counts_places=False` a policy that does not bind gets no order: for a million
-    tasks, making one takes as long as the step. Raises UsageError for a shape that the hint does
-    not support, and for a binding order that deadlocks or exceeds a bound.
+    The policy gets the hint for the shape, the hint's order and, if it `limits_by_shape`, the usual
+    limit. With `counts_places=False` a policy that does not bind gets no order unless its hint is
+    one: for a million tasks, making one takes as long as the step. Raises UsageError for a shape
+    that the hint does not support, and for a binding order that deadlocks or exceeds a bound.
     """
     hint = policy.hint.for_shape(shape)
     shape = replace(shape, kinds=kinds_of(hint))
@@ -244,8 +244,8 @@ def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPoli
 
 
 def hints_in_order(shape: Shape) -> list[str]:
-    """Return the names of the hints under which every stage runs its microbatches in sequence.
-    Hints that do not fit the shape are left out."""
+    """Return the names of the hints under which, if all times are equal, every stage runs its
+    microbatches in sequence. Hints that do not fit the shape are left out."""
     found = []
     for name in HINTS:
         with suppress(UsageError):  # it does not fit the shape

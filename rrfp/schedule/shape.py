@@ -120,8 +120,9 @@ class Shape(Value):
         )
 
     def prerequisites(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks that must have run before this one (paper section 3.1): the sender of
-        its input and, for a backward, its own forward; for a weight gradient only its backward."""
+        """Return the tasks that must have run before this one (paper section 3.1): for a backward,
+        its own forward, and for a forward or backward, the sender of its input, if another stage
+        sends it; for a weight gradient only its backward."""
         stage, kind, microbatch = task
         if kind is Kind.W:
             return (Task(stage, Kind.B, microbatch),)
@@ -184,8 +185,8 @@ def receiving_stage(kind: str, stage: int) -> int | None:
 def shape_of_stages(
     stages: Mapping[int, tuple[int, ...]], num_microbatches: int, kinds: tuple[Kind, ...]
 ) -> Shape | None:
-    """Find the shape in which each pipeline rank holds these stages (by rank), a loop or a V; None
-    if neither does that."""
+    """Find the shape in which each pipeline rank holds these stages (by rank): a loop or, with two
+    chunks, a V; None if neither does that. The loop is tried first."""
     num_ranks, num_chunks = 1 + max(stages), len(next(iter(stages.values())))
     for placement in Placement:
         if placement is Placement.V and num_chunks != 2:

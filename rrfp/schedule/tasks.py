@@ -31,8 +31,9 @@ class Value:
 
 
 def whole_number(value: SupportsIndex, name: str) -> int:
-    """Convert a whole number of any library, such as numpy's or a tensor, to an int. Raises
-    UsageError, which calls it `name`, for anything else."""
+    """Convert a whole number of any library, such as numpy's or a tensor of one element, to an int;
+    booleans count as 0 and 1. Raises UsageError, which calls it `name`, for anything else, such as
+    a float."""
     try:
         return index(value)
     except TypeError:
@@ -52,7 +53,7 @@ def plain_integer(value: Any) -> object:
 
 def plain_real(value: object) -> object:
     """Convert a number of any library to an int or a float; return anything else as it is, such as
-    an array of several numbers."""
+    a boolean, a text, or an array of several numbers."""
     if isinstance(plain_integer(value), int) or not isinstance(value, SupportsFloat):
         return plain_integer(value)
     try:
@@ -107,7 +108,8 @@ def parse_task(text: str) -> tuple[Task, bool]:
 
 
 def format_task(task: Task, *, split: bool = False) -> str:
-    """Format a task in torch's letters. With `split` a backward is written as I, else as B."""
+    """Format a task in torch's letters. With `split` a backward is written as I, else as B; F and W
+    do not depend on it."""
     letter = "I" if split and task.kind is Kind.B else task.kind
     return f"{task.stage}{letter}{task.microbatch}"
 
@@ -146,7 +148,7 @@ class Cause(StrEnum):
 
 
 class InputArrived(NamedTuple):
-    """A task's input from a neighbouring stage has arrived: on this rank (`member` 0), or on that
+    """A task's input from a neighboring stage has arrived: on this rank (`member` 0), or on that
     member of the group that this rank leads."""
 
     task: Task

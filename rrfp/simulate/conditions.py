@@ -30,8 +30,9 @@ def admitted(costs: StepCosts, admission: Admission, step: int, replica: int = 0
 def order_by_costs(
     costs: StepCosts, admission: Admission, step: int, replica: int = 0
 ) -> Sequence[int]:
-    """Return the order in which a replica admits the microbatches of step `step` (from 0), by their
-    total times. For `plan` it is the pyramid, from which planning starts.
+    """Return the order in which a replica admits the microbatches of step `step` (from 0): the
+    listed one, 0, 1, 2, ... for `given`, else the pyramid by their total times. For `plan` that is
+    where planning starts.
 
     Raises UsageError if they would be sorted by costs that are not known before the step, or if the
     listed order has another number of microbatches.
@@ -105,8 +106,8 @@ def world_of(
     met: Conditions, policy: Policy, num_members: int = 1, *, blocking: bool
 ) -> StepConditions:
     """Build the simulator's inputs for a replica's step under a policy, with fresh state. With
-    several members their messages are late, and rounds of agreement take time unless an order
-    binds. Ranks expect the tasks' times only if the costs are known before the step."""
+    several members, messages are as late as the costs say, and rounds of agreement take time unless
+    an order binds. Ranks expect the tasks' times only if the costs are known before the step."""
     costs, links = met.costs, met.links
     binds = policy.dispatch is Dispatch.FIXED
     return StepConditions(

@@ -290,8 +290,9 @@ class Step:
         return None
 
     def run(self, rank: int, start_ns: int, number: int) -> int:
-        """Start the decided task on every member of a rank: stretch its time, count it, schedule
-        its end and log it. Return the end in ns."""
+        """Start the decided task on every member of a rank: stretch its time, count it and schedule
+        its end. With a log, the followers take in `TaskAgreed`, and the task is logged. Return the
+        end in ns."""
         time_ns = self._times_ns[rank][number]
         if self.conditions.stretch is not None:
             task = self.indices[rank].task(number)
@@ -322,7 +323,7 @@ class Step:
 
     def result(self) -> PipelineRun:
         """Return the outcome of the step. Raises RrfpError if tasks are left, which means a
-        deadlock."""
+        deadlock; it names up to 3 ranks, each with its first task left."""
         if self._num_left:
             firsts = [leader.unfinished()[:1] for leader in self.leaders]
             places = [f"rank {rank} at {left[0][0]}" for rank, left in enumerate(firsts) if left]

@@ -53,7 +53,8 @@ class UnfilledPipeline:
     """A higher bound, which fills the pipeline; None if no bound does under this hint."""
 
     def describe(self) -> str:
-        """Format a sentence with the bound, its price and a remedy."""
+        """Format a sentence with the bound, its price and a remedy: the bound that is enough or, if
+        there is none, another hint."""
         instead = (
             "choose a hint that needs less, such as bfw-deep"
             if self.enough is None
@@ -87,8 +88,8 @@ class BoundWarning:
 def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:
     """Find out by simulating equal tasks whether a limit or hold that a user set as a number is too
     low to fill a pipeline of this shape: a step takes over 1% longer than 1F1B's and than without
-    the bound. None if not, and for any other policy. Raises UsageError for a hint that does not fit
-    the shape."""
+    the bound. None if not, for any other policy, and for an order from a file with over 2**15
+    forwards. Raises UsageError for a hint that does not fit the shape."""
     flag, bound = ("limit", policy.limit) if policy.hold is None else ("hold", policy.hold)
     is_asked = policy.dispatch is Dispatch.READY and not policy.limits_by_shape
     if not is_asked or not isinstance(bound, int) or not _withholds(flag, bound, shape):
@@ -118,8 +119,8 @@ def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:
 
 def unbounded(policy: Policy, shape: Shape) -> str | None:
     """Return a warning that ranks may keep nearly all microbatches, if the usual limit is to be
-    chosen but none fills the pipeline; None if that is at most twice what 1F1B keeps. Raises
-    UsageError for a hint that does not fit the shape."""
+    chosen but none fills the pipeline; None otherwise, and for at most twice as many microbatches
+    as interleaved 1F1B keeps. Raises UsageError for a hint that does not fit the shape."""
     if not policy.limits_by_shape or policy.of_shape(shape).limit is not None:
         return None
     # 1F1B runs N (C + 1) - 1 forwards ahead (docs/decisions/0036-usual-limit.md).
@@ -194,8 +195,8 @@ def resolved(
     is.
 
     The peak is the largest over ranks and `steps`, which are (seed, replica) pairs; it is in bytes,
-    or in microbatches if the costs say nothing of memory. Raises UsageError for a hold in bytes
-    where they say nothing, and for one below what some step needs.
+    or in microbatches (then the hold is at least one) if the costs say nothing of memory. Raises
+    UsageError for a hold in bytes where they say nothing, and for one below what some step needs.
     """
     share = policy.hold
     if isinstance(share, Bytes):

@@ -135,7 +135,7 @@ class StepLog:
     def returned(self, rank: int, end_ns: int, finish_ns: int) -> None:
         """Record for every member that its rank ended its last task at `end_ns`, and left the
         schedule at `finish_ns`, after the replicas' gradients were reduced: that wait, if any, and
-        the schedule phase."""
+        the schedule phase, with the rank's bound in bytes (0 without one)."""
         for records in self._members[rank]:
             if finish_ns > end_ns:
                 times = self._moved(end_ns, finish_ns)
@@ -170,7 +170,8 @@ def play(
     is paused. Where ranks may wait for announced tasks, the step is first played once for them to
     learn.
 
-    Raises RrfpError if tasks are left at the end, because a binding order deadlocks over its links.
+    Raises RrfpError if tasks are left at the end, because a binding order deadlocks over its links,
+    and UsageError for blocking transfers without a binding order.
     """
     with _collector_paused():
         if world.blocking:
@@ -273,7 +274,7 @@ def simulate_step(
 
 def _budgets(shape: Shape, policy: Policy, world: StepConditions) -> Sequence[int]:
     """Return the bounds in bytes by pipeline rank, for the records: the step's own, else the
-    policy's hold; empty without any, or in a step without backwards."""
+    policy's hold in bytes unless the step has no backwards; empty without either."""
     if world.budgets or policy.hold_bytes is None or Kind.B not in shape.kinds:
         return world.budgets
     return [policy.hold_bytes] * shape.num_ranks

@@ -169,7 +169,8 @@ class BlockingStep(Step):
 
     def _pairs(self, row: tuple[Task, ...]) -> bool:
         """True if the transfers of a forward and of the backward after it are combined: with
-        several chunks, unless Megatron's warmup covers all forwards."""
+        several chunks, unless the row starts with all forwards and Megatron's warmup covers
+        them."""
         shape = self.shape
         rank = shape.rank_of(row[0].stage)
         num_forwards = shape.num_chunks * shape.num_microbatches
@@ -210,7 +211,7 @@ class BlockingStep(Step):
 
     def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
         """Post a rank's side of these transfers. A transfer starts once both sides are posted: its
-        end is scheduled and it is logged."""
+        end, when the latest member's message has arrived, is scheduled, and it is logged."""
         for task in messages:
             self._ranks[rank].open.add(task)
             if task not in self._half_posted:
@@ -460,8 +461,8 @@ class AsyncStep(Step):
             self.handle(rank, 0, now_ns, announced)
 
     def _deliver_input(self, rank: int, member: int, now_ns: int, number: int) -> None:
-        """Deliver the input of a task to a member, note its arrival for the announcements, and
-        request a decision of its rank."""
+        """Deliver the input of a task to a member, note its arrival at the leader for the
+        announcements, and request a decision of its rank."""
         if self._announcing is not None and member == 0:
             self._announcing.arrived(rank, self.indices[rank].task(number), now_ns)
         self.deliver(rank, member, now_ns, number)

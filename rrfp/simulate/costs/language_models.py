@@ -4,7 +4,7 @@ Only matrix products count, with two operations per multiply-add (Narayanan et a
 the linear layers, the attention scores, and the head. A backward takes twice a forward. The input
 gradient B takes as much as the forward for the linear layers and twice as much for the scores,
 which have no weights; the weight gradient W takes as much as the forward's linear layers. All else,
-such as normalisation and kernel launches, is a fixed time per layer. Tensor parallelism divides the
+such as normalization and kernel launches, is a fixed time per layer. Tensor parallelism divides the
 operations and adds two collectives per layer in F and in B (Shoeybi et al. 2019).
 
 The layers, vision before language, are cut into the pipeline's stages in model order. The head is
@@ -200,7 +200,7 @@ class TensorParallel:
 
 @dataclass(frozen=True, slots=True)
 class Connections(LinkSpeed):
-    """The links between neighbouring pipeline ranks. A message is the share of one rank of a group,
+    """The links between neighboring pipeline ranks. A message is the share of one rank of a group,
     with the size of the language model's activation even between vision stages."""
 
     ranks_per_host: int | None = ranged(1, default=None)
@@ -248,7 +248,8 @@ class FlopCosts:
         """Compute the costs of one step of one replica, with lengths drawn from the seed; equal
         arguments give equal costs.
 
-        Raises UsageError if the pipeline has more stages than the model has layers.
+        Raises UsageError if the pipeline has more stages than the model has layers, if no task
+        takes any time, and for more than 2**50 bytes on a stage.
         """
         self._check(shape)
         num = shape.num_microbatches
@@ -291,8 +292,8 @@ class FlopCosts:
     @property
     def fixed_ns(self) -> dict[Kind, Floats]:
         """The part of each unit's task times that does not depend on the length, in ns by kind: the
-        fixed time of a layer, and the latency of collectives. The units are the embedding (0), the
-        layers and the head."""
+        fixed time of a layer, and the latency of collectives; with `recompute`, B repeats that of
+        F. The units are the embedding (0), the layers and the head (B's latency only)."""
         rest_s = self.device.layer_s
         tp = self.tensor_parallel
         latency_s = tp.latency_s if tp.size > 1 else 0.0
@@ -426,7 +427,7 @@ class FlopCosts:
 
     def _cuts(self, num_stages: int) -> list[tuple[int, int]]:
         """Return the numbers of vision and of language layers of every stage: equal numbers of
-        layers, or balanced by the time of a median microbatch."""
+        layers, give or take one, or balanced by the time of a median microbatch."""
         num_vision, num_layers = self._num_vision, self.num_layers
         if self.split is Split.LAYERS:
             # The last stage, which has the head, gets no more layers than others.

@@ -66,7 +66,8 @@ class CutCosts:
     def _cut(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         """Compute the costs of a step: resize the microbatches, sum the units of each stage, and
         apply the slowness of its rank. Raises UsageError if the split has another number of stages,
-        if the microbatches do not divide evenly, and for times or sizes out of range."""
+        if the microbatches do not divide evenly, if no task takes any time, and for sizes out of
+        range."""
         if len(self.split) != shape.num_stages:
             raise UsageError(
                 f"the layers are cut into {len(self.split)} stages and {shape.num_ranks} ranks of "
@@ -283,8 +284,8 @@ class StageLayers:
         return np.asarray(of_stages / np.maximum(np.array(self.split), 1))
 
     def _of_tower(self, stage: int) -> list[int]:
-        """Return the stages that a stage is compared with, itself included: those with layers of
-        the same tower, only those in the middle where there are some."""
+        """Return the stages that a stage is compared with, perhaps itself included: those of the
+        same tower that have layers, only those in the middle where there are some."""
         towers = self.towers or (None,) * len(self.split)
         like = [s for s, tower in enumerate(towers) if tower == towers[stage] and self.split[s]]
         return [s for s in like if 0 < s < len(self.split) - 1] or like
@@ -301,9 +302,9 @@ class StageLayers:
         return median_low(found) if is_middle else min(found)
 
     def _slowness(self, whole: Floats) -> list[float]:
-        """Return for each rank the factor by which all of its stages are slower, or faster, than
-        usual; 1 if they differ in direction, and for all ranks if `uneven` is `layers`. Extra time
-        of the first and last stage is the embedding's or the head's, and does not count."""
+        """Return for each rank the factor nearest to 1 by which its stages are slower, or faster,
+        than usual; 1 if they differ in direction, and for all ranks if `uneven` is `layers`. Extra
+        time of the first and last stage is the embedding's or the head's, and does not count."""
         if self.uneven is Uneven.LAYERS:
             return [1.0] * self.shape.num_ranks
         rates, last = self._rates(whole), len(self.split) - 1
@@ -426,7 +427,8 @@ def cut_in(document: Mapping[str, Any], name: str) -> Cut:
 
 
 def written_cut(cut: Cut) -> str:
-    """Format a cut as TOML, which `parse_cut` reads; nothing is written to disk."""
+    """Format a cut as TOML, which `parse_cut` reads: `joined` and `divided` if above 1, and
+    `[cut.given]` if there is one. Nothing is written to disk."""
     lines = ["[cut]", f"costs = {_quoted(cut.costs)}", f'layers = "{cut.layers}"']
     lines += [
         f"{name} = {value}"
@@ -452,7 +454,8 @@ def layered_of(
     costs: Costs, shape: Shape, split: Sequence[int], uneven: Uneven = Uneven.RANKS
 ) -> StageLayers:
     """Convert costs by stage to costs by layer: `split` says how many layers each stage of `shape`
-    has. Raises UsageError for a split of another number of stages, or without any layers."""
+    has. Raises UsageError for a split of another number of stages, and if a middle stage, or all
+    stages, have no layers."""
     check_split(split, sum(split), shape.num_stages, "the split")
     if not any(split):
         raise UsageError("the stages have no layers at all; say how many each has")
@@ -461,8 +464,8 @@ def layered_of(
 
 
 def parse_split(text: str, name: str) -> tuple[int, ...]:
-    """Parse the numbers of layers by stage, such as 7,8,8,7. Raises UsageError for anything else;
-    `name` is what errors call it."""
+    """Parse the numbers of layers by stage, such as 7,8,8,7, of at most 4 digits each. Raises
+    UsageError for anything else; `name` is what errors call it."""
     cells = text.split(",")
     if not all(cell.strip().isdecimal() and len(cell.strip()) < 5 for cell in cells):
         raise UsageError(f"{name} is '{text:.60}'; write the layers of each stage, such as 7,8,8,7")
@@ -476,8 +479,8 @@ def _quoted(text: str) -> str:
 
 
 def check_divided(costs: Costs, name: str, tp: int) -> None:
-    """Raise UsageError if a model is divided among a number of tensor-parallel ranks other than
-    `tp`; costs that are not a model's pass. `name` is what errors call them."""
+    """Raise UsageError if a model, split anew or not, is divided among a number of tensor-parallel
+    ranks other than `tp`; costs that are not a model's pass. `name` is what errors call them."""
     model = costs.layered if isinstance(costs, CutCosts) else costs
     if isinstance(model, FlopCosts) and model.tensor_parallel.size != tp:
         raise UsageError(

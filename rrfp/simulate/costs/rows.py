@@ -74,9 +74,10 @@ class RowCosts:
     rows: Mapping[_Key, _Row]
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """Return the costs of a step, the same for every seed and replica. Without rows for W, the
-        weight gradient takes no time. Raises UsageError if a row names a rank or chunk that the
-        shape lacks, and if a task has no row."""
+        """Return the costs of a step, the same for every seed and replica. Without rows for W the
+        weight gradient takes no time, unless the shape splits it off. Raises UsageError if a row
+        names a rank or chunk that the shape lacks, if a task has no row, and if no task takes any
+        time."""
         # Rows may list more microbatches than this step has, but not more ranks or chunks.
         for _, rank, chunk, _ in self.rows:
             check_rank(rank, shape, self.name)
@@ -128,8 +129,8 @@ class RowCosts:
         )
 
     def _sizes(self, forward: _FoundRows, weight_gradient: _FoundRows) -> ActivationSizes | None:
-        """Return the activation sizes; None if no row of F or W in use has bytes. Raises UsageError
-        if only some rows of F have them, or W has more than its F."""
+        """Return the activation sizes; None if no row of F or W in use has bytes. Otherwise raises
+        UsageError if a row of F lacks them, or W has more than its F."""
         says_owed = _has_bytes(weight_gradient)
         if not says_owed and not _has_bytes(forward):
             return None
@@ -189,8 +190,9 @@ def parse_rows(content: str, name: str) -> RowCosts:
     """Parse costs in CSV; `name` is what errors call it. Empty lines are skipped, and the first
     other line has the headings.
 
-    Raises UsageError, with the line, for missing or unknown columns, an invalid value, and two rows
-    for the same tasks; also if there are no rows.
+    Raises UsageError, with the line, for missing, unknown or repeated columns, a wrong number of
+    cells, an invalid value, two rows for the same tasks, and a text that is not CSV; also if there
+    are no rows.
     """
     reader = csv.reader(io.StringIO(content), strict=True)
     rows: dict[_Key, _Row] = {}

@@ -133,7 +133,7 @@ def _number(
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The speed of the links between neighbouring ranks: the keys that every `[links]` has."""
+    """The speed of the links between neighboring ranks: the keys that every `[links]` has."""
 
     latency_s: float = ranged(0, LONGEST_S, default=0.0)
     bandwidth_bytes_per_s: float | None = ranged(1, 1e15, default=None)
@@ -214,7 +214,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes(LinkSpeed):
-    """How long messages between neighbouring ranks take: `[links]`."""
+    """How long messages between neighboring ranks take: `[links]`."""
 
     message_bytes: int = ranged(0, 10**12, default=0)
     """Size of every message, whatever its microbatch's length."""
@@ -366,8 +366,8 @@ class TableCosts:
         of: Callable[[Table | RankTimes], float | None],
     ) -> _Figure | None:
         """Return the figure of a stage, which `of` takes from the table or an entry; the last entry
-        that has one counts. A figure of the whole rank is divided among its chunks. None without
-        any."""
+        that has one counts, and likewise for the length. A figure of the whole rank is divided
+        among its chunks. None without any."""
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
         amount, length, is_own = of(self.table), self.table.length, False
         for each in by_rank[rank]:
@@ -405,8 +405,8 @@ class TableCosts:
 def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
     """Build the costs of a table from a parsed TOML document; `name` is what errors call it.
 
-    Raises UsageError for an unknown key, for a value of the wrong type or out of range, and for
-    entries that contradict each other or would have no effect.
+    Raises UsageError for an unknown or missing key, for a value of the wrong type or out of range,
+    and for entries that contradict each other or would have no effect.
     """
     table = read_table(Table, document, name)
     for number, each in enumerate(table.ranks, 1):
