@@ -44,7 +44,7 @@ def reason_of(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """Describe an unforeseen error by its type and the first line of its message. For an OSError
-    that names no file it adds the source line that raised it, from the traceback."""
+    that names no file it adds the source line that raised it, if the traceback has it."""
     told = f"{type(error).__name__}: {first_line(str(error))}"
     if isinstance(error, OSError) and error.filename is None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -70,14 +70,14 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
 
 
 def is_torchs_loss(error: BaseException) -> bool:
-    """Return True for a RuntimeError whose first line contains "connection": a collective of torch
-    failed because the connection to a peer broke, and only the message shows that."""
+    """Return True for a RuntimeError whose first line contains "connection" in any case: a
+    collective of torch failed because the connection to a peer broke, which only the text shows."""
     return _is_torchs(error, "connection")
 
 
 def is_torchs_silence(error: BaseException) -> bool:
-    """Return True for a RuntimeError whose first line contains "timed out": a collective of torch
-    failed because a peer was silent for too long."""
+    """Return True for a RuntimeError whose first line contains "timed out" in any case: a
+    collective of torch failed because a peer was silent for too long."""
     return _is_torchs(error, "timed out")
 
 

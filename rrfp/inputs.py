@@ -40,7 +40,8 @@ _MOST_BYTES = 2**28
 
 def means_a_file(text: str, *suffixes: str) -> bool:
     """Return True if a text that might be a name is a path: it ends in one of `suffixes`, or a file
-    or directory of that name exists. False for an empty text and an invalid path."""
+    or directory of that name exists. False for an empty text, and if the system cannot look it
+    up."""
     path = Path(text)
     try:
         return bool(text) and (path.suffix in suffixes or path.exists())
@@ -125,8 +126,8 @@ def resolve_admission(text: str, num_microbatches: int | None = None) -> Admissi
     """Return the admission order named `text`, or parse the orders in the file at that path.
 
     Each line of a file must admit `num_microbatches` microbatches (None: as many as its first line
-    does). Raises UsageError for an unknown name, an unreadable file, or a line that does not admit
-    every microbatch once.
+    does), for equally many replicas. Raises UsageError for an unknown name, an unreadable or empty
+    file, or a line that does not admit every microbatch once.
     """
     if text in list(Admit):
         return Admit(text)
@@ -151,8 +152,8 @@ def admission_file(text: str) -> Path | None:
 def resolve_balancing(text: str) -> Balancing:
     """Return the balancing named `text`, or parse the assignments in the file at that path.
 
-    Raises UsageError for an unknown name, an unreadable file, or a line that does not assign every
-    item once and equally many to each replica.
+    Raises UsageError for an unknown name, an unreadable or empty file, or a line that does not
+    assign every item once and equally many to each replica.
     """
     if text in list(AdmitAcross):
         return AdmitAcross(text)
@@ -210,7 +211,7 @@ def layout_string(split: Sequence[int]) -> str:
 
 def _unrolled(text: str) -> str | None:
     """Expand the repetitions of a layout as Megatron does, those in parentheses first. None if the
-    result would have more than 10,000 letters."""
+    text and what its repetitions expand to have more than 10,000 letters."""
     for pattern in (r"\(([^()]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
         length = len(text) + sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, text))
         if length > _MOST:
@@ -298,8 +299,8 @@ class Declared:
         """Convert a value from the command line if it is a text, and return any other value as it
         is.
 
-        Raises UsageError for a text that is no number or not one of the choices, and for an unknown
-        hint. Whether the value is in range is not checked.
+        Raises UsageError for a text that is no number or not one of the choices, an invalid value
+        of a knob, and an unknown hint. Only a knob checks that a number is in range.
         """
         if not isinstance(value, str):
             return value
@@ -343,7 +344,8 @@ class Declared:
             raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.wording}")
 
     def check_keyword(self, value: object) -> None:
-        """Raise UsageError if a keyword's number or bool has another type or is out of range."""
+        """Raise UsageError if a keyword's number or bool has another type or violates `must`.
+        Settings of other kinds pass, and so does None if it is the default."""
         if (value is None and self.default is None) or self.kind not in (int, float, bool):
             return
         numbers = (int, float) if self.kind is float else self.kind

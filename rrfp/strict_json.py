@@ -86,8 +86,8 @@ _READERS: dict[Any, Callable[[object], Any]] = {
 
 
 def instance(kind: type[T], value: object) -> T:
-    """Make a dataclass from an object with exactly its fields, whose types are checked: int, float,
-    str or a tuple of ints. Raises ValueError for a missing, additional or wrong member."""
+    """Make a dataclass from an object with exactly its fields, each an int, a float, a str or a
+    tuple of ints. Raises ValueError for a missing or additional member, or one of a wrong type."""
     hints = get_type_hints(kind)
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise ValueError(f"{_short(value)} does not have the fields of {kind.__name__}")

@@ -60,8 +60,9 @@ def check_open_files() -> None:
 
 
 def allow_open_files(num_ranks: int) -> None:
-    """Raise this process's soft limit on open files to what a rank of such a run may need, but not
-    above the hard limit. Processes that it starts inherit it. The limit is never lowered."""
+    """Raise this process's soft limit on open files to 64 and 16 per rank, which a rank of such a
+    run may need, but not above the hard limit. Processes that it starts inherit it. The limit is
+    never lowered."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_A_RANK + _FILES_OF_A_PEER * num_ranks
     if most != resource.RLIM_INFINITY:

@@ -62,7 +62,8 @@ def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
 
 def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) -> None:
     """Draw a chart for each preset as .svg and .png in `directory`, and print their paths on
-    stderr. Without the extra `report` it only prints how to install it."""
+    stderr. A preset without figures gets none. Without the extra `report` it only prints how to
+    install it."""
     if missing_for_charts():
         typer.echo(f"Charts need another package: {install_hint('report')}", err=True)
         return
@@ -249,8 +250,8 @@ def _bound(text: str) -> str:
 
 
 def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> None:
-    """Run this host's ranks of all races, for hosts other than 0, which prints the results. It
-    prints on stderr which address it joins, and failed entries."""
+    """Run this host's ranks of all races, on any host but host 0, and print no results. It prints
+    on stderr which address it joins, and failed entries."""
     from rrfp.race.runner import race
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
@@ -266,8 +267,9 @@ def _race(
     *,
     retry: bool,
 ) -> None:
-    """Run the remaining turns with a progress bar, after a line on stderr with their number and,
-    given models, an estimate of the time. If no turn is left, it only prints that."""
+    """Run the remaining turns with a progress bar, after printing on stderr how many entries and
+    turns there are in all and, given models, how long the remaining turns take. If no turn is left,
+    it only prints that, and how many failed."""
     from rrfp.race.entries import Turn
     from rrfp.race.runner import race, time_left_s, turns_left
 

@@ -33,8 +33,8 @@ _SAME = {True: "yes", False: "no", None: "-"}
 
 
 def note_fault(verdict: "Verdict") -> None:
-    """Print the outcome of a fault on stderr as soon as it is known: that the run went on, or the
-    part of rrfp that detected the fault, and the seconds until then."""
+    """Print the outcome of a fault on stderr as soon as it is known: that the run went on, or what
+    detected the fault (such as `nobody`), and the seconds until the run went on or ended."""
     seen = verdict.observation
     outcome = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
     typer.echo(
@@ -56,8 +56,8 @@ def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> Non
 
 
 def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
-    """Print on stderr the complaints about faults that did not pass, and raise RrfpError if there
-    are any. `keep` is the directory with their training runs, if they are kept."""
+    """Print on stderr the complaints about faults that did not pass and raise RrfpError, or print
+    that all passed. `keep` is the directory with the training runs of failed faults, if any."""
     failed = [verdict for verdict in verdicts if not verdict.has_passed]
     for verdict in failed:
         for complaint in verdict.complaints:
@@ -164,7 +164,8 @@ _LAYERS_PER_CHUNK = 2
 def train_flags(words: Sequence[str]) -> dict[str, Any]:
     """Parse flags of `rrfp train` into a dict by flag, without those that are not given.
 
-    Raises typer's error for an unknown flag and for a flag that the campaign sets itself.
+    Raises typer's error for an unknown flag, a flag that the campaign sets itself, and a value of a
+    wrong type.
     """
 
     def read(**flags: Any) -> None:
@@ -243,7 +244,7 @@ def chaos(options: ChaosOptions) -> None:
 def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
     """Make the training settings from the given flags and the file; without a file a tiny model is
     the default. Checkpoints are always saved, every 8 steps by default. Raises UsageError if the
-    file sets a setting that the campaign sets itself."""
+    file changes a setting that the campaign sets itself."""
     if config is not None:
         settings = TrainSettings.from_toml(config, **given)
         default = TrainSettings().by_flag()
@@ -285,8 +286,9 @@ def _inject(
     """Train once undisturbed, then inject the faults and yield the verdicts of each disturbed
     training.
 
-    All runs are in a temporary directory that is removed at the end. For faults of the disk it
-    mounts a disk there, or limits the size of files if this user may not mount one.
+    All runs are in a temporary directory that is removed at the end; those with a failed fault are
+    copied to `keep`. For faults of the disk it mounts a disk there, or limits the size of files if
+    this user may not mount one.
     """
     from rrfp.chaos.campaign import Campaign
     from rrfp.chaos.disk import LimitedFiles, disk_at

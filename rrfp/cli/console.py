@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a rich console on stdout or stderr that prints text unchanged: no markup, no emoji,
-    and control characters escaped."""
+    """Return a rich console on stdout or stderr that prints text as it is, without markup, emoji
+    and highlighting, but with control characters escaped."""
     return _GuardedConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
@@ -162,8 +162,8 @@ class _Cells:
 
     @property
     def least_width(self) -> int:
-        """The smallest acceptable width in characters: the width of the longest word, but at least
-        8, where text may wrap, else the preferred width."""
+        """The smallest acceptable width in characters: where text may wrap, the width of the
+        longest word, but at least 8 and at most the preferred width; else the preferred width."""
         if not self.may_wrap:
             return self.width
         words = (word for text in (self.heading, *self.texts) for word in text.split())
@@ -171,9 +171,11 @@ class _Cells:
 
 
 def _split_columns(table: Table, width: int) -> list[list[_Cells]]:
-    """Split the columns into parts that fit the terminal; each part repeats the name columns.
+    """Split the columns into parts of at most 79 and `width` characters; each part repeats the name
+    columns, and a part with one other column may be wider.
 
-    Drops dispensable columns on narrow terminals, and avoids a last part with a single figure.
+    Drops dispensable columns first, one by one until the smallest widths of all columns fit
+    `width`. A last part with one figure takes another from the part before if that has three.
     """
     columns = [_Cells(column, texts) for column, texts in table.shown()]
     for heading in table.dispensable:
@@ -203,8 +205,8 @@ def _least_width(columns: Sequence[_Cells]) -> int:
 def _rich_table(
     table: Table, columns: Sequence[_Cells], width: int, *, in_color: bool
 ) -> RichTable:
-    """Make the rich table of some columns: lead and total rows apart, outliers bold. If `in_color`,
-    headings of columns with a color get a block of it."""
+    """Make the rich table of some columns: lead and total rows apart, marked cells and the total
+    bold. If `in_color`, headings of columns with a color get a block of it."""
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     is_too_wide = _least_width(columns) > width
     with_blocks = in_color and any(each.column.color for each in columns)

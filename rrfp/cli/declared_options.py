@@ -150,8 +150,8 @@ def panel_of(declared: Declared) -> str | None:
 
 
 def type_word(kind: Any) -> str:
-    """Return the word for a type in the help: `INT`, choices of up to nine characters such as
-    `cpu|cuda`, and `NAME` for other choices and types."""
+    """Return the word for a type in the help: `INT`, `NUMBER`, `PATH`, `TEXT`, nothing for bool,
+    choices of up to nine characters such as `cpu|cuda`, and `NAME` for other choices and types."""
     if is_choice(kind):
         names = "|".join(kind)
         return names if len(names) <= _LONGEST_CHOICES else "NAME"
@@ -170,7 +170,7 @@ def option_of(
 
     Without `has_default` a missing option gives None, a choice is not checked, and the settings or
     a TOML file decide. With it the parameter is named by the field, not the flag. With `is_text`
-    the value is not converted.
+    the value stays text, or a list.
     """
     import typer
 

@@ -40,8 +40,8 @@ def interrupt_once() -> None:
 
 
 def restore_default_interrupts() -> None:
-    """Restore Python's handling of SIGINT, for a user's script, unless `interrupt_once` did nothing
-    or the first SIGINT has come."""
+    """Restore Python's handling of SIGINT, for a user's script. Does nothing unless the handler of
+    `interrupt_once` is installed: after an interruption `call_command` ignores SIGINT instead."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.unraisablehook = sys.__unraisablehook__
@@ -50,7 +50,7 @@ def restore_default_interrupts() -> None:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Within the block, let the next SIGINT raise KeyboardInterrupt again, for long work after the
-    first; ignore later ones at the end."""
+    first. It and the end of the block make later ones ignored."""
     global _raises
     _raises = True
     try:
@@ -60,7 +60,8 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(*_: object) -> None:
-    """Signal handler: raise KeyboardInterrupt and ignore later signals."""
+    """Signal handler: raise KeyboardInterrupt if `_raises` is set, and clear it, so that later
+    signals are ignored."""
     global _raises
     if _raises:
         _raises = False
@@ -69,7 +70,8 @@ def _interrupt(*_: object) -> None:
 
 def _handle_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     """Hook for exceptions in destructors: after a KeyboardInterrupt let the next SIGINT raise one
-    again, and pass any other exception to Python's own hook."""
+    again. Others go to Python's own hook, except that about a SIGINT while its handler is
+    replaced."""
     global _raises
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _raises = True
@@ -194,8 +196,8 @@ def _say(sentence: str) -> None:
 
 
 def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> str:
-    """Format typer's error on one line, with the nearest known name, if any, and the command that
-    shows the help."""
+    """Format typer's error on one line, with the nearest known name and the command that shows the
+    help, if there are any."""
     # typer would list all remotely similar names in alphabetical order.
     near = getattr(error, "possibilities", None)
     message = error.message if near else error.format_message()
@@ -216,7 +218,7 @@ def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> 
 
 def _describe_bad_value(error: "typer.TyperException", arguments: Sequence[str]) -> str | None:
     """Describe an option's value, found in `arguments`, that is no number or out of range; None for
-    other errors.
+    other errors, and if the value is not found.
 
     typer's own message has pydantic's message in place of the value.
     """

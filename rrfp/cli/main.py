@@ -22,8 +22,9 @@ def main() -> int:
     """Run the command line in `sys.argv`, or print the completions that a shell requested, and
     return the exit code.
 
-    If packages are missing, every subcommand but `rrfp run` prints an error that names them. If a
-    thread still waits for torch's store at the end, the process exits at once, without cleanup.
+    If packages are missing, every subcommand but `rrfp run` prints an error that names them, and
+    completion fails silently. If a thread still waits for torch's store at the end, the process
+    exits at once, without cleanup.
     """
     words = sys.argv[1:]
     interrupt_once()

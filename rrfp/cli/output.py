@@ -52,7 +52,8 @@ def read_frames(
     the trace lacks.
 
     `path` None is the newest run; `steps` is `A:B`. None selects all steps, without the slow first
-    ones unless `with_warm_up`. Raises UsageError for a wrong range and if no step is left.
+    ones unless `with_warm_up`. Raises UsageError for a wrong range and if no step is left, and
+    RrfpError if there is no trace.
     """
     asked = None if steps is None else parse_steps(steps)
 

@@ -103,7 +103,7 @@ _BAR_WIDTH = 40
 
 
 class TrainDisplay:
-    """Prints step, loss, speed and busy fractions on stderr while a run trains.
+    """Prints step, loss and speed on stderr while a run trains; on a terminal also busy fractions.
 
     A thread follows the run's `metrics.jsonl` until the `with` block ends. A terminal is redrawn;
     other streams get a line for each step.

@@ -141,7 +141,7 @@ def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | None:
     """Return the number of finished steps: a simulation's seeds, or one more than the last step in
-    the metrics of `rrfp train` (0 without the file). None for other kinds and unreadable
+    the metrics of `rrfp train` (0 without a complete line). None for other kinds and unreadable
     metrics."""
     if kind == "simulate":
         return _whole(settings.get("seeds"))
@@ -237,7 +237,7 @@ def _time(began: str) -> str:
 
 def _what(run: _Run) -> str:
     """Describe a run as `bf pp 4 tp 2`: kind, dispatch, hint and sizes, without the defaults (kind
-    train, dispatch ready, sizes of 1 except pp)."""
+    train, dispatch ready, sizes of 1 except pp) and without the dispatch of an imported run."""
     kind = None if run.kind == "train" else run.kind
     dispatch = None if run.dispatch == "ready" or kind == "import" else run.dispatch
     sizes = (

@@ -29,7 +29,8 @@ _CONTROL = re.compile(
 
 
 def escape_controls(text: str) -> str:
-    """Replace control characters by escapes in Python's notation, such as `\\x1b`."""
+    """Replace control characters (not tab and line feed), marks of direction and lines, and
+    surrogates by escapes in Python's notation, such as `\\x1b`."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -138,7 +139,8 @@ class _TolerantFile(io.FileIO):
 
 def _tolerant(stream: TextIO | None) -> TextIO:
     """Reopen a stream over a `_TolerantFile`. None, a closed stream, gives one to the null device;
-    a stream without a descriptor is returned as it is."""
+    a stream without a descriptor, of another type or that cannot be flushed is returned as it
+    is."""
     if stream is None:  # closed before the process started
         return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
     if not isinstance(stream, io.TextIOWrapper):

@@ -110,8 +110,8 @@ _MOST_TEXT = 400
 
 
 def describe_hang(hang: Hang) -> str:
-    """Describe a hang as text: a headline, advice, and a line for each group of ranks that wait
-    alike (at most five)."""
+    """Describe a hang as text: a headline, advice, and a sentence for each set of ranks that wait
+    alike (at most five, and how many more there are)."""
     lines = [*_wrapped(headline(hang)), *_advice(hang)]
     rows: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in hang.waits:
@@ -131,7 +131,8 @@ def describe_hang(hang: Hang) -> str:
 
 
 def hang_json(hang: Hang) -> str:
-    """Return all data of a hang as one JSON object in a text."""
+    """Return a hang as one JSON object in a text: the headline, the ranks, circles, mismatches, all
+    waits, and the last operation of each rank."""
     return json.dumps(
         {
             "headline": headline(hang),
@@ -162,8 +163,9 @@ def hang_json(hang: Hang) -> str:
 
 
 def headline(hang: Hang) -> str:
-    """Describe the most likely cause of a hang in one sentence: ranks that began different
-    operations, else ranks that never came, else a circle, else an operation that does not end."""
+    """Describe the most likely cause of a hang: ranks that began different operations, else ranks
+    that never came, else a circle, else an operation that does not end. Without waits it states
+    that no rank waits."""
     if hang.mismatches:
         mismatch = hang.mismatches[0]
         began = "; ".join(
@@ -270,8 +272,8 @@ def _name_operation(operation: Operation, group: Group) -> str:
 
 
 def _missing_ranks(wait: Wait) -> str:
-    """Return a relative clause about the ranks for which an operation waits, such as `which has not
-    sent`; it also covers operations that miss no rank."""
+    """Return a clause about the ranks for which an operation waits: `which has not sent`, or of a
+    collective `ranks 1, 2 have not come`; it also covers operations that miss no rank."""
     if wait.operation.name == "coalesced" and not wait.parts:
         return "whose parts no dump has any more"
     if not wait.waits_for:
@@ -387,8 +389,9 @@ def import_run(
 
 
 def _import(paths: list[Path], out: Path, *, force: bool) -> None:
-    """Import traces as a run in `out`; print notes on stderr and the run's size on stdout. Raises
-    UsageError before reading if `out` exists, unless `force` replaces it."""
+    """Import traces as a run in `out`; print notes on stderr, and on stdout the number of tasks,
+    ranks and steps. Raises UsageError before reading if `out` exists, unless `force` replaces
+    it."""
     from rrfp.interchange.assemble import check_run_dir, write_run
     from rrfp.interchange.formats import import_run as read_run
 
@@ -405,8 +408,8 @@ def _import(paths: list[Path], out: Path, *, force: bool) -> None:
 
 
 def _hang(paths: list[Path], format_: HangFormat) -> str:
-    """Read dumps of a hang and return their analysis as text or JSON. Notes about skipped files go
-    to stderr."""
+    """Read dumps of a hang and return their analysis as text or JSON. Notes about skipped files,
+    and about dumps that are not from one job, go to stderr."""
     from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
 
     hang = hang_of(read_dumps(paths, lambda note: typer.echo(note, err=True)))

@@ -220,8 +220,9 @@ def _run(settings: TrainSettings) -> None:
 def _train(beginning: "RunStart", settings: TrainSettings) -> None:
     """Train with a display on stderr and record the outcome, then print the summary.
 
-    If it fails or is interrupted, merge the records so far into a trace, repeat the warnings, and
-    raise again. Partial checkpoints are removed in any case.
+    After an RrfpError or Ctrl-C, merge the records so far into a trace, repeat the warnings, and
+    raise again; after SIGTERM before the first step, nothing is merged. Partial checkpoints are
+    removed in any case.
     """
     from rrfp.cli.progress import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome

@@ -84,9 +84,9 @@ def _chosen_variants(
 ) -> "dict[str, list[Variant]]":
     """Return the runs of each layout, its reference first.
 
-    Layouts that the device does not support are skipped with a note on stderr, unless they were
-    named. Layouts with no run besides the reference are skipped silently. Raises UsageError if no
-    layout is left.
+    Layouts that the device does not support are skipped with a note on stderr, and those with no
+    run besides the reference silently. Raises UsageError if no layout is left, for an unknown name,
+    and if the device supports no run at all, or not a named layout.
     """
     from rrfp.train.checks import check_settings
     from rrfp.train.settings import TrainSettings
@@ -184,7 +184,8 @@ def _as_json(verdict: "Verdict") -> dict[str, object]:
 
 def _table(verdicts: "Sequence[Verdict]") -> Table:
     """Make a table with a row for each layout and variant, and a column for runs without and one
-    with dropout. A cell is `reference`, `same` or the difference."""
+    with dropout. A cell is `same`, the difference, `reference` for the reference with dropout, or
+    empty without such a run."""
     rows: dict[tuple[str, Variant], dict[bool, str]] = {}
     for verdict in verdicts:
         has_dropout = verdict.variant.dropout > 0

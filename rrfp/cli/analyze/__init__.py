@@ -34,8 +34,8 @@ class _FindingsByDefault(TyperGroup):
     """A command group that runs `findings` unless the first argument names another subcommand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, after putting `findings` in front of them unless the first one names
-        a subcommand or asks for help. Without arguments it is put there, too."""
+        """Parse the arguments, after putting `findings` in front of them if there are none or the
+        first one is no subcommand, misspelled subcommand or help option (`_is_argument`)."""
         # Completion of an empty word offers subcommands as well.
         is_open = not args and ctx.resilient_parsing
         if not is_open and (not args or self._is_argument(args[0], ctx.help_option_names)):
@@ -52,8 +52,8 @@ class _FindingsByDefault(TyperGroup):
         return [*super().shell_complete(ctx, incomplete), *offered]
 
     def _is_argument(self, text: str, help_options: list[str]) -> bool:
-        """Return True if a text is an option, a path or a run, so that it belongs to `findings`.
-        False for subcommands, help options and what looks like a misspelled subcommand."""
+        """Return True if a text belongs to `findings`: an option, a path, a run, and any other text
+        except subcommands, help options and what looks like a misspelled subcommand."""
         if text in self.commands or text in help_options:
             return False
         if text.startswith("-") or "/" in text or "." in text or Path(text).exists():

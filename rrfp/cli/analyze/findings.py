@@ -44,9 +44,9 @@ class Part:
 def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[str]) -> list[str]:
     """Return the lines of a screen: the lead, the parts and the last lines, with gaps between.
 
-    A screen has 24 lines, or those of a higher terminal, less two. If there are more, texts are
-    shortened, the longest first. If that is not enough, gaps are dropped, and then parts from the
-    last one on; a line then says how many.
+    A screen has 24 lines, or those of a higher terminal, less two. If there are more, the words of
+    parts are shortened, the longest first. If that is not enough, gaps are dropped, and then parts
+    from the last one on; a line then says how many are left out.
     """
     rows = max(_ROWS, console.height if console.is_terminal else 0) - _ROWS_AROUND
     num_parts = len(parts)

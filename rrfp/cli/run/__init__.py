@@ -96,7 +96,8 @@ _SEE = "see 'rrfp run --help'"
 
 
 def parse_command(words: Sequence[str]) -> Callable[[], int] | int:
-    """Parse the words after `rrfp run`, read the script, and return a function that runs it.
+    """Parse the words after `rrfp run`, read the script, and return a function that runs it. The
+    module of -m is not read yet.
 
     Under srun it also sets the environment variables that torch's process groups need. If help is
     requested, it is printed and the exit code is returned. Raises UsageError for an invalid command
@@ -140,8 +141,8 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser(options: Sequence[Declared], *, is_short: bool = False) -> argparse.ArgumentParser:
-    """Make the parser of these options, which omits options that are not given. The short help has
-    one panel and lists hints by name."""
+    """Make the parser of these options, -m and the help options; options not given are missing from
+    its result. The short help has one panel of options and lists hints by name."""
     about = re.sub(r"^ +", "", str(run.__doc__), flags=re.MULTILINE).strip()
     parser = _Parser(
         prog="rrfp run",
@@ -227,7 +228,8 @@ def _schedule_patch(given: dict[str, Any]) -> SchedulePatch | None:
     """Make the replacement of Megatron's schedule functions; None if they stay as they are and
     nothing is recorded.
 
-    With --dispatch megatron it only records. Raises UsageError for options that exclude each other.
+    With --dispatch megatron it only records. Raises UsageError for invalid options and for options
+    that exclude each other.
     """
     request = _recording_request(given)
     values = {each.flag: given[each.flag] for each in _SCHEDULE_OPTIONS if each.flag in given}
@@ -247,8 +249,8 @@ def _schedule_patch(given: dict[str, Any]) -> SchedulePatch | None:
 def _recording_request(given: dict[str, Any]) -> RecordingRequest | None:
     """Return where and what to record; None for --no-trace.
 
-    Raises UsageError for --no-trace with options about recording, and if the directory exists and
-    neither --force nor a restart explains it.
+    Raises UsageError for --no-trace with options about recording, for an invalid --steps, and if
+    the directory exists and neither --force nor a restart explains it.
     """
     if "no_trace" in given:
         for name in ("out", "steps", "force", "trace_mb"):

@@ -120,8 +120,8 @@ def _note_left_out_steps(settings: "Sequence[Setting]") -> None:
 
 
 def _warn_unfilled(settings: "Sequence[Setting]") -> None:
-    """Warn on stderr about the first memory bound that is too small to fill its pipeline. Only the
-    first 16 rows are checked."""
+    """Warn on stderr about the first row whose own limit or hold, given as a number, is too small
+    to fill its pipeline. Only the first 16 rows are checked."""
     from rrfp.simulate.memory_budgets import unfilled
 
     for each in settings[:_MOST_PRICED]:

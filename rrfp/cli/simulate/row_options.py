@@ -153,8 +153,9 @@ def prefix_row(own: Mapping[str, str], error: RrfpError) -> RrfpError:
 
 
 def _make_row(flags: Mapping[str, str], own: Mapping[str, str]) -> RowOptions:
-    """Make a row from the flags and its own settings, which go first. Raises UsageError for an
-    invalid text, and if --pp or --microbatches is missing."""
+    """Make a row from the flags and its own settings, which override them. Raises UsageError for an
+    invalid text, for values of the policy that exclude each other, and if --pp or --microbatches is
+    missing."""
     texts = {**flags, **own}
     for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
         if name not in texts:
@@ -185,8 +186,8 @@ def _read(name: str, text: str) -> Any:
 
 
 def _read_row(text: str) -> dict[str, str]:
-    """Parse a --row into texts by setting. Raises UsageError for an open quotation, an unknown
-    setting, and one that is given twice."""
+    """Parse a --row into texts by setting. Raises UsageError for an open quotation, a word without
+    `=`, an unknown setting, and one that is given twice. Values are not checked."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -203,8 +204,8 @@ def _read_row(text: str) -> dict[str, str]:
 
 
 def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
-    """Parse all --sweep options into lists of texts by setting. Raises UsageError for an unknown
-    setting, and one that is swept twice."""
+    """Parse all --sweep options into lists of texts by setting. Raises UsageError for a text
+    without `=`, an unknown setting, and one that is swept twice. Values are not checked."""
     axes: dict[str, list[str]] = {}
     for text in sweeps:
         name, values = _read_pair(

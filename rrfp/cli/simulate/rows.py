@@ -29,7 +29,8 @@ def settings_of(rows: Sequence[RowOptions], *, recorded: bool) -> list[Setting]:
 
     Positions in the order of a hint that alternates are computed only for `recorded` steps, because
     for a million tasks they take as long as the step. Raises UsageError or RrfpError for the first
-    invalid row, with its settings.
+    invalid row, with its settings. Whether the costs of a single row fit is left to its
+    simulation unless `recorded`.
     """
     sources = _Sources()
     settings = []
@@ -68,8 +69,9 @@ class _Sources:
         self.check_blocking_transfers = cache(check_blocking_transfers)
 
     def costs_of(self, row: RowOptions) -> Costs:
-        """Return the costs of a row, balanced over the replicas if requested. Raises UsageError if
-        balancing does not go with one replica or an admission file, and for invalid costs."""
+        """Return the costs of a row, balanced over the replicas if requested. Raises UsageError for
+        invalid costs, for costs of another --tp, and for balancing with one replica or with an
+        admission file."""
         costs = self.costs(row.costs)
         check_divided(costs, row.costs, row.tp)
         if row.admit_across is AdmitAcross.NONE:
@@ -97,7 +99,8 @@ class _Sources:
 
 def _setting(row: RowOptions, sources: _Sources, *, needs_order: bool) -> Setting:
     """Make the simulator's setting of one row. Raises UsageError if its options exclude each other
-    or do not fit, and for more than 4 million forwards."""
+    or do not fit, and for more than 2**22 forwards over all ranks. --hint auto keeps its hint,
+    which the simulation chooses."""
     if row.links is LinkMode.BLOCKING and row.policy.dispatch is not Dispatch.FIXED:
         raise UsageError(
             "--links blocking has both ranks wait for a message, which only an order that binds "

@@ -44,8 +44,9 @@ def _settings(options: Sequence[RowOptions]) -> Iterator[Column]:
 
 
 def _results(rows: Sequence[Row]) -> Iterator[Column]:
-    """Yield the columns of times, ratios, memory and bubble. Many are for programs only; for one
-    row also the ratio to the first row."""
+    """Yield the columns of times, ratios, memory and bubble. Many are for programs only; so are the
+    ratio to the first row if there is one row, the spread of one step, and bytes that add
+    nothing."""
     mean_s = [row.mean_s for row in rows]
     first = rows[0]
 
@@ -74,8 +75,8 @@ def _results(rows: Sequence[Row]) -> Iterator[Column]:
 
 
 def _is_of_one_size(row: Row) -> bool:
-    """Return True if all held microbatches of a row have the same size, so that bytes add no
-    information; also if bytes are unknown."""
+    """Return True if the peak bytes per held microbatch are equal on all ranks of a row, so that
+    bytes add no information; also if bytes are unknown."""
     peaks = zip(row.peak_held_bytes or (), row.peak_held, strict=False)
     return len({num_bytes / held for num_bytes, held in peaks}) <= 1
 

@@ -219,8 +219,8 @@ def candidate_in_words(candidate: "Candidate", source: "Source") -> str:
 
 
 def _wrapped(name: str, words: Sequence[str]) -> list[str]:
-    """Format a command name and its flags as lines of at most 79 characters, indented, with
-    backslashes that continue them in a shell."""
+    """Format a command name, and below it its indented flags in lines of at most 77 characters (a
+    longer flag exceeds them), with backslashes that continue them in a shell."""
     lines, line = [name], " "
     for number, word in enumerate(words):
         width = _WIDTH - 2 - (0 if number == len(words) - 1 else 2)
@@ -272,7 +272,7 @@ class TrialRunner:
 
     def run(self, number: int, proposal: "Prediction") -> TrialResult:
         """Train a few steps with a proposal in a new run directory, and return the mean time of a
-        step without the warm-up step. Progress goes to stderr.
+        step without the warm-up step, measured and predicted. Progress goes to stderr.
 
         Raises UsageError if the proposal's settings are invalid, and RrfpError if a rank fails.
         """
@@ -308,8 +308,8 @@ class TrialRunner:
         """Return the predicted mean time in seconds of these steps of the trial.
 
         A paced run of costs in a file has the seeds of the prediction, and any other run the seeds
-        of the run that is tuned. If that run lacks any of these steps, it is the proposal's own
-        prediction.
+        of the run that is tuned. If that run lacks any of these steps, or the proposal cannot run
+        one, it is the mean of the proposal's own prediction.
         """
         from rrfp.tune.search import predict_unbound
 

@@ -129,8 +129,8 @@ def watch_run(
 def _send(
     follower: Follower, news: Update, exporters: MutableMapping[str, Exporter], view: View
 ) -> None:
-    """Pass new metrics and steps, if any, to the exporters. An exporter that fails is removed, and
-    the view shows why."""
+    """Pass new steps, and new metrics that have a step, to the exporters. An exporter that fails is
+    removed, and the view shows why."""
     if not (news.steps or news.metrics):
         return
     for asked, exporter in list(exporters.items()):
@@ -166,8 +166,8 @@ def _close(
     command: AlertCommand | None,
     view: View,
 ) -> None:
-    """Close view, follower and exporters, and wait for alert commands. Failures are shown, not
-    raised."""
+    """Close view, follower and exporters, and wait for alert commands. Failures of exporters and
+    commands are passed to the view's `note` after it is closed, not raised."""
     view.close()
     follower.close()
     for asked, exporter in exporters.items():

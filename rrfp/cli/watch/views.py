@@ -38,8 +38,9 @@ _COLORS = {RunState.GOING: "green", RunState.SILENT: "yellow", RunState.KILLED: 
 def page(
     follower: Follower, state: RunState, sentence: str, notes: Sequence[str] = ()
 ) -> RenderableType:
-    """Make the page of a run: state, figures, stages, main waits, slow places and notes. Without
-    records it has the state, the metrics and the stages' busy shares."""
+    """Make the page of a run: state, figures, stages, main waits, slow places (or else a stage with
+    much more work) and notes. Without records it has the state, the metrics and the stages' busy
+    shares."""
     parts: list[RenderableType] = [_headline(follower, state, sentence)]
     recent = list(follower.steps)[-WINDOW:]
     if recent:
@@ -89,7 +90,7 @@ def _figures(follower: Follower, recent: Sequence[StepFigures]) -> Text:
 
 
 def _format_metrics(follower: Follower) -> str:
-    """Format the last metrics as `loss 3.2145  0.43 s a step  1,234 tokens/s`, without unknown
+    """Format the last metrics as `loss 3.2145  430 ms a step  1,234 tokens/s`, without unknown
     values; empty without any."""
     line = follower.metrics
     words = []
@@ -105,7 +106,7 @@ def _format_metrics(follower: Follower) -> str:
 
 def _stages(recent: Sequence[StepFigures]) -> Table:
     """A table of the busiest stages (at most twelve) in their order: ranks, mean busy share, main
-    wait, held activations."""
+    wait, and most activations held in the last step."""
     shown = recent[-1].by_stage()
     busy = {stage: fmean(_busy(step, stage) for step in recent) for stage in shown}
     most = sorted(sorted(busy, key=lambda stage: -busy[stage])[:_MOST_STAGES])
@@ -179,7 +180,7 @@ def _waits(recent: Sequence[StepFigures]) -> Text:
 
 def _slowness(follower: Follower) -> list[RenderableType]:
     """Lines about slow places (at most three), or else one line about the place that is closest to
-    being slow. Before WINDOW steps one line says that slowness is not known yet."""
+    being slow, if any is. Before WINDOW steps one line says that slowness is not known yet."""
     active = follower.active
     if active:
         lines = [Text(f"Slow: {alarm.text}", style="bold red") for alarm in active[:_MOST_ALARMS]]
@@ -195,7 +196,8 @@ def _slowness(follower: Follower) -> list[RenderableType]:
 
 
 def _uneven(recent: Sequence[StepFigures]) -> Text | None:
-    """A line about the stage with the most work, if it exceeds the others by 10%; None if not."""
+    """A line about the stage with the most work, if it exceeds the mean of the others by at least
+    10%; None if not."""
     extra = extra_work(recent)
     if not extra:
         return None
@@ -218,7 +220,7 @@ def _stages_of_metrics(follower: Follower) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds with a unit and three digits: `0.43 s`, `12.1 ms`."""
+    """Format seconds with a unit and three digits: `1.23 s`, `430 ms`, `12.1 ms`."""
     from rrfp.analyze.table import format_time
 
     return format_time(seconds * NS_PER_S)
@@ -307,7 +309,7 @@ class LivePage(OncePage):
 
 
 class Lines(View):
-    """Prints a line for each step, alert and change of state, as text or JSON; or alerts only."""
+    """Prints a line for each step, alert and change of state, as text or JSON; or without steps."""
 
     def __init__(self, follower: Follower, *, as_json: bool, only_alerts: bool) -> None:
         super().__init__(follower)
