@@ -137,7 +137,7 @@ class Blame:
 def blame(frames: Frames) -> Blame:
     """Attribute the mean time of finished steps, or of thirty of them, evenly spread, to owners.
 
-    Raises RrfpError if no step was finished, or if they have no tasks.
+    Raises RrfpError if no step was finished, or if one of them has no tasks or no critical path.
     """
     finished = frames.finished_windows()["step"].to_list()
     chosen = spread_evenly(finished, _MOST_STEPS)
@@ -449,7 +449,8 @@ class _ShareDescriber:
     ) -> tuple[str, str, str]:
         """Return the title, the figures and the advice of a cause.
 
-        `at` is the place, `amount` the time and share, and `part` the time of the largest owner.
+        `at` is the place, `amount` the time and share, and `part` the time of the largest owner. A
+        cause without a text of its own counts as unexplained idle time.
         """
         match owner.what:
             case Fault.SLOW_STAGE:
@@ -604,7 +605,7 @@ class Finding:
     """The flags of `rrfp analyze whatif` that replay the run with it fixed."""
 
     def command(self, run: str, steps: str | None = None) -> str:
-        """Return the command that replays some steps with the cause fixed.
+        """Return the command that replays the run, or only `steps`, with the cause fixed.
 
         Without `flags` it is the command that shows the trace.
         """
@@ -614,7 +615,7 @@ class Finding:
         return f"rrfp analyze whatif {quote(run)} {self.flags}{chosen}"
 
     def as_json(self, run: str, steps: str | None = None) -> dict[str, object]:
-        """Return the object that `rrfp analyze --format json` prints."""
+        """Return the object that `rrfp analyze --format json` prints for this finding."""
         return {
             "kind": self.kind,
             "pp_rank": self.pp_rank,
@@ -633,7 +634,7 @@ def findings(
     run: RecordedRun | None = None,
     culprits: Sequence[Bottleneck] = (),
 ) -> list[Finding]:
-    """Return the findings, the largest saving or share first.
+    """Return the findings, the largest saving or share first; shares below 1% are left out.
 
     Replayed bottlenecks (`culprits`) have savings; causes that a replay cannot remove have shares.
     Without `run` all causes have shares, and `culprits` are ignored.
@@ -705,7 +706,10 @@ class Diagnosis:
 
     @classmethod
     def of_note(cls, note: dict[str, Any]) -> Self:
-        """Read the object of `as_note`. Raises TypeError, KeyError or ValueError for others."""
+        """Read the object of `as_note`. Raises TypeError or KeyError for one of another shape.
+
+        The types of most values are not checked.
+        """
         found = [
             Finding(**{**each, "link": None if each["link"] is None else tuple(each["link"])})
             for each in note["findings"]
@@ -733,7 +737,8 @@ class Diagnosis:
 def diagnose(frames: Frames) -> Diagnosis:
     """Find the causes of long steps, by replay if that is possible.
 
-    Raises RrfpError if no step was finished by all ranks, or if they have no tasks.
+    Raises RrfpError if no step was finished by all ranks, or as `blame` and `bubbles` do for
+    damaged records.
     """
     found = blame(frames)
     replayed = replays(frames)

@@ -238,8 +238,8 @@ def knows_bytes(tasks: pl.DataFrame) -> bool:
 def activation_changes(frames: Frames) -> pl.DataFrame:
     """Return the tasks of each rank in order of time with two more columns.
 
-    `change` is the number of bytes that the task added to those held. `for_w` is the number of
-    bytes that are then held only for pending weight gradients.
+    `change` is the number of bytes that the task added to those held in the step, negative if it
+    freed some. `for_w` is the number then held only for pending weight gradients.
     """
     change = pl.col("held_bytes") - pl.col("held_bytes").shift(1, fill_value=0).over(_IN_STEP)
     left = pl.col("change").cum_sum().over(*_IN_STEP, "stage", "microbatch")

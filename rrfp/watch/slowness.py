@@ -184,7 +184,7 @@ class _ComparisonResult:
         return np.asarray(np.maximum(noise, np.median(noise)))
 
     def most(self, allowed: NDArray[np.bool_]) -> tuple[float, tuple[int, ...]]:
-        """Return the largest rise among the allowed parts (0 if none is allowed), and its part."""
+        """Return the largest rise among the allowed parts (0 if none rose), and its part."""
         rise = np.where(allowed, self.rise, 0.0)
         part = tuple(int(each) for each in np.unravel_index(np.argmax(rise), rise.shape))
         return float(rise[part]), part
@@ -234,9 +234,9 @@ class Detector:
     def add_sample(self, number: int, sample: Array, work: Array) -> Changes:
         """Add the sample and the busy fractions of step `number`; return what changed.
 
-        Both have the shape (replicas, places, members). NaN marks a missing place, which is filled
-        with the median of the same place. Fewer than 10 samples change nothing; a recovery drops
-        all but the last 10.
+        Both have the shape (replicas, places, members). NaN marks a missing entry, which is filled
+        with the median of the others at its place. Fewer than 10 samples change nothing; a recovery
+        drops all but the last 10.
         """
         assert sample.shape == work.shape == self._shape
         self._samples.append(_filled(sample))
