@@ -172,7 +172,8 @@ class Adviser:
         return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
 
     def _peers(self) -> str:
-        """Describe the ranks with which a slow rank is compared: other replicas, or its group."""
+        """Describe the ranks with which a slow rank is compared: in other replicas, or else in its
+        group."""
         several = len(self._run.steps[0].replicas) > 1
         return (
             "the same stages in other replicas"

@@ -81,7 +81,8 @@ def warning(found: Differences) -> str:
 
 
 def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Yield the numbers of microbatches, stages and ranks in the records of both runs."""
+    """Yield group, name and both values of the numbers of microbatches, stages and ranks in the
+    records."""
     both = (first, second)
 
     def counts(column: str) -> tuple[int, int]:

@@ -330,7 +330,10 @@ class BlockingBacktrace(Backtrace):
         }
 
     def chain(self, last: ChainTask) -> Iterator[Segment]:
-        """Yield the path from the end of the last task back, over tasks, transfers and waits."""
+        """Yield the path from the end of the last task back, over tasks, transfers and waits.
+
+        After a transfer that made its rank wait, the path continues on the rank that came last.
+        """
         replica = self._replicas[last.rank]
         rank = replica.ranks[self._ranks[last.rank].pp_rank]
         tasks = {each.pp_rank: list(each.spans.items()) for each in replica.ranks}
@@ -431,6 +434,7 @@ class CriticalPath:
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     """Compute the critical path of a step; None means the longest step.
 
+    It follows the blocking transfers of a simulated run (`BlockingBacktrace`) if all match.
     Raises UsageError for a step that some rank did not finish, and RrfpError if all steps are such,
     or the step has zero length, no tasks, or tasks that wait for each other in a ring.
     """

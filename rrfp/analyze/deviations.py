@@ -69,8 +69,10 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
 def deviation_table(
     report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
 ) -> Table:
-    """Make the table of departures of each stage, or of each rank, from its hint's order, for
-    `deviations`."""
+    """Make the table of departures of each stage, or of each rank, from its hint's order.
+
+    `report` is a result of `deviations`.
+    """
     fractions = report["deviating_fraction"].to_list()
     names = [Column("stage", [numbers_of(stages[each]) for each in report["pp_rank"]], TEXT)]
     if by_rank:

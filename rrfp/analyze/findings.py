@@ -386,7 +386,10 @@ def shares(frames: Frames, found: Blame) -> list[Share]:
 
 
 def headline(frames: Frames, found: Blame) -> str:
-    """State the mean step time, and the work of the busiest rank, the least time of any order."""
+    """State the mean step time, and the work of the busiest rank, the least time of any order.
+
+    The work is its share of the steps that `found` examined, applied to that mean.
+    """
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
         f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
@@ -532,7 +535,11 @@ class _ShareDescriber:
                 )
 
     def _describe_series(self, amount: str) -> tuple[str, str, str]:
-        """Return title, figures and advice for stages that work one after another."""
+        """Return title, figures and advice for stages that work one after another.
+
+        The advice adds `--hint bfw` if B is not split, and `--chunks 2` if no rank has several
+        stages.
+        """
         advice = ["More --microbatches per step make it a smaller share."]
         if self._can_split:
             advice.append("Try --hint bfw: weight gradients then fill the drain.")
@@ -546,7 +553,11 @@ class _ShareDescriber:
         )
 
     def _describe_uneven(self, at: str, amount: str, part: str) -> tuple[str, str, str]:
-        """Return title, figures and advice for uneven tasks; the advice suits the run's policy."""
+        """Return title, figures and advice for uneven tasks.
+
+        The advice is the first that applies: ready dispatch, split backwards, a higher bound, or
+        else a check of the cause.
+        """
         if self._settings.get("dispatch", Dispatch.READY) != Dispatch.READY:
             advice = "Try --dispatch ready: other ready tasks then run in the meantime."
         elif self._can_split:

@@ -460,7 +460,7 @@ def warm_up_steps(frames: Frames) -> tuple[int, ...]:
 def step_time_ns(frames: Frames, steps: Collection[int] | None = None) -> float:
     """Return the mean step time that all reports show, over the steps that all ranks finished.
 
-    `steps` selects some of them. Raises RrfpError if none is left.
+    `steps` selects some of them. Raises RrfpError if none of them is left.
     """
     whole = frames.windows
     if steps is not None:

@@ -145,7 +145,8 @@ def _conclusion(memory: Memory) -> str:
 def memory(frames: Frames) -> Memory:
     """Compute the activation memory of each rank over the finished steps.
 
-    Steps with guessed sizes are ignored if there are others. Raises RrfpError if no step was
+    Headroom is the distance of a peak to the bound, or without a bound to the largest peak of any
+    rank. Steps with guessed sizes are ignored if there are others. Raises RrfpError if no step was
     finished, or the trace has no bytes.
     """
     windows = frames.finished_windows()

@@ -119,7 +119,7 @@ def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool =
 
     Without a preset or `evaluations`, a trace above 64 MB is shown whole. The first step is chosen
     only if there is no other. It is a training step, unless `evaluations` is set or the run has
-    only evaluations.
+    only evaluations. `Preset.FLOW` also selects the message that starved a stage longest.
     Raises RrfpError for a file that is not a complete trace, and UsageError for `evaluations` of a
     run without evaluations.
     """

@@ -88,7 +88,10 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """Sentence such as `rank 3 (...) takes 31% longer than before, since step 57`."""
+        """Sentence such as `rank 3 (...) takes 31% longer than before, since step 57`.
+
+        Instead of `before` it may name tensor-parallel peers or other replicas.
+        """
         is_group = self.kind is Kind.RANK and len(self.ranks) > 1
         verb, whose = ("take", "their") if is_group else ("takes", "its")
         compared = {

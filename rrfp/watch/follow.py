@@ -366,8 +366,8 @@ class Follower:
     def state(self) -> tuple[RunState, str]:
         """Return the state of the run and a sentence about it.
 
-        A run goes on while a process holds the lock of a record file or of `outcome.json`.
-        Otherwise the outcome, the trace and the last records decide.
+        A run goes on (or waits, or is silent) while a process holds the lock of a record file or of
+        `outcome.json`. Otherwise the outcome, the trace and the last records decide.
         """
         if self._is_going():
             silent_s = self._silent_s()

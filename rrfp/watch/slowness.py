@@ -209,7 +209,7 @@ class _ActiveSlowdown:
     """A step is slow if its number exceeds this: the usual number plus half the rise."""
 
     def has_recovered(self, samples: Array) -> bool:
-        """Return whether 8 of the last 10 numbers are below `half`."""
+        """Return whether at least 8 of the last 10 numbers are below `half`."""
         values, _ = self.comparison.values(samples[-WINDOW:])
         return bool((_column(values, self.part) < self.half).sum() >= _NEEDED)
 
@@ -277,7 +277,11 @@ class Detector:
         return (slow,)
 
     def _comparisons(self, samples: Array) -> list[_Comparison]:
-        """Return the comparisons that are possible with this grid and number of steps."""
+        """Return the comparisons that are possible with this grid and number of steps.
+
+        MEMBERS needs several members, PEERS several replicas, and PAST several places and 15 steps;
+        whole replicas are compared if there are several of both.
+        """
         num_replicas, num_places, num_members = self._shape
         found = []
         if num_members > 1:

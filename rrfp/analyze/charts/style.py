@@ -101,19 +101,25 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
 
 
 def lead_tasks(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """Return the tasks of a step in a replica (None: the first), for each group's first rank."""
+    """Return the tasks of a step in a replica (None: the first), of its lowest tensor rank.
+
+    The first and the lowest are those that have tasks in the step.
+    """
     return _of_leads(frames.tasks, step, replica)
 
 
 def lead_waits(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """Return the waits of a step in a replica (None: the first), for each group's first rank."""
+    """Return the waits of a step in a replica (None: the first), of its lowest tensor rank.
+
+    The first and the lowest are those that have waits in the step.
+    """
     return _of_leads(frames.waits, step, replica)
 
 
 def _of_leads(frame: pl.DataFrame, step: int, replica: int | None) -> pl.DataFrame:
     """Keep the rows of one step, replica (None: the lowest) and tensor rank (the lowest).
 
-    The lowest are those in the rows of this step.
+    The lowest are those in the rows of this step, over all replicas.
     """
     # A trace may lack the first member or replica, so the smallest number is used.
     of_step = frame.filter(pl.col("step") == step)
