@@ -259,8 +259,8 @@ class Table:
         ]
 
     def notes(self) -> list[str]:
-        """Return the conclusions that are not empty, after the meaning of marks if there are
-        any."""
+        """Return the conclusions that are not empty, after the meaning of marks if any row is
+        marked."""
         notes = [each for each in self.conclusions if each]
         if self.mark_meaning and any(each.marked for each in self.columns):
             notes.insert(0, f"{MARK} {self.mark_meaning}")
