@@ -71,7 +71,10 @@ class Adviser:
         return None
 
     def _describe_whole(self, culprit: Bottleneck) -> tuple[str, str, str]:
-        """Describe a bottleneck of the whole run, such as its order or its bound."""
+        """Describe a bottleneck of the whole run, such as its order or its bound.
+
+        Kinds without a text of their own count as stages that fill and drain.
+        """
         change = culprit.change
         match culprit.kind:
             case BottleneckKind.UNEVEN_MICROBATCHES:
@@ -143,7 +146,8 @@ class Adviser:
     def _advise_layers(self, culprit: Bottleneck) -> str:
         """Advise the split of the layers that evens out the stages, by their measured work.
 
-        Without the number of layers the advice is general; if no split is more even, it says so.
+        Assumes that the run had an even split. Without the number of layers the advice is general;
+        if the even split is the best, it says so.
         """
         shape, layers = self._run.shape, self._run.layers
         if layers is None:
@@ -168,7 +172,8 @@ class Adviser:
         return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
 
     def _peers(self) -> str:
-        """Describe the ranks with which a slow rank is compared: other replicas, or its group."""
+        """Describe the ranks with which a slow rank is compared: in other replicas, or else in its
+        group."""
         several = len(self._run.steps[0].replicas) > 1
         return (
             "the same stages in other replicas"
@@ -177,15 +182,15 @@ class Adviser:
         )
 
     def _on_host(self, rank: int) -> str:
-        """Return ` on HOST` for a rank; empty for imported and simulated traces."""
+        """Return ` on HOST` for a rank; empty if its host is `unknown` or `simulated`."""
         host = self._frames.run.filter(pl.col("rank") == rank)["host"][0]
         return "" if host in ("unknown", "simulated") else f" on {host}"
 
     def _since(self, rank: int, excess: float) -> str:
         """State in which steps a rank exceeds its peers' median by half of its mean `excess`.
 
-        All or most steps, since a step (if most later ones exceed), or some steps. Peers run the
-        same tasks: in other replicas, or else in its group.
+        All or most (80%) of them, since a step (if most later ones exceed, and at least two), or
+        some steps. Peers run the same tasks: in other replicas, or without any in its group.
         """
         run = self._frames.run
         own = run.filter(pl.col("rank") == rank).row(0, named=True)
@@ -213,12 +218,15 @@ class Adviser:
 
 
 def _alone(culprit: Bottleneck) -> str:
-    """Return a clause with the saving of the remedy alone; empty if that is negligible."""
+    """Return a clause with the saving of the remedy alone; empty below 1% of a step."""
     is_worth = culprit.remedy_saving >= LEAST_SAVING
     return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""
 
 
 def _excess(busy_ns: dict[int, int], rank: int) -> float:
-    """Return by which share a rank works longer than the median of its peers; 0 without peers."""
+    """Return by which share a rank works longer than the median of its peers; negative if shorter.
+
+    0 without peers.
+    """
     others = [ns for each, ns in busy_ns.items() if each != rank]
     return busy_ns.get(rank, 0) / max(1, median(others)) - 1 if others else 0.0

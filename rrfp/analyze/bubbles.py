@@ -198,8 +198,8 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
 def divide(frames: Frames) -> pl.DataFrame:
     """Return a row for each finished step and rank, in nanoseconds.
 
-    The columns are `window_ns`, `busy_ns`, `CAUSES` and `OVERHEAD_PARTS`. Without launches all
-    overhead is `decision`. Raises RrfpError if a rank waited for an unknown cause.
+    The columns are `step`, `rank`, `window_ns`, `busy_ns`, `CAUSES` and `OVERHEAD_PARTS`. Without
+    launches all overhead is `decision`. Raises RrfpError if a rank waited for an unknown cause.
     """
     return pl.concat([_divide(piece) for piece in frames.piecewise()])
 
@@ -259,7 +259,8 @@ def _divide(frames: Frames) -> pl.DataFrame:
 def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
     """Return the tasks of finished steps in order of time, clipped to the window.
 
-    `until_ns` is the end of all earlier tasks of the rank.
+    Those outside of it are dropped. `until_ns` is the latest end of the rank's earlier tasks in the
+    step, null for the first.
     """
     return (
         frames.scan("task")
@@ -307,7 +308,10 @@ def _waits(frames: Frames) -> pl.DataFrame:
 
 
 def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
-    """Sort waits by time and clip each to the time after the earlier ones."""
+    """Sort each rank's waits by time and clip each to the time after the earlier ones.
+
+    Waits without time left are dropped.
+    """
     return (
         waits.sort(*_KEY, "start_ns", "end_ns", "cause")
         .with_columns(pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over(_KEY)))
@@ -318,7 +322,8 @@ def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
 def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
     """Return how much of the gaps each wait explains.
 
-    This is the gap time before its end minus the gap time before its start.
+    This is the gap time before its end minus the gap time before its start. Overlapping waits are
+    made disjoint first.
     """
 
     def gaps_until(waits: pl.DataFrame, time: str) -> pl.DataFrame:
@@ -395,7 +400,8 @@ _SAMPLE = StepSample(num_tasks=10_000, most_tasks_of_a_step=40_000)
 def structural_of(frames: Frames) -> Structural:
     """Divide the bubble of a run's finished training steps, or of a sample of them, by replay.
 
-    Raises RrfpError if the run cannot be replayed, or if a chosen step lacks tasks.
+    Raises RrfpError without such steps, if the run cannot be replayed, or if a chosen step lacks
+    tasks.
     """
     finished = [step for step in frames.finished_windows()["step"] if not is_evaluation(step)]
     if not finished:
@@ -426,10 +432,10 @@ def structural_shares(frames: Frames) -> list[float]:
 
 
 def bubble_table(bubbles: Bubbles, why_not_replayed: str = "", *, by_rank: bool = False) -> Table:
-    """Make the table of work and bubble of each stage, or of each rank, in tenths of a percent.
+    """Make the table of work and bubble of each pipeline rank, or of each rank, in percent.
 
-    Work and causes of a row sum to 100.0. Causes without time are left out. If each stage has one
-    rank, rows name the rank, too. Only a table by rank has the columns for programs.
+    Work and causes of a row sum to 100.0. People do not see causes without time. If each pipeline
+    rank has one rank, rows name it, too. Only a table by rank has the columns for programs.
     """
     groups: dict[int, list[RankBubbles]] = defaultdict(list)
     for rank in bubbles.ranks:

@@ -45,8 +45,8 @@ _MOST_LETTERS = 40
 def differences(first: Frames, second: Frames) -> Differences:
     """Return the settings in which the runs differ, besides those of the schedule.
 
-    Only settings that both traces have, and the numbers of microbatches, stages and ranks in the
-    records.
+    Only settings that both traces have count. Different numbers of microbatches, stages and ranks
+    in the records are added unless a differing setting explains them.
     """
     a, b = run_settings(first), run_settings(second)
     found: Differences = {
@@ -81,7 +81,8 @@ def warning(found: Differences) -> str:
 
 
 def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Yield the numbers of microbatches, stages and ranks in the records of both runs."""
+    """Yield group, name and both values of the numbers of microbatches, stages and ranks in the
+    records."""
     both = (first, second)
 
     def counts(column: str) -> tuple[int, int]:
@@ -183,10 +184,10 @@ class Comparison:
 
 
 def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparison:
-    """Compare the finished steps of two runs. `stage` limits work and idle time to its ranks.
+    """Compare the finished steps of two runs; `stage` limits work, waits and memory to its ranks.
 
-    Raises UsageError for a stage that a run does not have, and RrfpError if a run finished fewer
-    than two steps or has a step of zero length.
+    With `stage` there are no ratios of work. Raises UsageError for a stage that a run does not
+    have, and RrfpError if a run finished fewer than two steps or has a step of zero length.
     """
     times_a, times_b = _times(first, stage), _times(second, stage)
     if len(times_a["length"]) < 2 or len(times_b["length"]) < 2:

@@ -74,7 +74,8 @@ class Wait(NamedTuple):
 
 
 def disjoint(waits: Iterable[Wait]) -> list[Wait]:
-    """Sort waits by time and clip each to the time after the earlier ones."""
+    """Sort waits by time and clip each to the time after the earlier ones; drop those without time
+    left."""
     found: list[Wait] = []
     for wait in sorted(waits):
         begin_ns = max(wait.start_ns, found[-1].end_ns) if found else wait.start_ns
@@ -86,9 +87,9 @@ def disjoint(waits: Iterable[Wait]) -> list[Wait]:
 def idle(
     pp_rank: int, waits: list[Wait], start_ns: int, end_ns: int, rest: str
 ) -> Iterator[Segment]:
-    """Yield the waits of an idle rank from the end back, with `rest` as cause of the gaps.
+    """Yield a rank's waits within an idle time from its end back, with `rest` as cause of the gaps.
 
-    The waits are disjoint and in order; segments may be empty.
+    The waits must be disjoint and in order; segments may be empty.
     """
     cursor_ns = end_ns
     index = bisect_left(waits, end_ns, key=lambda wait: wait.start_ns)
@@ -253,8 +254,9 @@ class Backtrace:
     ) -> tuple[ChainTask | None, int]:
         """Return the previous task on the path (None at its start), and when the path left it.
 
-        That is the sender of the task's message if the message came after the rank was free, else
-        the rank's previous task. Appends the segments in between to `back`, the latest first.
+        That is the sender of the task's message if the message came after the rank was free (in an
+        imported run, if the sending task ended after that), else the rank's previous task. Appends
+        the segments in between to `back`, the latest first.
         """
         row = self._rows[task.place]
         number = bisect_left(row, task)
@@ -328,7 +330,10 @@ class BlockingBacktrace(Backtrace):
         }
 
     def chain(self, last: ChainTask) -> Iterator[Segment]:
-        """Yield the path from the end of the last task back, over tasks, transfers and waits."""
+        """Yield the path from the end of the last task back, over tasks, transfers and waits.
+
+        After a transfer that made its rank wait, the path continues on the rank that came last.
+        """
         replica = self._replicas[last.rank]
         rank = replica.ranks[self._ranks[last.rank].pp_rank]
         tasks = {each.pp_rank: list(each.spans.items()) for each in replica.ranks}
@@ -429,8 +434,9 @@ class CriticalPath:
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     """Compute the critical path of a step; None means the longest step.
 
-    Raises RrfpError if no step was finished by all ranks or the step has zero length, and
-    UsageError for a step that some rank did not finish.
+    It follows the blocking transfers of a simulated run (`BlockingBacktrace`) if all match.
+    Raises UsageError for a step that some rank did not finish, and RrfpError if all steps are such,
+    or the step has zero length, no tasks, or tasks that wait for each other in a ring.
     """
     spans = {step: (start, end) for step, start, end in frames.finished_windows().iter_rows()}
     if step is None:
@@ -457,9 +463,9 @@ _COLORS = KIND_COLORS | {LINK: LINK_COLOR} | CAUSE_COLORS
 
 
 def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table:
-    """Make the table of the critical path: a row for each stage, a column for each kind.
+    """Make the table of the critical path: a row for each pipeline rank on it, a column per kind.
 
-    Cells are rounded so that rows and columns sum to the step.
+    Cells are rounded so that rows and columns sum to the total of the path's owners.
     """
     owners = path.owners
     times_ns = [owner.time_ns for owner in owners]

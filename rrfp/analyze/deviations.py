@@ -29,7 +29,7 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
 
     With `stage` only its rank has a row. With `by_rank` each replica has a row, and `rank` is the
     first rank of its group. Members of a group run the same tasks and count once. The distance is
-    the mean over steps of the share of all pairs of tasks.
+    the mean over steps and replicas of the share of pairs of tasks that ran in the opposite order.
 
     Raises UsageError for an unknown stage, and RrfpError if no step was finished by all ranks or
     the run recorded no positions in a hint's order.
@@ -69,8 +69,10 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
 def deviation_table(
     report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
 ) -> Table:
-    """Make the table of departures of each stage, or of each rank, from its hint's order, for
-    `deviations`."""
+    """Make the table of departures of each stage, or of each rank, from its hint's order.
+
+    `report` is a result of `deviations`.
+    """
     fractions = report["deviating_fraction"].to_list()
     names = [Column("stage", [numbers_of(stages[each]) for each in report["pp_rank"]], TEXT)]
     if by_rank:

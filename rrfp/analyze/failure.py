@@ -93,8 +93,8 @@ def _moments(
 ) -> LastMoments:
     """Make the last moments of a rank from its unfinished and its last finished record, if any.
 
-    Times count back from `end_ns`. A rank in the schedule that has finished a task of the step is
-    `between tasks`.
+    Times count back from `end_ns`. A rank in the schedule whose last finished record is of the same
+    step is `between tasks` since then.
     """
     last = last_s = None
     step = None if begun is None else begun["step"]
@@ -137,8 +137,8 @@ MOST_RANKS = 10
 def fatal_table(fatal: Fatal, *, is_whole: bool) -> Table:
     """Make the table of the task or wait of each rank at the end of the run.
 
-    Unless `is_whole`, it has at most ten ranks: first those that waited for no other rank, then
-    those that waited longest; a note counts the others.
+    Unless `is_whole`, more than ten ranks are cut to ten: first those that waited for no other
+    rank, then those that did, each the longest first; a note counts the rest.
     """
     ranks = list(fatal.ranks)
     left = 0
@@ -171,8 +171,8 @@ def _amid(each: LastMoments, step: int) -> str:
 
 
 def _awaited(each: LastMoments) -> str:
-    """Format the task and rank that a rank waited for, `F3 of rank 1`; `-` if it waited for
-    none."""
+    """Format the task and rank that a rank waited for, `F3 of rank 1`, as far as known; `-` if
+    neither is."""
     rank = None if each.awaited_rank is None else f"rank {each.awaited_rank}"
     return " of ".join(filter(None, (each.awaited_task, rank))) or "-"
 

@@ -137,7 +137,7 @@ class Blame:
 def blame(frames: Frames) -> Blame:
     """Attribute the mean time of finished steps, or of thirty of them, evenly spread, to owners.
 
-    Raises RrfpError if no step was finished, or if they have no tasks.
+    Raises RrfpError if no step was finished, or if one of them has no tasks or no critical path.
     """
     finished = frames.finished_windows()["step"].to_list()
     chosen = spread_evenly(finished, _MOST_STEPS)
@@ -386,7 +386,10 @@ def shares(frames: Frames, found: Blame) -> list[Share]:
 
 
 def headline(frames: Frames, found: Blame) -> str:
-    """State the mean step time, and the work of the busiest rank, the least time of any order."""
+    """State the mean step time, and the work of the busiest rank, the least time of any order.
+
+    The work is its share of the steps that `found` examined, applied to that mean.
+    """
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
         f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
@@ -449,7 +452,8 @@ class _ShareDescriber:
     ) -> tuple[str, str, str]:
         """Return the title, the figures and the advice of a cause.
 
-        `at` is the place, `amount` the time and share, and `part` the time of the largest owner.
+        `at` is the place, `amount` the time and share, and `part` the time of the largest owner. A
+        cause without a text of its own counts as unexplained idle time.
         """
         match owner.what:
             case Fault.SLOW_STAGE:
@@ -531,7 +535,11 @@ class _ShareDescriber:
                 )
 
     def _describe_series(self, amount: str) -> tuple[str, str, str]:
-        """Return title, figures and advice for stages that work one after another."""
+        """Return title, figures and advice for stages that work one after another.
+
+        The advice adds `--hint bfw` if B is not split, and `--chunks 2` if no rank has several
+        stages.
+        """
         advice = ["More --microbatches per step make it a smaller share."]
         if self._can_split:
             advice.append("Try --hint bfw: weight gradients then fill the drain.")
@@ -545,7 +553,11 @@ class _ShareDescriber:
         )
 
     def _describe_uneven(self, at: str, amount: str, part: str) -> tuple[str, str, str]:
-        """Return title, figures and advice for uneven tasks; the advice suits the run's policy."""
+        """Return title, figures and advice for uneven tasks.
+
+        The advice is the first that applies: ready dispatch, split backwards, a higher bound, or
+        else a check of the cause.
+        """
         if self._settings.get("dispatch", Dispatch.READY) != Dispatch.READY:
             advice = "Try --dispatch ready: other ready tasks then run in the meantime."
         elif self._can_split:
@@ -604,7 +616,7 @@ class Finding:
     """The flags of `rrfp analyze whatif` that replay the run with it fixed."""
 
     def command(self, run: str, steps: str | None = None) -> str:
-        """Return the command that replays some steps with the cause fixed.
+        """Return the command that replays the run, or only `steps`, with the cause fixed.
 
         Without `flags` it is the command that shows the trace.
         """
@@ -614,7 +626,7 @@ class Finding:
         return f"rrfp analyze whatif {quote(run)} {self.flags}{chosen}"
 
     def as_json(self, run: str, steps: str | None = None) -> dict[str, object]:
-        """Return the object that `rrfp analyze --format json` prints."""
+        """Return the object that `rrfp analyze --format json` prints for this finding."""
         return {
             "kind": self.kind,
             "pp_rank": self.pp_rank,
@@ -633,7 +645,7 @@ def findings(
     run: RecordedRun | None = None,
     culprits: Sequence[Bottleneck] = (),
 ) -> list[Finding]:
-    """Return the findings, the largest saving or share first.
+    """Return the findings, the largest saving or share first; shares below 1% are left out.
 
     Replayed bottlenecks (`culprits`) have savings; causes that a replay cannot remove have shares.
     Without `run` all causes have shares, and `culprits` are ignored.
@@ -705,7 +717,10 @@ class Diagnosis:
 
     @classmethod
     def of_note(cls, note: dict[str, Any]) -> Self:
-        """Read the object of `as_note`. Raises TypeError, KeyError or ValueError for others."""
+        """Read the object of `as_note`. Raises TypeError or KeyError for one of another shape.
+
+        The types of most values are not checked.
+        """
         found = [
             Finding(**{**each, "link": None if each["link"] is None else tuple(each["link"])})
             for each in note["findings"]
@@ -733,7 +748,8 @@ class Diagnosis:
 def diagnose(frames: Frames) -> Diagnosis:
     """Find the causes of long steps, by replay if that is possible.
 
-    Raises RrfpError if no step was finished by all ranks, or if they have no tasks.
+    Raises RrfpError if no step was finished by all ranks, or as `blame` and `bubbles` do for
+    damaged records.
     """
     found = blame(frames)
     replayed = replays(frames)

@@ -75,7 +75,8 @@ def read_tables(folder: Path) -> Frames:
 def write_tables(reader: "TraceReader", folder: Path) -> None:
     """Convert a trace into files of tables, with a bounded number of rows in memory.
 
-    Raises RrfpError for an incomplete trace, and FileExistsError if the folder has such files.
+    Raises RrfpError for a file that is not a complete trace, FileExistsError if the folder has such
+    files, and OSError.
     """
     writers = {name: _TableWriter(name, folder, reader) for name in SCHEMAS}
     for tables in reader.tables():
@@ -148,7 +149,7 @@ _SEAL = "seal.json"
 
 
 def seal(folder: Path, place: str) -> None:
-    """Write the digests of all files in a folder to `seal.json`; `place` is the folder's name.
+    """Write the digests of all files in a folder to `seal.json`; `place` is its final name.
 
     May raise OSError.
     """
@@ -218,7 +219,7 @@ def load_frames(
     """Load the cached tables of a trace for the steps that `frames.choose_steps` selects.
 
     Missing tables are made. Raises RrfpError for a file that is missing, empty, truncated or not a
-    trace of a run, and UsageError if the run has none of the selected steps.
+    trace of a run, or if tables cannot be written, and UsageError as `choose_steps` does.
     """
     whole = CachedTrace(trace).frames()
     return choose_steps(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)
@@ -240,8 +241,8 @@ class CachedTrace:
     def structural(self, steps: range | None = None) -> tuple[list[float], str]:
         """Return the structural part of the bubble by pipeline rank, as shares of the window.
 
-        If the run cannot be replayed, the list is empty and the text is the reason. Cached in a
-        note.
+        If it has none of `steps` or cannot be replayed, the list is empty and the text is the
+        reason. Cached in a note.
         """
 
         def find() -> tuple[list[float], str]:
@@ -305,7 +306,8 @@ def _folder_of(trace: Path) -> Path:
     """Return the folder of a trace's tables, after making them if they are missing or damaged.
 
     It is beside the trace, or temporary (removed at exit) if that directory is not this user's own
-    or not writable. Raises RrfpError if the trace cannot be read, or tables cannot be written.
+    or not writable. Raises RrfpError if the file is not a complete readable trace, or tables cannot
+    be written.
     """
     try:
         with open_regular(trace) as file:

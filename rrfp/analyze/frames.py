@@ -198,7 +198,8 @@ class Frames:
     def of_stage(self, stage: int) -> "Frames":
         """Return the tables of the pipeline rank that holds a stage, with the messages it received.
 
-        All ranks' sends are kept for them. Raises UsageError for a stage that no rank holds.
+        All ranks' sends are kept for them. Steps that these ranks finished count as finished.
+        Raises UsageError for a stage that no rank holds.
         """
         own = pl.col("pp_rank") == self.rank_of(stage)
         # Other ranks sent the received messages.
@@ -346,9 +347,10 @@ def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) 
 
 
 def missing_records(frames: Frames) -> Iterator[str]:
-    """Yield a sentence for ranks without records, for lost records and for half-recorded messages.
+    """Yield sentences on missing ranks, each rank's lost records, and half-recorded messages.
 
-    `rrfp trace check` checks more.
+    Messages count as half recorded if the numbers of sends and receives differ. `rrfp trace check`
+    checks more.
     """
     missing = sorted(expected_ranks(frames.settings) - set(frames.run["rank"]))
     if missing:
@@ -407,8 +409,8 @@ def choose_steps(
     """Return the tables of the training steps, or with `evaluations` of the evaluations.
 
     `steps` selects some of them by number. None selects all except `warm_up_steps`, or with
-    `with_warm_up` all. The result notes what is left out. A run without backwards is not filtered
-    by kind. Raises UsageError if no step is left.
+    `with_warm_up` all. The result notes what is left out. Raises UsageError if the run has steps
+    but none of that kind, or none of `steps`.
     """
     tested = evaluation_steps(frames)
     trained = sorted(set(frames.steps).difference(tested))
@@ -431,7 +433,7 @@ def choose_steps(
 
 
 def warm_up_steps(frames: Frames) -> tuple[int, ...]:
-    """Return the first steps if they were slow because of allocation, compilation and caches.
+    """Return the first finished steps if they were slow, as compilation makes them.
 
     These are the longest sequence of steps from the first one on in which each step took longer
     than the median of the later steps by five deviations and by 20%. They are at most three, and at
@@ -458,7 +460,7 @@ def warm_up_steps(frames: Frames) -> tuple[int, ...]:
 def step_time_ns(frames: Frames, steps: Collection[int] | None = None) -> float:
     """Return the mean step time that all reports show, over the steps that all ranks finished.
 
-    `steps` selects some of them. Raises RrfpError if none is left.
+    `steps` selects some of them. Raises RrfpError if none of them is left.
     """
     whole = frames.windows
     if steps is not None:

@@ -49,7 +49,7 @@ def paragraph(words: object) -> Markup:
 
 
 def advice(words: str) -> Markup:
-    """Make a paragraph of text in which flags and their values are code."""
+    """Make a paragraph of text in which flags, with known or numeric values, are code."""
     flag = r"--[a-z-]+( (\d[\d-]*|bfw?(-deep)?|ready|intersection|pyramid)\b)?"
     return element("p", Markup(re.sub(flag, r"<code>\g<0></code>", text(words))))
 
@@ -137,14 +137,14 @@ def _policy(scripts: Iterable[str]) -> str:
 def _for_script(value: object) -> str:
     """Return compact JSON that cannot close the script element around it.
 
-    Raises ValueError for NaN.
+    Raises ValueError for NaN and infinity.
     """
     content = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _printable(words: str) -> str:
-    """Replace control characters, which HTML forbids, and surrogates, which UTF-8 forbids."""
+    """Replace control characters below the space, except newline and tab, and surrogates."""
     whole = words.encode("utf-8", "replace").decode()
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in whole)
 

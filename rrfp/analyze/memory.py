@@ -145,7 +145,8 @@ def _conclusion(memory: Memory) -> str:
 def memory(frames: Frames) -> Memory:
     """Compute the activation memory of each rank over the finished steps.
 
-    Steps with guessed sizes are ignored if there are others. Raises RrfpError if no step was
+    Headroom is the distance of a peak to the bound, or without a bound to the largest peak of any
+    rank. Steps with guessed sizes are ignored if there are others. Raises RrfpError if no step was
     finished, or the trace has no bytes.
     """
     windows = frames.finished_windows()
@@ -238,8 +239,8 @@ def knows_bytes(tasks: pl.DataFrame) -> bool:
 def activation_changes(frames: Frames) -> pl.DataFrame:
     """Return the tasks of each rank in order of time with two more columns.
 
-    `change` is the number of bytes that the task added to those held. `for_w` is the number of
-    bytes that are then held only for pending weight gradients.
+    `change` is the number of bytes that the task added to those held in the step, negative if it
+    freed some. `for_w` is the number then held only for pending weight gradients.
     """
     change = pl.col("held_bytes") - pl.col("held_bytes").shift(1, fill_value=0).over(_IN_STEP)
     left = pl.col("change").cum_sum().over(*_IN_STEP, "stage", "microbatch")

@@ -57,7 +57,7 @@ def blocking_replicas(
 ) -> Iterator[tuple[int, list[BlockingReplica]]]:
     """Yield each step with its replicas and their blocking transfers.
 
-    Raises RrfpError if the trace does not record which rank ran a task.
+    Raises RrfpError if the trace lacks settings, ranks or tasks of the run.
     """
     layout = RecordedLayout(recording_of(frames.of_steps(list(windows))))
     for records in layout.steps(dict(windows)):
@@ -126,7 +126,7 @@ def misalignment(
 def link_table(
     report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
 ) -> Table:
-    """Make the table of queued messages and starved stages, a row for each link."""
+    """Make the table of queued messages and starved stages, for a report of `misalignment`."""
     ends = [
         f"{numbers_of(stages[sender])} → {numbers_of(stages[receiver])}"
         for sender, receiver in report.select("from", "to").iter_rows()
@@ -228,9 +228,9 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
 def _blocking_messages(frames: Frames) -> pl.DataFrame:
     """Return the messages of finished steps of a run with blocking transfers.
 
-    A message is queued while its sender waits for the receiver, and starves the receiver from its
-    arrival at the transfer until the end of the transfer. Raises RrfpError if the transfers cannot
-    be matched.
+    A message is queued while its sender waits for the receiver, and starves the receiver from the
+    time that the receiver reaches the transfer until the transfer ends. Raises RrfpError if the
+    transfers cannot be matched.
     """
     windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
     met = blocking_replicas(frames, windows) if windows else ()
@@ -257,8 +257,10 @@ def _blocking_messages(frames: Frames) -> pl.DataFrame:
 
 
 def _sent(frames: Frames) -> pl.DataFrame:
-    """Return the messages of finished steps whose transfers overlap with compute, with their
-    waits."""
+    """Return the recorded messages of finished steps with `queued_ns` and `starved_ns`.
+
+    Of the messages that arrive between two starts of tasks, only the last starves its rank.
+    """
     # A rank is idle since the end of its last task, or since its entry into the step. A message
     # that arrives before the entry matches neither and starves no stage.
     entries = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(

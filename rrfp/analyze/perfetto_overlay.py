@@ -26,8 +26,8 @@ _MOST_TASKS = 60_000
 def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[int]]:
     """Encode the critical paths of finished steps as a track to append to the trace.
 
-    Also returns the covered steps: all of them, or in a long run some of them including `shown`;
-    none and no bytes if no step was finished.
+    Also returns the covered steps in order of time: all, or in a long run evenly spread ones and
+    `shown` if it is finished; none and no bytes if no step was finished.
     """
     windows = {step: start_ns for step, start_ns, _ in frames.windows.iter_rows()}
     if not windows:
@@ -43,7 +43,7 @@ def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[in
 
 
 def path_slices(frames: Frames, steps: Iterable[int]) -> Iterator[Slice]:
-    """Yield the critical paths of these steps as slices in order of time.
+    """Yield the critical paths of these steps, in the given order, as slices in order of time.
 
     A task's name is like `2F0`, which gives it the color of its kind. A wait is named by its cause
     and a link by its ends. Steps whose path cannot be computed are skipped.
@@ -81,7 +81,10 @@ def _slices(frames: Frames, step: int, segments: Sequence[Segment]) -> Iterator[
 def _tasks_of(
     frames: Frames, step: int, segments: Sequence[Segment]
 ) -> dict[Segment, dict[str, int]]:
-    """Return the task of each work segment: one of its kind and rank with the same end time."""
+    """Return the task of each work segment: one of its kind and pipeline rank that ends with it.
+
+    Segments without such a task are left out.
+    """
     work = [segment for segment in segments if segment.kind in list(Kind)]
     asked = pl.DataFrame(
         [(number, each.pp_rank, each.kind, each.end_ns) for number, each in enumerate(work)],
@@ -114,8 +117,9 @@ class StepView:
 def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool = False) -> StepView:
     """Choose a typical step of a trace, or with a preset the longest finished step.
 
-    Without a preset, a trace above 64 MB is shown whole. The first step is chosen only if there is
-    no other. It is a training step, unless `evaluations` is set or the run has only evaluations.
+    Without a preset or `evaluations`, a trace above 64 MB is shown whole. The first step is chosen
+    only if there is no other. It is a training step, unless `evaluations` is set or the run has
+    only evaluations. `Preset.FLOW` also selects the message that starved a stage longest.
     Raises RrfpError for a file that is not a complete trace, and UsageError for `evaluations` of a
     run without evaluations.
     """

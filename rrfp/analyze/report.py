@@ -80,7 +80,7 @@ def settings_element(frames: Frames) -> Markup:
 
 
 def shortened(words: str) -> str:
-    """Shorten a text to 300 characters and ` ...`."""
+    """Cut a text after 300 characters and add ` ...`; a shorter text is returned as it is."""
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
 
 
@@ -112,8 +112,8 @@ def report_on(name: str, contents: TraceContents, frames: Frames) -> str:
 def report_of(trace: Path) -> str:
     """Return the name of a trace in reports.
 
-    It is the name of the run's directory, with the number of a later session, or the name of the
-    file.
+    It is the name of the run's directory, with the number of a later session, or for another file
+    its name without suffix.
     """
     whole = trace.resolve()
     run = RunDir(whole.parent)
@@ -222,7 +222,10 @@ class _Page:
         return found[:NUM_FINDINGS]
 
     def _findings(self) -> Parts:
-        """Yield the parts of the findings: the headline, and the list of findings."""
+        """Yield the parts of the findings: the headline, and the list of findings.
+
+        Without findings a sentence says that no fix would save 1% of a step.
+        """
         yield lambda: element("p", text(headline(self._frames, self._blame)), class_="lead")
         yield (
             lambda: (

@@ -105,7 +105,7 @@ class Times:
 def outliers(values: Sequence[float]) -> frozenset[int]:
     """Return the indices of values far above the median: by modified z-score, and by 10%.
 
-    Fewer than three values have no outliers.
+    Fewer than three values, or values with a median of 0 or less, have no outliers.
     """
     if len(values) < 3:
         return frozenset()
@@ -202,8 +202,10 @@ class Column:
         return self.key if self.path is None else self.path
 
     def texts(self, *, has_lead: bool, has_total: bool) -> list[str]:
-        """Return the cells that people read, with lead and total; unmarked cells keep a mark's
-        width."""
+        """Return the cells that people read, with lead and total.
+
+        If any cell is marked, the others keep a mark's width.
+        """
         gap = " " if self.marked else ""
         cells = [
             f"{self._text(value)}{MARK if row in self.marked else gap}"
@@ -257,8 +259,8 @@ class Table:
         ]
 
     def notes(self) -> list[str]:
-        """Return the conclusions that are not empty, after the meaning of marks if there are
-        any."""
+        """Return the conclusions that are not empty, after the meaning of marks if any row is
+        marked."""
         notes = [each for each in self.conclusions if each]
         if self.mark_meaning and any(each.marked for each in self.columns):
             notes.insert(0, f"{MARK} {self.mark_meaning}")
@@ -287,7 +289,10 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def frame(self) -> "pl.DataFrame":
-        """Return the columns with a key as a data frame; lists become texts separated by spaces."""
+        """Return the columns with a key as a data frame; list values become space-separated texts.
+
+        Values that are a series stay as they are.
+        """
         import polars as pl
 
         return pl.DataFrame({each.key: _flat(each.values) for each in self.columns if each.key})

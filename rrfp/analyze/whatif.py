@@ -13,7 +13,8 @@ from rrfp.trace.records import NS_PER_S, STEP, counted
 def whatif_table(report: WhatIf, step_ns: float) -> Table:
     """Make the table: the recorded run as the lead row, and the step time under each change.
 
-    `step_ns` is the measured mean step time. Programs get the median replayed time of each change.
+    `step_ns` is the measured mean step time. Programs do not get the lead row, and get replayed
+    times (the run's less the saving) instead of measured ones.
     """
     own, rows = report.as_it_was, report.rows
     policies = [row.policy for row in rows]
@@ -70,7 +71,10 @@ def _texts(values: Sequence[object]) -> pl.Series:
 
 
 def _peak_columns(peaks: Sequence[tuple[int, ...] | None]) -> list[Column]:
-    """Make the columns of peak memory in each replay; hidden from people unless all are known."""
+    """Make the columns of peak memory in each replay; hidden from people unless all are known.
+
+    The first of `peaks` is that of the run as recorded.
+    """
     own, *others = (None if each is None else max(each) for each in peaks)
     is_known = all(each is not None for each in peaks)
     joined = [None if each is None else " ".join(map(str, each)) for each in peaks[1:]]

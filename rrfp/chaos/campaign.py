@@ -88,7 +88,7 @@ class Campaign:
         """Run each training under its faults and yield the list of its verdicts.
 
         Faults that came too late are injected again, earlier, in a later training of their own.
-        Raises RrfpError when a fault comes too late for the fifth time.
+        Raises RrfpError when a fault comes too late for the fifth time, and as `_train` does.
         """
         waiting = [*trainings]
         tries: dict[int, int] = {}
@@ -106,11 +106,11 @@ class Campaign:
                 waiting.append([_earlier(fault) for fault in missed])
 
     def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
-        """Run one training with these faults, resuming after each, and compare with the reference.
+        """Run one training with these faults, resuming ended sessions; compare with the reference.
 
         Deletes the previous training first, and copies this one to `keep` if a verdict failed.
-        Returns the verdicts, and the faults that came too late. Raises RrfpError if a session fails
-        before any fault.
+        Returns the verdicts, and the faults that were not injected. Raises RrfpError if a session
+        fails before any fault.
         """
         for directory in (self._temporary, *self._sessions, *self._disk.path.iterdir()):
             shutil.rmtree(directory)
@@ -155,7 +155,7 @@ class Campaign:
 
         Returns the verdicts of those injected, each reported at once. Unless a fault ended the
         session, waits for its end, at most an hour (else RrfpError). If it failed, the last verdict
-        gets a complaint.
+        gets a complaint (`judge_late_end`).
         """
         verdicts: list[Verdict] = []
         for fault in pending:
@@ -219,8 +219,8 @@ class Campaign:
     def _limit_s(self, fault: Fault) -> float:
         """Return the seconds within which a session must end, or go on, after a fault.
 
-        The grace time plus `--silence`. Faults other than kills and stops get the time of the start
-        or the end if they come there, and SIGTERM gets that of the end.
+        The grace time plus `--silence`. SIGTERM, and faults other than kills and stops, also get
+        the time of the start or the end if they come there; SIGTERM always gets that of the end.
         """
         limit_s = GRACE_S + self._settings.run.silence
         is_request = fault.signal == "SIGTERM"
@@ -253,7 +253,7 @@ class Campaign:
 def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
     """Wait for the end of an undisturbed training and return its pace.
 
-    The pace is meaningless if the training fails.
+    The pace is meaningless if the training fails or takes more than an hour.
     """
     session.wait_until(lambda: session.num_finished > 0, _UNDISTURBED_S)
     start_s = time.monotonic() - session.began_s

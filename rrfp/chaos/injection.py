@@ -60,8 +60,8 @@ class Injected:
 def wait_for_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_s: float) -> bool:
     """Wait for the moment of a fault; return False if the session ends first, or on timeout.
 
-    The moment is a share of the stage's length in `pace`. A START fault counts as a STEP fault once
-    the session has finished a step.
+    The moment is a share of the stage's length: that in `pace`, or 0.15 s for a save. A START fault
+    counts as a STEP fault once the session has finished a step. Other faults wait for that step.
     """
     match fault.stage:
         case Stage.START if session.num_finished == session.first_step:
@@ -86,7 +86,10 @@ def wait_for_moment(session: TrainingSession, fault: Fault, pace: Pace, timeout_
 
 
 def inject(session: TrainingSession, fault: Fault, disk: Disk) -> Injected | None:
-    """Inject a fault now and wait for its end if it is temporary; None if its target is gone."""
+    """Inject a fault now; None if its target is gone.
+
+    Waits for the end of a CONT or DISK fault, and for a link to begin its fault.
+    """
     if fault.kind in LINK_FAULTS:
         return _disturb_link(session, fault)
     if fault.kind is FaultKind.DISK:

@@ -187,7 +187,10 @@ class TrainingSession:
 
     @property
     def ending(self) -> Ending | None:
-        """Outcome that this session's launcher wrote; None before that, or if it cannot be read."""
+        """Outcome that this session's launcher wrote: `KILLED` while its file is empty or damaged.
+
+        None before the launcher makes the file, or if it cannot be read.
+        """
         if _identity(self.run.outcome) != self._outcome_before:
             with suppress(OSError):
                 return read_ending(self.run)

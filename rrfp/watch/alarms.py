@@ -88,7 +88,10 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """Sentence such as `rank 3 (...) takes 31% longer than before, since step 57`."""
+        """Sentence such as `rank 3 (...) takes 31% longer than before, since step 57`.
+
+        Instead of `before` it may name tensor-parallel peers or other replicas.
+        """
         is_group = self.kind is Kind.RANK and len(self.ranks) > 1
         verb, whose = ("take", "their") if is_group else ("takes", "its")
         compared = {
@@ -142,14 +145,17 @@ class Alarms:
 
     @property
     def leading(self) -> Alarm | None:
-        """The rank, stage or replica with the largest rise, even if below the alarm threshold."""
+        """The rank, stage or replica with the largest rise, even if below the alarm threshold.
+
+        None without a rise.
+        """
         slow = self._tasks.leading
         return None if slow is None else self._alarm_of_tasks(slow)
 
     def add_step(self, step: StepFigures) -> list[Alert]:
         """Add a step's figures and return the alarms that it raises or ends, those of links last.
 
-        The alarms that end come first and are no longer active.
+        Of tasks, and then of links, the alarms that end come first; they are no longer active.
         """
         sample = np.full((len(self._replicas), len(self._stages), len(self._members)), np.nan)
         work = np.zeros(sample.shape)
@@ -169,7 +175,7 @@ class Alarms:
         """Add a step's message times and return the link alarms that it raises or ends.
 
         The first step with messages determines the links; links that appear later are ignored. A
-        link with a slow rank at one of its ends raises no alarm.
+        link that becomes slow while a rank at its ends has an alarm raises none, even later.
         """
         if self._links is None:
             self._hops = sorted({self._hop(link) for link in step.links})
@@ -350,9 +356,10 @@ class Measure(NamedTuple):
 
 
 def measures_of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
-    """Yield the measures of a line of `metrics.jsonl`; values that are not numbers are skipped.
+    """Yield losses, gradient norm, step time and tokens per second of a line of `metrics.jsonl`.
 
-    Tokens per second is computed from tokens and step time.
+    Tokens per second is computed from tokens and step time. Values that are not numbers are
+    skipped.
     """
     for name in _COPIED_METRICS:
         value = line.get(name)
@@ -366,7 +373,8 @@ def measures_of_metrics(line: dict[str, Any]) -> Iterator[Measure]:
 def measures_of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
     """Yield the measures of a recorded step, and the rise of each active alarm as `slow`.
 
-    They are of the whole step, and by pipeline rank, cause of wait and link.
+    They are of the whole step, and by pipeline rank, cause of wait and link. Unknown peak bytes are
+    left out.
     """
     yield Measure("schedule_time_s", None, step.window_s)
     yield Measure("bubble_fraction", None, step.bubble_fraction)

@@ -165,7 +165,7 @@ class OpentelemetryMetrics:
             self._gauges[name].set(value, {label[0]: label[1]} if label else {})
 
     def flush(self) -> None:
-        """Send all gauges to the collector. Raises RrfpError if that fails."""
+        """Send the gauges set since the last `flush`, if any. Raises RrfpError if that fails."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         data = self._reader.get_metrics_data()

@@ -140,8 +140,8 @@ class StepAssembler:
     def pop_finished(self, num_ranks: int) -> Iterator[StepFigures]:
         """Yield, and forget, the steps that all `num_ranks` ranks have ended, in step order.
 
-        Also forgets earlier incomplete steps. Evaluations, and steps in which a rank ran no task,
-        are not yielded.
+        Also forgets earlier incomplete steps. Evaluations, and steps with an empty window or in
+        which a rank ran no task, are not yielded.
         """
         ended = sorted(
             step
@@ -217,7 +217,7 @@ class StepAssembler:
 
 
 def _capped_mean(groups: Iterable[list[float]]) -> float:
-    """Mean of the logarithms, each capped at `_MOST_OF_MEDIAN` above the median of its group."""
+    """Mean of the logarithms, each capped at that of twice the median time of its group."""
     capped: list[float] = []
     for group in groups:
         most = median(group) + _MOST_OF_MEDIAN

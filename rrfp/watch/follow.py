@@ -78,9 +78,9 @@ class RecordsTail:
     def read(self) -> RankRecords | None:
         """Return the flushes completed since the last call; None without any, or once closed.
 
-        Reads up to 4 MiB, or one flush; the first call skips all but the last `most` bytes. Records
-        of `_UNUSED` types are left out. Times are on the rank's own clock. Raises RrfpError if the
-        file is damaged, and OSError.
+        Reads up to 4 MiB, so that a longer flush takes several calls; the first call skips all but
+        the last `most` bytes. Records of `_UNUSED` types are left out. Times are on the rank's own
+        clock. Raises RrfpError if the file is damaged, and OSError.
         """
         if self._file is None:
             return None
@@ -105,8 +105,8 @@ class RecordsTail:
     def _new_lines(self) -> list[bytes]:
         """Read up to `CHUNK` bytes and return the lines that they complete; store the rest.
 
-        Enters the next segment at the end of this one. Sets `has_more` and `grown_ns`. Raises
-        RrfpError for a line that is too long.
+        Enters the next segment, if there is one, at the end of this one. Sets `has_more` and
+        `grown_ns`. Raises RrfpError for a line that is too long.
         """
         assert self._file is not None
         octets = self._file.read(CHUNK)
@@ -238,7 +238,10 @@ class MetricsTail:
 
 
 def _fits_floats(line: dict[str, object]) -> bool:
-    """Return whether all numbers in the line, also in lists, are below 1e300; NaN is not."""
+    """Return whether all numbers in the line, also in its lists, are below 1e300 in magnitude.
+
+    NaN is not. Nested objects are not checked.
+    """
     lists = (value if isinstance(value, list) else [value] for value in line.values())
     numbers = (each for values in lists for each in values if isinstance(each, int | float))
     return all(abs(each) < _MOST for each in numbers)
@@ -338,8 +341,8 @@ class Follower:
     def poll(self) -> Update:
         """Read the new records and metrics; return the finished steps, metrics and alerts in them.
 
-        Switches to a newer session. Steps finish once all expected ranks have records, and then
-        update the alarms.
+        Switches to a newer session, and reads the trace of one that is already over. Steps finish
+        once all expected ranks have records, and then update the alarms.
         """
         self._enter_session()
         news = Update()
@@ -363,8 +366,8 @@ class Follower:
     def state(self) -> tuple[RunState, str]:
         """Return the state of the run and a sentence about it.
 
-        A run goes on while a process holds the lock of a record file or of `outcome.json`.
-        Otherwise the outcome, the trace and the last records decide.
+        A run goes on (or waits, or is silent) while a process holds the lock of a record file or of
+        `outcome.json`. Otherwise the outcome, the trace and the last records decide.
         """
         if self._is_going():
             silent_s = self._silent_s()
@@ -441,8 +444,8 @@ class Follower:
     def _is_going(self) -> bool:
         """Return whether a process still runs or records the run.
 
-        The check locks each file for a moment. Only files with a header are checked, whose writer
-        already holds its own lock.
+        The check locks each file for a moment: `outcome.json`, and the record files whose header
+        was read, because their writer already holds its own lock.
         """
         files = [tail.path for tail in self._tails.values() if tail.info is not None]
         if self.run.outcome.exists():
@@ -450,8 +453,8 @@ class Follower:
         return any(map(is_being_written, files))
 
     def _describe_first_wait(self) -> str:
-        """Explain why no step is complete: ranks that do not record or lag, or no step has
-        ended."""
+        """Explain why no step is complete: the ranks that have ended none although others have, or
+        no rank has."""
         ends = self._assembly.last_steps
         missing = sorted(expected_ranks(self.description) - ends.keys())
         if not (ends and missing):
@@ -462,7 +465,8 @@ class Follower:
     def _silent_s(self) -> float | None:
         """Return the seconds since the last step ended if the run counts as silent; otherwise None.
 
-        It does after 30 s and five times the longest of the last ten recorded steps.
+        It does after 30 s or, if longer, five times the longest of the last ten recorded steps.
+        None before the first recorded step.
         """
         if self._last_step_s is None or not self.steps:
             return None
@@ -473,7 +477,7 @@ class Follower:
 
     def _describe_silence(self, silent_s: float) -> str:
         """Explain a silence by ranks whose records nobody writes, or else by ranks behind the last
-        step."""
+        step; without either it is on all ranks."""
         silence = f"no step has ended for {silent_s:.0f} s"
         dead = [
             tail

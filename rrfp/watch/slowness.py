@@ -184,7 +184,7 @@ class _ComparisonResult:
         return np.asarray(np.maximum(noise, np.median(noise)))
 
     def most(self, allowed: NDArray[np.bool_]) -> tuple[float, tuple[int, ...]]:
-        """Return the largest rise among the allowed parts (0 if none is allowed), and its part."""
+        """Return the largest rise among the allowed parts (0 if none rose), and its part."""
         rise = np.where(allowed, self.rise, 0.0)
         part = tuple(int(each) for each in np.unravel_index(np.argmax(rise), rise.shape))
         return float(rise[part]), part
@@ -209,7 +209,7 @@ class _ActiveSlowdown:
     """A step is slow if its number exceeds this: the usual number plus half the rise."""
 
     def has_recovered(self, samples: Array) -> bool:
-        """Return whether 8 of the last 10 numbers are below `half`."""
+        """Return whether at least 8 of the last 10 numbers are below `half`."""
         values, _ = self.comparison.values(samples[-WINDOW:])
         return bool((_column(values, self.part) < self.half).sum() >= _NEEDED)
 
@@ -234,9 +234,9 @@ class Detector:
     def add_sample(self, number: int, sample: Array, work: Array) -> Changes:
         """Add the sample and the busy fractions of step `number`; return what changed.
 
-        Both have the shape (replicas, places, members). NaN marks a missing place, which is filled
-        with the median of the same place. Fewer than 10 samples change nothing; a recovery drops
-        all but the last 10.
+        Both have the shape (replicas, places, members). NaN marks a missing entry, which is filled
+        with the median of the others at its place. Fewer than 10 samples change nothing; a recovery
+        drops all but the last 10.
         """
         assert sample.shape == work.shape == self._shape
         self._samples.append(_filled(sample))
@@ -277,7 +277,11 @@ class Detector:
         return (slow,)
 
     def _comparisons(self, samples: Array) -> list[_Comparison]:
-        """Return the comparisons that are possible with this grid and number of steps."""
+        """Return the comparisons that are possible with this grid and number of steps.
+
+        MEMBERS needs several members, PEERS several replicas, and PAST several places and 15 steps;
+        whole replicas are compared if there are several of both.
+        """
         num_replicas, num_places, num_members = self._shape
         found = []
         if num_members > 1:

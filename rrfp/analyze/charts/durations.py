@@ -22,7 +22,10 @@ _DIRECTION_COLORS = {"forward": KIND_COLORS["F"], "backward": KIND_COLORS["B"]}
 
 
 def task_times(frames: Frames) -> Any:
-    """Draw the distribution of task times by rank and kind. Raises RrfpError without tasks."""
+    """Draw the distribution of task times by pipeline rank and kind, for at most 16 pipeline ranks.
+
+    Raises RrfpError if there are no tasks, or all took no time.
+    """
     times = frames.tasks.select(
         "pp_rank", pl.col("kind").alias("what"), (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
     )
@@ -30,10 +33,11 @@ def task_times(frames: Frames) -> Any:
 
 
 def message_times(frames: Frames) -> Any:
-    """Draw the distribution of message times by receiving rank.
+    """Draw the distribution of message times by direction and receiving pipeline rank (at most 16).
 
     A message lasts from the first byte written to the last byte received; a blocking transfer
-    begins when both ranks have reached it. Raises RrfpError for a run without messages.
+    begins when both ranks have reached it. Raises RrfpError if there are no messages, or all took
+    no time.
     """
     times = timed_messages(frames).select(
         pl.col("to_pp_rank").alias("pp_rank"),
@@ -55,7 +59,8 @@ def _distributions(
 ) -> Any:
     """Draw histograms on a logarithmic axis; heights are shares of a rank's times of a kind.
 
-    Shows at most 16 pipeline ranks. Raises RrfpError if there are no times, or if all are 0.
+    Shows at most 16 pipeline ranks; 0 counts as 1 ns. Raises RrfpError if there are no times, or
+    if all are 0.
     """
     if times.is_empty():
         raise RrfpError(f"the trace has no {noun}s; see 'rrfp trace check'")
@@ -152,8 +157,8 @@ _COLORS = ("#0072B2", "#7FB2D3", "#B4B4B4", "#E0A184", "#D55E00")
 def misalignment_map(frames: Frames) -> Any:
     """Draw a row for each directed link and a column for each of 60 spans of time.
 
-    The color is the mean over messages of the time queued minus the time starved. Raises RrfpError
-    for a run without messages or finished steps.
+    The color is the mean, over messages that arrived then, of the time queued minus the time
+    starved, limited to the 98th percentile. Raises RrfpError without messages or finished steps.
     """
     messages = timed_messages(frames)
     whole = frames.windows

@@ -61,19 +61,22 @@ class _Panel:
 def gantt(frames: Frames, step: int | None = None, most_bars: int = MOST_BARS) -> Any:
     """Draw the tasks of a step, the waits as thin bars, and the critical path as a line.
 
-    None means the slowest step. Shows the replica with the critical path, and the first rank of
-    each group. Tasks have the number of their microbatch if it fits; odd chunks are paler. With
-    more than `most_bars` bars, rows are divided into equal spans that show what took most of them,
-    and the chart states it.
+    None means the slowest step. Shows the replica with most of the critical path (the first replica
+    if there is no path), and the first rank of each group. Tasks have the number of their
+    microbatch if it fits; odd chunks are paler. With more than `most_bars` bars, rows are divided
+    into equal spans that show what took most of them, and the chart states it.
 
-    Raises RrfpError if no step was finished, and UsageError for an unfinished step.
+    Raises RrfpError if no step was finished or the step has no tasks, and UsageError for an
+    unfinished step.
     """
     panel = _panel(frames, step, most_bars)
     return _drawn([panel], f"{panel.which.capitalize()}: {format_time(panel.length_ns)}")
 
 
 def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
-    """Draw a step of each of several runs, by name, on a common time axis.
+    """Draw a step of each of several runs, by name, on a common time axis, as `gantt` does.
+
+    The runs share 10,000 bars.
 
     Raises RrfpError and UsageError as `gantt` does.
     """
@@ -265,7 +268,10 @@ def _joined(bars: pl.DataFrame, length_ns: int, most_bars: int) -> pl.DataFrame:
 
 
 def _joined_in(bars: pl.DataFrame, length_ns: int, num_bins: int) -> pl.DataFrame:
-    """Divide rows into equal spans with the dominant task or wait, and join equal neighbors."""
+    """Divide rows into equal spans with the kind or cause that took most, and join equal neighbors.
+
+    Spans without any bar are left out.
+    """
     bin_ns = max(1, -(-length_ns // num_bins))
     key = ("pp_rank", "bin")
     first, last = pl.col("start_ns") // bin_ns, (pl.col("end_ns") - 1).clip(0) // bin_ns

@@ -227,7 +227,8 @@ def progress(frames: Frames, step: int | None = None) -> Any:
 
     None means the slowest step. Shows the first replica, the first rank of each group, and at most
     16 pipeline ranks. A dashed line marks how far the limit lets n_F go, if it is below the number
-    of forwards. Raises RrfpError if no step was finished, and UsageError for an unfinished step.
+    of forwards. Raises RrfpError if no step was finished or the step has no F or B, and UsageError
+    for an unfinished step.
     """
     step, start_ns, end_ns, which = window_of(frames, step)
     labels, notes = some_places(frames)

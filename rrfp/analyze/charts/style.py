@@ -80,8 +80,8 @@ def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
 def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
     """Return a step, its start and end in ns, and its description; None means the slowest step.
 
-    Raises RrfpError if no step was finished by all ranks or all take no time, and UsageError for
-    another step.
+    Raises RrfpError if no step was finished by all ranks or all take no time, and UsageError for a
+    step that was not finished or takes no time.
     """
     whole = frames.finished_windows().filter(pl.col("start_ns") < pl.col("end_ns"))
     if whole.is_empty():
@@ -101,17 +101,26 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
 
 
 def lead_tasks(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """Return the tasks of a step in a replica (None: the first), for each group's first rank."""
+    """Return the tasks of a step in a replica (None: the first), of its lowest tensor rank.
+
+    The first and the lowest are those that have tasks in the step.
+    """
     return _of_leads(frames.tasks, step, replica)
 
 
 def lead_waits(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
-    """Return the waits of a step in a replica (None: the first), for each group's first rank."""
+    """Return the waits of a step in a replica (None: the first), of its lowest tensor rank.
+
+    The first and the lowest are those that have waits in the step.
+    """
     return _of_leads(frames.waits, step, replica)
 
 
 def _of_leads(frame: pl.DataFrame, step: int, replica: int | None) -> pl.DataFrame:
-    """Keep the rows of a step of the first rank of each group in one replica (None: the first)."""
+    """Keep the rows of one step, replica (None: the lowest) and tensor rank (the lowest).
+
+    The lowest are those in the rows of this step, over all replicas.
+    """
     # A trace may lack the first member or replica, so the smallest number is used.
     of_step = frame.filter(pl.col("step") == step)
     chosen = pl.col("dp_rank").min() if replica is None else pl.lit(replica)
