@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from rrfp.cli.terminal import has_reader
-from rrfp.cli.watch.views import OVER, View
+from rrfp.cli.watch.views import OVER, View, print_note
 from rrfp.errors import RrfpError, first_line
 from rrfp.watch.alarms import alert_environment, measures_of_metrics, measures_of_step
 from rrfp.watch.exporters import Exporter
@@ -167,14 +167,14 @@ def _close(
     view: View,
 ) -> None:
     """Close view, follower and exporters, and wait for alert commands. Failures of exporters and
-    commands are passed to the view's `note` after it is closed, not raised."""
+    commands are not raised but printed on stderr, below the closed view."""
     view.close()
     follower.close()
     for asked, exporter in exporters.items():
         try:
             exporter.close()
         except (RrfpError, OSError) as error:
-            view.note(f"--export {asked}: {error}")
+            print_note(f"--export {asked}: {error}")
     if command is not None:
         for sentence in command.close():
-            view.note(sentence)
+            print_note(sentence)

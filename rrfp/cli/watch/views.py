@@ -234,6 +234,11 @@ OVER = RunState.ENDED, RunState.KILLED
 _MOST_NOTES = 3
 
 
+def print_note(sentence: str) -> None:
+    """Print on stderr that an exporter or the alert command failed."""
+    print(f"note: {sentence}", file=sys.stderr)
+
+
 class View:
     """Shows what the follower of a run has found; by default nothing."""
 
@@ -339,7 +344,7 @@ class Lines(View):
 
     def note(self, sentence: str) -> None:
         """Print a note on stderr, as text in every mode."""
-        print(f"note: {sentence}", file=sys.stderr)
+        print_note(sentence)
 
     def end(self, state: RunState, sentence: str) -> None:
         """Print the last state, unless it was printed before."""
