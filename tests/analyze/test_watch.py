@@ -98,8 +98,9 @@ def test_an_alert_runs_the_command(tmp_path: Path) -> None:
     done = rrfp_here(tmp_path, "watch", "run", "--alert", "--alert-command", command)
     assert done.returncode == 0
     assert (tmp_path / "told").read_text() == "slow rank 2 12\n"
+    failing = "sleep 1; echo no; exit 4"
     for shown in ("--alert", "--once"):
-        failed = rrfp_here(tmp_path, "watch", "run", shown, "--alert-command", "echo no; exit 4")
+        failed = rrfp_here(tmp_path, "watch", "run", shown, "--alert-command", failing)
         assert failed.stderr == "note: the alert command ended with 4: no\n"
 
 
