@@ -50,7 +50,7 @@ class RankResult:
             ("gradient norm", self.grad_norms, other.grad_norms),
         ):
             for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-                if repr(a) != repr(b):  # Unlike !=, tells 0.0 from -0.0, and NaN equals NaN.
+                if repr(a) != repr(b):  # Unlike with !=, 0.0 is not -0.0, and NaN is NaN.
                     return f"{name} of step {step}: {b!r}, not {a!r}"
         for name, digest in self.gradients_sha256.items():
             if digest != other.gradients_sha256.get(name):
