@@ -306,12 +306,17 @@ def cannot_race(name: str, error: UsageError) -> UsageError:
 def read_bound(text: str) -> tuple[int | None, Hold | None]:
     """Parse `paper`, `limit 4`, `hold 8`, `hold 40GiB`, or `hold 1.5x` (of the largest peak, in
     bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for a
-    value that is neither a limit nor a hold."""
+    text of another form."""
     if text == PAPER_BOUND:
         return PAPER_LIMIT, None
     kind, _, value = text.partition(" ")
     if kind == "limit" and re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
         return int(value), None
+    if kind != "hold":
+        raise UsageError(
+            f"the memory bound is '{text:.40}'; write {PAPER_BOUND}, a limit such as 'limit 4', or "
+            "a hold such as 'hold 8' or 'hold 40GiB'"
+        )
     try:
         return None, parse_hold(value, "--hold", auto=False)
     except UsageError as error:

@@ -33,7 +33,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: flo
     pass as JSON.
 
     Raises NoAnswerError if it raises, crashes, cannot be started or takes longer than `limit_s`, in
-    seconds; a process that is too slow is killed, with its children.
+    seconds. In any case the process is killed if it still runs, and with it those that it started.
     """
     try:
         return _run_process(function, arguments, limit_s)
@@ -46,9 +46,9 @@ def call_isolated(function: Callable[..., Any], *arguments: object, limit_s: flo
 def _run_process(
     function: Callable[..., Any], arguments: tuple[object, ...], limit_s: float
 ) -> Any:
-    """Run the function in a new process, in a session of its own, and return its result. Raises
-    NoAnswerError if it raises, crashes or takes longer than `limit_s`, and in the last case kills
-    it and its children; OSError if no process starts."""
+    """Run the function in a new process, in a session of its own, and return its result; then kill
+    what still runs in its process group. Raises NoAnswerError if the function raises, crashes or
+    takes longer than `limit_s`; OSError if no process starts."""
     command = (sys.executable, "-m", __name__, function.__module__, function.__name__)
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
@@ -73,13 +73,13 @@ def _run_process(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its children, unless the process has ended, and wait up to 5 s for it.
+    """Kill the process and its children, also those that it has left, and wait up to 5 s for it.
     Closes the pipe of its output."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
+    # No other process gets the number of a group in which a process is left.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
     assert process.stdout is not None
     process.stdout.close()
 

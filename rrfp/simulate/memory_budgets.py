@@ -16,7 +16,7 @@ from math import sqrt
 
 from rrfp.errors import UsageError
 from rrfp.schedule.bounds import ActivationSizes
-from rrfp.schedule.hints import Order, kinds_of
+from rrfp.schedule.hints import Order, OrderFile, kinds_of
 from rrfp.schedule.policy import Bytes, Dispatch, Policy, ShareOf1F1B, filling_limit, format_bytes
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.costs.model import Costs
@@ -88,16 +88,19 @@ class BoundWarning:
 def unfilled(policy: Policy, shape: Shape) -> UnfilledPipeline | None:
     """Find out by simulating equal tasks whether a limit or hold that a user set as a number is too
     low to fill a pipeline of this shape: a step takes over 1% longer than 1F1B's and than without
-    the bound. None if not, for any other policy, and for an order from a file with over 2**15
-    forwards. Raises UsageError for a hint that does not fit the shape."""
+    the bound. None if not, for any other policy, and for an order file, or an order made for the
+    shape, with over 2**15 forwards. Raises UsageError for a hint that does not fit the shape."""
     flag, bound = ("limit", policy.limit) if policy.hold is None else ("hold", policy.hold)
     is_asked = policy.dispatch is Dispatch.READY and not policy.limits_by_shape
     if not is_asked or not isinstance(bound, int) or not _withholds(flag, bound, shape):
         return None
-    is_order = isinstance(policy.hint, Order)
-    if is_order and shape.num_ranks * _num_forwards_of_a_rank(shape) > _MOST_FORWARDS:
-        return None  # An order from a file is of this shape alone.
-    small = shape if is_order else _smaller(shape)
+    if isinstance(policy.hint, Order | OrderFile):  # It is of this shape alone.
+        if shape.num_ranks * _num_forwards_of_a_rank(shape) > _MOST_FORWARDS:
+            return None
+        small = shape
+        policy = replace(policy, hint=policy.hint.for_shape(shape))
+    else:
+        small = _smaller(shape)
 
     def time_ns(asked: int | None) -> int:
         scaled = None if asked is None else max(1, asked * small.num_ranks // shape.num_ranks)

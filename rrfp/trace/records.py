@@ -564,12 +564,13 @@ def bytes_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
 def tasks_with_wrong_bytes(tasks: Iterable[TaskRecord]) -> list[TaskRecord]:
     """The tasks of one rank whose recorded bytes are inconsistent: an F that frees bytes, a W that
     adds some, a B or W that frees more than the microbatch holds, and a microbatch's last task on a
-    chunk if it leaves some. `tasks` are of whole steps."""
+    chunk if it leaves some. Each is listed once. `tasks` are of whole steps."""
     wrong = []
     left: dict[tuple[int, int, int], tuple[TaskRecord, int]] = {}
     for task, change, remaining in activation_changes(tasks):
         is_wrong_way = change < 0 if task.kind == Kind.F else task.kind == Kind.W and change > 0
-        if is_wrong_way or remaining < 0:
+        is_wrong = is_wrong_way or remaining < 0
+        if is_wrong:
             wrong.append(task)
-        left[task.step, task.stage, task.microbatch] = task, remaining
+        left[task.step, task.stage, task.microbatch] = task, 0 if is_wrong else remaining
     return wrong + [task for task, remaining in left.values() if remaining > 0]

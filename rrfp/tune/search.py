@@ -430,6 +430,7 @@ class SearchResult:
     memory: Hold
     """The memory bound as a number."""
     num_simulated: int
+    """Simulated steps, without those of `own`."""
     imbalance: str | None
     """Sentence on uneven loads, which no order of tasks fixes; None if the loads are even."""
 
@@ -469,7 +470,8 @@ def tune(
     # Predictions of the proposals and the baseline do not count against the budget.
     reserved = (num_best + 1) * len(fresh)
     until = None if budget_s is None else monotonic() + budget_s
-    budget = Budget(max(1, simulations - reserved), until)
+    num_affordable = max(1, simulations - reserved)
+    budget = Budget(num_affordable, until)
     evaluator = Evaluator(source, bound, budget, on_simulation)
     search = _Search(space, evaluator, searched, fresh, random.Random(seed))
     ranked = search.run()
@@ -483,7 +485,7 @@ def tune(
     )
     own = _baseline(source, space, unbound, fresh)
     proposals.sort(key=lambda each: each.mean_s)
-    spent = simulations - reserved - budget.simulations
+    spent = num_affordable - budget.simulations
     imbalance_sentence = imbalance(source, space.work, proposals[0].candidate, searched)
     return SearchResult(tuple(proposals), own, bound, spent, imbalance_sentence)
 

@@ -43,13 +43,14 @@ class RankResult:
 
     def difference(self, other: "RankResult") -> str | None:
         """Describe the first difference from `other`: a loss, a gradient norm, a gradient of the
-        first step or the final parameters. None if the results are bit-identical."""
+        first step or the final parameters. None if the results are bit-identical; all NaNs count as
+        one value."""
         for name, ours, theirs in (
             ("loss", self.losses, other.losses),
             ("gradient norm", self.grad_norms, other.grad_norms),
         ):
             for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-                if a != b:
+                if repr(a) != repr(b):  # Unlike with !=, 0.0 is not -0.0, and NaN is NaN.
                     return f"{name} of step {step}: {b!r}, not {a!r}"
         for name, digest in self.gradients_sha256.items():
             if digest != other.gradients_sha256.get(name):

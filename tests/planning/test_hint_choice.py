@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,16 +26,16 @@ from rrfp.planning.candidates import (
 from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.replay.recorded import read_run
 from rrfp.schedule.bounds import ActivationSizes
-from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.hints import format_order, kinds_of
 from rrfp.schedule.named_hints import AUTO, HINTS, AutoHint, hint_named
 from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Bytes, Dispatch, Policy, ShareOf1F1B
-from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.rehearsal import fitted, order_of
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.model import Links
 from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.engine import StepConditions, TaskTimes
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.memory_budgets import BoundWarning
+from rrfp.simulate.memory_budgets import BoundWarning, unfilled
 from rrfp.simulate.step import new_recording, play, simulate_step
 from rrfp.trace.run_json import (
     FIRST_STEP,
@@ -383,6 +384,18 @@ def test_the_reported_cost_of_a_low_bound_is_the_simulated_one(run: Run) -> None
 def test_a_bound_that_fills_the_pipeline_needs_no_warning(run: Run, given: str) -> None:
     code, _, err = run("simulate", "--microbatches", "96", *given.split())
     assert (code, err) == (0, "")
+
+
+def test_an_order_file_is_priced_in_its_own_shape(tmp_path: Path) -> None:
+    shape = Shape(2, 32)
+    order = order_of(HINTS["bf"], shape)
+    path = tmp_path / "order.csv"
+    path.write_text(format_order(order))
+    settings = DispatchSettings(hint=str(path), limit=1)
+    found = unfilled(settings.policy, shape)
+    assert found == unfilled(replace(settings.policy, hint=order), shape)
+    assert found is not None
+    assert found.price > 1.9
 
 
 def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:

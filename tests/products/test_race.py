@@ -628,6 +628,12 @@ def test_bounds_that_are_none(text: str) -> None:
         read_bound(text)
 
 
+@pytest.mark.parametrize("text", ["foo 8", "limit 8GiB", "limit 0", "8", " hold 8", "papers", ""])
+def test_bounds_of_another_form(text: str) -> None:
+    with pytest.raises(UsageError, match=f"^the memory bound is '{text}'; write paper, "):
+        read_bound(text)
+
+
 def test_costs_with_slow_messages_are_torchs_too(tmp_path: Path) -> None:
     costs = tmp_path / "slow.toml"
     costs.write_text("seconds = { F = 1, B = 1, W = 1 }\n[links]\nlatency_s = 1e-3\n")

@@ -214,6 +214,21 @@ class TestSearch:
         assert means[0] < first.own.mean_s
         assert first.num_simulated <= 300
 
+    @pytest.mark.parametrize("simulations", [1, 120])
+    def test_counts_the_steps_that_it_simulates(self, simulations: int) -> None:
+        """Without those of the run's own settings, also if predictions alone exceed the limit."""
+        source = source_of_costs("uniform", CostOptions(pp=2, microbatches=4), NO_JITTER)
+        simulated: list[None] = []
+        found = tune(
+            source,
+            2,
+            simulations=simulations,
+            num_predicted=4,
+            on_simulation=lambda: simulated.append(None),
+        )
+        assert found.own is not None
+        assert found.num_simulated == len(simulated) - len(found.own.steps_s)
+
     def test_a_plain_search_of_all_finds_nothing_better(self) -> None:
         """Without layers to move, on a few hints over one chunk and a V."""
         found = found_of("multimodal", pp=2)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def test_every_valid_combination_is_there() -> None:
     ("change", "told"),
     [
         ({"losses": [2.0, 1.0 + 2**-52]}, "rank 1, loss of step 1: 1.0000000000000002, not 1.0"),
-        ({"grad_norms": [0.5, 0.25]}, "rank 1, gradient norm of step 0: 0.5, not 0.75"),
+        ({"grad_norms": [0.75, nan, -0.0]}, "rank 1, gradient norm of step 2: -0.0, not 0.0"),
+        ({"grad_norms": [0.5, nan, 0.0]}, "rank 1, gradient norm of step 0: 0.5, not 0.75"),
         ({"gradients_sha256": {"norm": "b", "bias": "d"}}, "rank 1, gradient of bias"),
         ({"parameters_sha256": "b"}, "rank 1, final parameters"),
     ],
@@ -111,7 +113,7 @@ def test_every_valid_combination_is_there() -> None:
 def test_the_last_bit_of_one_rank_is_seen(
     change: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    same = RankResult([2.0, 1.0], [0.75, 0.25], "a", {"norm": "b", "bias": "c"})
+    same = RankResult([2.0, 1.0], [0.75, nan, 0.0], "a", {"norm": "b", "bias": "c"})
 
     def launch(settings: TrainSettings, run: RunDir) -> None:
         for rank in range(settings.layout.world_size):

@@ -3,12 +3,13 @@
 import mmap
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +260,29 @@ def hang(started: str) -> None:
     time.sleep(LIMIT_S)
 
 
+def start(started: str) -> None:
+    child = subprocess.Popen(["sleep", f"{LIMIT_S:g}"])
+    Path(started).write_text(str(child.pid))
+
+
+def start_and_raise(started: str) -> NoReturn:
+    start(started)
+    raise_it()
+
+
+def start_and_crash(started: str) -> NoReturn:
+    start(started)
+    crash()
+
+
+def assert_is_ended(child: Path) -> None:
+    """Wait for the process with this directory in /proc to end, but not until it ends by itself."""
+    deadline_s = time.monotonic() + LIMIT_S / 2
+    while child.exists() and "Z" not in (child / "stat").read_text().rpartition(")")[2].split()[:1]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def test_what_is_printed_is_no_answer() -> None:
     assert call_isolated(echo, "a", [1, None], limit_s=LIMIT_S) == ["a", [1, None]]
 
@@ -306,11 +330,15 @@ def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
             call_isolated(hang, str(started), limit_s=limit_s)
         if started.exists() and started.read_text():
             break
-    child = Path("/proc", started.read_text())
-    deadline_s = time.monotonic() + LIMIT_S
-    while child.exists() and "Z" not in (child / "stat").read_text().rpartition(")")[2].split()[:1]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    assert_is_ended(Path("/proc", started.read_text()))
+
+
+@pytest.mark.parametrize("question", [start, start_and_raise, start_and_crash])
+def test_what_ends_takes_what_it_started_along(question: Any, tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    with suppress(NoAnswerError):
+        call_isolated(question, str(started), limit_s=LIMIT_S)
+    assert_is_ended(Path("/proc", started.read_text()))
 
 
 # The calls of CUDA's runtime that rrfp makes, on the real bindings without a driver.
