@@ -310,8 +310,9 @@ def private_network() -> Check:
 
 
 def port_filter() -> Check:
-    """Measure the time in us to attach a filter to a new TCP socket, or about 0 if this process has
-    tried it before. It is absent if the kernel refuses."""
+    """Measure the time in us to attach a filter to a new TCP socket, also if this process has tried
+    it before. It is absent if the kernel refuses."""
+    filter_refusal.cache_clear()
     began_s = time.perf_counter()
     if refusal := filter_refusal():
         advice = (

@@ -398,12 +398,15 @@ class ForwardBackward:
     def _balance(self, plan: StepPlan, items: StepDataItems) -> None:
         """Exchange items with the other data-parallel replicas, in collectives. Then those of this
         rank's chunks that draw data have the items that are assigned to its replica, in the order
-        in which they enter."""
+        in which they enter. If a rank's data end, its peers in other replicas raise, too."""
         groups, device, num = plan.call.groups, plan.streams.device, len(plan.order)
         replicas = data_parallel_group(groups)
         assignment = self._admission.assign(plan.step, items.items, num, groups, replicas, device)
-        given = {chunk: plan.data.first(chunk, num) for chunk in plan.data.drawing_chunks}
-        for chunk, own in exchange_items(given, assignment, replicas, device).items():
+
+        def draw() -> dict[int, list[Any]]:
+            return {chunk: plan.data.first(chunk, num) for chunk in plan.data.drawing_chunks}
+
+        for chunk, own in exchange_items(draw, assignment, replicas, device).items():
             plan.data.replace(chunk, own)
 
     def _run(

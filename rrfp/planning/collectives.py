@@ -314,19 +314,22 @@ _DIFFER = (
 
 
 def exchange_items(
-    given: Items, assignment: Assignment, replicas: Any, device: torch.device
+    draw: Callable[[], Items], assignment: Assignment, replicas: Any, device: torch.device
 ) -> Items:
-    """Return the items that are assigned to this replica, in the order of its assignment; `given`
-    are the items of its own data. All ranks of `replicas` call this together.
+    """Return the items that are assigned to this replica, in the order of its assignment; `draw`
+    returns the items of its own data. All ranks of `replicas` call this together.
 
-    Raises UsageError for an item that cannot be sent (the others raise PeerLostError then), and if
-    the ranks draw data for different chunks. Raises RrfpError for bytes that cannot be decoded.
+    If `draw` raises, so does this rank after the collective, and the others raise PeerLostError.
+    The same holds for UsageError about an item that cannot be sent. Raises UsageError if the ranks
+    draw data for different chunks, and RrfpError for bytes that cannot be decoded.
     """
     own_replica, num_each = replicas.rank(), len(assignment[0])
-    assigned: Items = {chunk: [_MISSING] * num_each for chunk in given}
+    assigned: Items = {}
     failure: Exception | None = None
     payloads = [b""] * len(assignment)
     try:
+        given = draw()
+        assigned = {chunk: [_MISSING] * num_each for chunk in given}
         for replica, numbers in enumerate(assignment):
             found = [
                 (chunk, place, items[number % num_each])

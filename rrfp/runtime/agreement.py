@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, Thread
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.protocols import Clock, InputReported, Links, TaskDecided, monotonic
 from rrfp.schedule.dispatcher import Group
 from rrfp.schedule.punctuality import Durations
@@ -137,7 +137,8 @@ class AheadThread:
     def while_running(self, kind: Kind, chunk: int) -> Iterator[None]:
         """Wrap the running of a task, and let `decide` run 1 ms before its expected end, or halfway
         if it is shorter than 2 ms; not if this kind and chunk have not run yet. After a task that
-        succeeds, raise what `decide` raised, or else learn the duration."""
+        succeeds, raise what `decide` raised, or else learn the duration. The error of a task that
+        fails gets a note about that of `decide`, if any."""
         start_ns = self._clock()
         expected_ns = self._durations.expected_ns(kind, chunk)
         if expected_ns is not None:
@@ -147,12 +148,21 @@ class AheadThread:
                 self._condition.notify()
         try:
             yield
-        finally:
-            with self._condition:
-                self._due_ns = None
+        except BaseException as error:
+            self._end_task()
+            if (failure := self._failure) is not None:
+                what = first_line(str(failure))
+                error.add_note(f"Deciding ahead failed, too: {type(failure).__name__}: {what}")
+            raise
+        self._end_task()
         if self._failure is not None:
             raise self._failure
         self._durations.took(kind, chunk, self._clock() - start_ns)
+
+    def _end_task(self) -> None:
+        """Let no decision begin any more, and wait for the end of one that has begun."""
+        with self._condition:
+            self._due_ns = None
 
     def close(self) -> None:
         """End the thread and wait for its end. Call it between two tasks."""

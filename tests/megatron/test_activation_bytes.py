@@ -14,14 +14,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
+from rrfp.megatron.memory import bound as bound_file
 from rrfp.megatron.memory.activation_bytes import ActivationBytes, ActivationCounter
 from rrfp.megatron.step.gradients import CanonicalGradients
 from rrfp.planning.forecast import Bound, SizeModel, nonnegative_least_squares
 from rrfp.planning.item_costs import Features, features_of, with_group
-from rrfp.schedule.policy import Bytes
+from rrfp.runtime.protocols import PeerLostError
+from rrfp.schedule.policy import Auto, Bytes
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings
 from tests.e2e.ranks import run_ranks
@@ -687,3 +690,28 @@ def test_500_steps_stay_within_the_hold(
 ) -> None:
     own = documents if settings.get("model") != "vlm" else {}
     check({**settings, **own}, hold, steps=500)
+
+
+def plan_with_a_rank_without_memory() -> str:
+    """Plan the steps of two ranks of a group; the second rank has no memory in the second step."""
+    dist.init_process_group("gloo")
+    rank, features = dist.get_rank(), [(1.0, 8.0)] * 2
+    memory = bound_file.MemoryBound(Auto.AUTO, 1, torch.device("cpu"))
+    memory.plan(features, [dist.group.WORLD])
+    memory.learn([[ActivationBytes(1000, 100)] * 2])
+    free = -1 if rank == 1 else 10_000
+    with (
+        patch.object(bound_file, "_host_headroom", lambda: free),
+        pytest.raises(RrfpError if rank == 1 else PeerLostError) as failed,
+    ):
+        memory.plan(features, [dist.group.WORLD])
+    with patch.object(bound_file, "_host_headroom", lambda: 10_000 + rank):
+        assert memory.plan(features, [dist.group.WORLD]).budget == 10_000
+    dist.destroy_process_group()
+    return str(failed.value)
+
+
+def test_all_ranks_of_a_group_raise_if_one_has_no_memory() -> None:
+    first, second = run_ranks(2, plan_with_a_rank_without_memory)
+    assert first.startswith("rank 1 could not measure the memory that activations may use; its own")
+    assert second.startswith("cpu has no memory left for activations after a margin of 10%")

@@ -299,7 +299,22 @@ def fail_on_a_replica_and_go_on(layout: Any, settings: dict[str, Any]) -> bool:
             "",
         ),
     ]
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".csv") as file,
+        tempfile.NamedTemporaryFile("w", suffix=".csv") as listed,
+    ):
+        listed.write("6 7 8 3 4 5; 0 1 2 9 10 11\n")
+        listed.flush()
+        cases.append(
+            (
+                # Nothing is weighed, so the items are drawn when they are exchanged.
+                ours(admit_across=listed.name),
+                items[:3] if layout.dp_rank == 1 else items,
+                1,
+                "data iterator ended after 3 microbatches",
+                "rank 1 could not send the microbatches that are assigned to other replicas; its",
+            )
+        )
         file.write("0 3; 1 2\n" if layout.dp_rank == 0 else "anything")
         file.flush()
         if layout.dp_rank == 0:

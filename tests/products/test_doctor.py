@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rrfp.doctor.checks import (
     imports,
     nixl,
     open_files,
+    port_filter,
     quota_cores,
     read_gb_s,
     seconds_to_import,
@@ -53,6 +55,7 @@ from rrfp.runtime.device.cuda_runtime import (
 )
 from rrfp.runtime.isolated_call import NoAnswerError, call_isolated
 from rrfp.runtime.launchers import NETWORK
+from rrfp.runtime.net import source_filter
 from rrfp.runtime.planes.registry import is_installed
 from rrfp.train.settings import DeviceKind, Network
 from tests.doubles import cuda_in_files
@@ -318,6 +321,16 @@ def test_the_doctor_names_what_a_container_refuses(tmp_path: Path) -> None:
     ):
         assert told[name]["state"] in ("absent", "fails")
         assert call in told[name]["advice"]
+
+
+def test_a_filter_is_timed_also_if_it_was_tried_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(source_filter, "_attach", lambda *_: time.sleep(0.01))
+        for _ in range(2):
+            figure = port_filter().figure
+            assert figure is not None
+            assert figure >= 10_000
+    source_filter.filter_refusal.cache_clear()
 
 
 def test_gloo_is_tried_in_the_network_that_ranks_enter() -> None:

@@ -380,6 +380,24 @@ def test_a_failure_comes_out_at_the_end_of_the_task() -> None:
     assert decisions.num == 1
 
 
+def test_a_task_that_fails_notes_the_failure_to_decide() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("by nothing")
+
+    def fail_after_the_decision() -> None:
+        with ahead.while_running(F, 0):
+            assert decisions.came.wait(PATIENCE_S)
+            raise ArithmeticError
+
+    decisions = Decisions(fail)
+    with ahead_thread(decisions) as ahead:
+        run(ahead, 0.01)
+        with pytest.raises(ArithmeticError) as failed:
+            fail_after_the_decision()
+    assert type(failed.value) is ArithmeticError
+    assert failed.value.__notes__ == ["Deciding ahead failed, too: ZeroDivisionError: by nothing"]
+
+
 def test_what_the_task_raises_comes_first() -> None:
     decisions = Decisions()
     with ahead_thread(decisions) as ahead:

@@ -17,9 +17,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.link.wire import MAGIC, VERSION
-from rrfp.runtime.net.connecting import DialError, Listener, ListenerAddress, PeerAddress
+from rrfp.runtime.net.connecting import (
+    DialError,
+    Listener,
+    ListenerAddress,
+    PeerAddress,
+    listen_tcp,
+)
 from rrfp.runtime.net.handshake import (
     HandshakeError,
     accept_handshake,
@@ -510,6 +516,15 @@ def test_sources(address: str, sources: Collection[str], let: set[str]) -> None:
     with listen(address) as listening:
         accept_only(listening, sources)
         assert {source for source in others if is_let_in(listening, source)} == let
+
+
+@pytest.mark.parametrize("sources", ["", "here", "127.0.0.1,"])
+def test_invalid_addresses_of_hosts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, sources: str
+) -> None:
+    monkeypatch.setenv("RRFP_SOURCES", sources)
+    with pytest.raises(UsageError, match=f"RRFP_SOURCES is '{sources}', and rrfp sets it to"):
+        listen_tcp("127.0.0.1")
 
 
 def test_where_no_filter_is_permitted_a_link_listens_all_the_same() -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self, cast
@@ -585,11 +586,24 @@ def test_a_read_that_fails_is_let_go_of(
         reader.close(are_detached=True)
 
 
-def test_a_larger_outbox_than_the_receivers_is_refused(may_answer: threading.Event) -> None:
-    source, reader = (NixlPlane(CpuDevice(), size) for size in (2 * SLAB_BYTES, SLAB_BYTES))
+@pytest.mark.parametrize(
+    ("num_bytes", "complaint"),
+    [
+        (2 * SLAB_BYTES, "give all ranks the same outbox_mb"),
+        (0, "rank 1 sent an outbox of 0 bytes"),
+        (-256, "rank 1 sent an outbox of -256 bytes"),
+    ],
+)
+def test_an_outbox_of_another_size_is_refused(
+    may_answer: threading.Event, num_bytes: int, complaint: str
+) -> None:
+    source, reader = (NixlPlane(CpuDevice(), SLAB_BYTES) for _ in range(2))
+    offer = source.offer()
     try:
-        with pytest.raises(PlaneRefusal, match="give all ranks the same outbox_mb"):
-            reader.attach(source.offer(), 1, PATIENCE_S)
+        with pytest.raises(PlaneRefusal, match=complaint):
+            reader.attach(
+                replace(offer, values={**offer.values, "bytes": num_bytes}), 1, PATIENCE_S
+            )
     finally:
         source.close(are_detached=True)
         reader.close(are_detached=True)

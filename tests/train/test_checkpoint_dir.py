@@ -1,5 +1,6 @@
 """A directory of checkpoints: a whole one counts, under its own name, and no other does."""
 
+import errno
 import os
 import queue
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -96,6 +97,21 @@ def test_the_newest_checkpoints_remain(tmp_path: Path) -> None:
     found = made_up(tmp_path, 2, 4, 6, 8)
     found.remove_older(3)
     assert [path.name[-1] for path in sorted((tmp_path / "ck").glob("step-*"))] == ["4", "6", "8"]
+
+
+def test_a_directory_that_cannot_be_listed_keeps_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new checkpoint is complete by then, so that the run continues."""
+    found = made_up(tmp_path, 2, 4)
+
+    def refuse(_: Path) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", refuse)
+        found.remove_older(1)
+    assert len([*(tmp_path / "ck").glob("step-*")]) == 2
 
 
 def test_ranks_look_again_whether_the_directory_is_unused(tmp_path: Path) -> None:

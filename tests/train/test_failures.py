@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -178,8 +178,18 @@ def test_without_a_launcher_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("found", [{}, {"message": "torch's own words"}, {"message": {}}])
-def test_what_is_no_report_of_ours_is_none(found: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "found",
+    [
+        *({}, {"message": "torch's own words"}, {"message": {}}, [], None, 7),
+        *(
+            {"message": {"report": report}}
+            for report in ([], {}, {**asdict(REPORT), "at_s": "now"})
+        ),
+        {"message": {"report": {**asdict(REPORT), "culprit": {"rank": 1}}}},
+    ],
+)
+def test_what_is_no_report_of_ours_is_none(found: object) -> None:
     assert FailureReport.read(found) is None
 
 

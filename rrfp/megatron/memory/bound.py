@@ -20,6 +20,7 @@ from rrfp.megatron.memory.activation_bytes import ActivationBytes
 from rrfp.megatron.step_groups import device_for
 from rrfp.planning.forecast import Bound, SizeModel
 from rrfp.planning.item_costs import Features, with_group
+from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import count_rank, num_ranks_counted
 from rrfp.schedule.bounds import ActivationSizes
 from rrfp.schedule.policy import Auto, Bytes
@@ -158,8 +159,10 @@ class MemoryBound:
         leaves space for waiting gradients if one microbatch at a time still fits.
 
         The ranks of `groups`, which dispatch tasks together, call this together. They plan with the
-        largest size and the smallest budget among them. If the expert-parallel group `experts` has
-        several ranks, features get sums over it, bounds grow by 30%, and every step is measured.
+        largest size and the smallest budget among them. If a rank cannot measure its budget, or has
+        no memory left, it raises that error, and the others raise PeerLostError. If the
+        expert-parallel group `experts` has several ranks, features get sums over it, bounds grow by
+        30%, and every step is measured.
         """
         is_spread = experts is not None and experts.size() > 1
         if is_spread:
@@ -174,13 +177,17 @@ class MemoryBound:
         num_unknown = sum(row.count(None) for row in bounds)
         if is_spread:
             bounds = [[_with_expert_margin(bound) for bound in row] for row in bounds]
+        failure: Exception | None = None
         is_first = self._hold is Auto.AUTO and self.budget is None
         if is_first and any(bound is not None for row in bounds for bound in row):
-            self.budget = activation_headroom(self._device)
+            try:
+                self.budget = activation_headroom(self._device)
+            except Exception as error:  # raised when all ranks of the groups know
+                failure = error
         if self.budget is None:
             # Sizes of 1, so that one microbatch runs at a time.
             ones = [[1] * len(features) for _ in bounds]
-            sizes, (_, budget) = _reduce_over(ones, ones, (0, len(bounds)), groups)
+            sizes, (_, budget) = _reduce_over(ones, ones, (0, len(bounds)), groups, failure)
             return StepMemory(sizes, budget, self, True, num_unknown)
         largest = [max((bound.kept for bound in row if bound), default=0) for row in bounds]
         unknown = [None in row for row in bounds]
@@ -232,20 +239,40 @@ def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
     return [with_group(each, others) for each, *others in zip(features, *members, strict=True)]
 
 
+_NO_RANK = -1
+"""In place of the number of a rank that failed."""
+
+
 def _reduce_over(
-    kept: list[list[int]], pending: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
+    kept: list[list[int]],
+    pending: list[list[int]],
+    budgets: tuple[int, int],
+    groups: Sequence[Any],
+    failure: Exception | None = None,
 ) -> tuple[ActivationSizes, tuple[int, int]]:
     """The largest sizes and the smallest budgets over the ranks of these process groups, which call
-    this together. Without a group of several ranks, this rank's own."""
+    this together. Without a group of several ranks, this rank's own. A rank with a `failure` raises
+    it after all have learned of it, and the others raise PeerLostError."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
+        if failure is not None:
+            raise failure
         return ActivationSizes(kept, pending), budgets
     num_microbatches = len(kept[0])
-    table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *pending])
+    failed = _NO_RANK if failure is None else dist.get_rank()
+    numbers = failed, *(-budget for budget in budgets)
+    table = torch.tensor([*([each] * num_microbatches for each in numbers), *kept, *pending])
     for group in shared:
         on_device = table.to(device_for(group))
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
         table = on_device.cpu()
-    free, budget, *found = table.tolist()
+    if failure is not None:
+        raise failure
+    failing, free, budget, *found = table.tolist()
+    if failing[0] != _NO_RANK:
+        raise PeerLostError(
+            f"rank {failing[0]} could not measure the memory that activations may use; its own "
+            "error says why"
+        )
     sizes = ActivationSizes(found[: len(kept)], found[len(kept) :])
     return sizes, (-free[0], -budget[0])

@@ -60,10 +60,11 @@ _UNIX_BUFFER_BYTES = 4 * 2**20
 def listen_tcp(host: str) -> socket.socket:
     """Listen at this address or name, at a port that the system chooses, and return the socket.
     Where the addresses of the run's hosts are known and the kernel permits it, only they can
-    connect. Raises OSError."""
+    connect. Raises OSError, and UsageError if RRFP_SOURCES is invalid."""
+    sources = run_host_addresses()
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-    if (sources := run_host_addresses()) is not None:
+    if sources is not None:
         accept_only(listening, sources)
     return listening
 

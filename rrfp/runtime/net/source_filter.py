@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import TypeVar
 
+from rrfp.errors import UsageError
 from rrfp.runtime import launchers as variables
 
 _ATTACH = 26
@@ -63,16 +64,26 @@ def accept_nobody(listening: socket.socket) -> None:
 
 def run_host_addresses() -> tuple[str, ...] | None:
     """Return the addresses of the run's hosts, from RRFP_SOURCES; None if the launcher did not set
-    it."""
-    sources = os.environ.get(variables.SOURCES)
-    return None if sources is None else tuple(sources.split(","))
+    it. Raises UsageError if it is empty or contains anything else."""
+    value = os.environ.get(variables.SOURCES)
+    if value is None:
+        return None
+    sources = tuple(value.split(","))
+    try:
+        _networks(sources)
+    except ValueError:
+        raise UsageError(
+            f"{variables.SOURCES} is '{value[:40]}', and rrfp sets it to addresses of hosts, "
+            "separated by commas; unset it, or see who else has set it"
+        ) from None
+    return sources
 
 
 def _program(sources: Collection[str]) -> Iterator[Instruction]:
     """Yield the instructions of a filter that passes packets from these addresses or networks
     (widened beyond 64 of an IP version), and drops all others. A zone, such as `%eth0`, is ignored.
     Raises ValueError for anything else."""
-    addresses = [ipaddress.ip_network(each.partition("%")[0]) for each in sources]
+    addresses = _networks(sources)
     old = _summarize([each for each in addresses if isinstance(each, ipaddress.IPv4Network)])
     new = _summarize([each for each in addresses if isinstance(each, ipaddress.IPv6Network)])
     for version, networks in ((4, old), (6, new)):
@@ -83,6 +94,11 @@ def _program(sources: Collection[str]) -> Iterator[Instruction]:
         yield _JUMP, 0, 0, len(tests)
         yield from tests
     yield _DROP
+
+
+def _networks(sources: Collection[str]) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    """Decode these addresses or networks, without zones. Raises ValueError for anything else."""
+    return [ipaddress.ip_network(each.partition("%")[0]) for each in sources]
 
 
 def _summarize(networks: Collection[N]) -> list[N]:

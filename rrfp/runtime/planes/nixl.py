@@ -392,13 +392,15 @@ class NixlPlane:
 
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> Attachment:
         """Connect this rank's agent to the peer's, and return a fetcher with the measured speed.
-        Raises PlaneRefusal for an invalid offer, a slab larger than this rank's, or a peer that
-        NIXL does not reach or read in time."""
+        Raises PlaneRefusal for an invalid offer, a slab that is empty or larger than this rank's,
+        or a peer that NIXL does not reach or read in time."""
         agent = offer.values.get("agent")
         place = [offer.values.get(name) for name in ("address", "device", "bytes")]
         numbers = [number for number in place if isinstance(number, int)]
         if not isinstance(agent, str) or len(numbers) != len(place):
             raise PlaneRefusal(f"rank {peer} sent no agent of NIXL's")
+        if numbers[2] < 1:
+            raise PlaneRefusal(f"rank {peer} sent an outbox of {numbers[2]} bytes")
         if numbers[2] > self.slab.numel():
             # A message that fits there might not fit into this rank's landing slab.
             raise PlaneRefusal(

@@ -432,10 +432,11 @@ class CheckpointDir:
 
     def remove_older(self, keep: int) -> None:
         """Remove all whole checkpoints except the newest `keep`. Damaged ones stay, as far as
-        permissions, names and sizes show damage. Failures to remove are ignored."""
-        for checkpoint in [*self._whole(with_content=False)][keep:]:
-            with suppress(OSError):
-                self._remove(checkpoint.path)
+        permissions, names and sizes show damage. Failures to list and to remove are ignored."""
+        with suppress(UsageError):
+            for checkpoint in [*self._whole(with_content=False)][keep:]:
+                with suppress(OSError):
+                    self._remove(checkpoint.path)
 
     def discard(self, saving: Path) -> None:
         """Remove the directory of a checkpoint that will not be finished; errors are ignored."""

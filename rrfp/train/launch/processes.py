@@ -5,7 +5,6 @@ Nothing here listens or connects.
 """
 
 import fcntl
-import json
 import math
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from rrfp.errors import RrfpError
 from rrfp.runtime import launchers as variables
+from rrfp.strict_json import parsed
 from rrfp.system import temporary_directory
 from rrfp.train.launch.rank_status import (
     BEAT_S,
@@ -315,7 +315,7 @@ class RankProcess:
         exit_code = self._exit_code if self.has_ended else -signal.SIGKILL
         assert exit_code is not None
         try:
-            report = FailureReport.read(json.loads(self._error_file.read_bytes()))
+            report = FailureReport.read(parsed(self._error_file.read_bytes()))
         except (OSError, ValueError):
             report = None
         ended_s = time.monotonic() if report is None else report.at_s

@@ -14,18 +14,19 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NamedTuple, NoReturn, Self
+from typing import IO, NamedTuple, NoReturn, Self
 
 import rrfp
 from rrfp import system as libc
 from rrfp.errors import RrfpError
 from rrfp.runtime import launchers as variables
+from rrfp.strict_json import integer, mapping, member, number, text
 from rrfp.trace.outcome import FaultOrigin
 from rrfp.trace.safe_files import open_whole
 
@@ -366,16 +367,23 @@ class FailureReport:
             file.write(json.dumps({"message": message}).encode())
 
     @classmethod
-    def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
-        """Return the report in the JSON of an error file; None if another program wrote it."""
-        message = error_file_data.get("message")
-        if isinstance(message, dict) and "report" in message:
-            report = cls(**message["report"])
-            culprit = message["report"].get("culprit")
-            return (
-                report if culprit is None else replace(report, culprit=FaultOrigin.decode(culprit))
+    def read(cls, error_file_data: object) -> Self | None:
+        """Return the report in the JSON of an error file; None if another program wrote it, with
+        anything else in it."""
+        try:
+            report = mapping(member(member(error_file_data, "message"), "report"))
+            culprit = report["culprit"]
+            return cls(
+                text(report["sentence"]),
+                integer(report["exit_code"]),
+                report["is_consequence"] is True,
+                report["is_silence"] is True,
+                text(report["detail"]),
+                number(report["at_s"]),
+                None if culprit is None else FaultOrigin.decode(culprit),
             )
-        return None
+        except (KeyError, TypeError, ValueError):
+            return None
 
 
 # Warnings of ranks reach the user, not only the ranks' logs: they go to the launcher through a
