@@ -182,10 +182,9 @@ def test_without_a_launcher_nothing_is_written(
     "found",
     [
         *({}, {"message": "torch's own words"}, {"message": {}}, [], None, 7),
-        *(
-            {"message": {"report": report}}
-            for report in ([], {}, {**asdict(REPORT), "at_s": "now"})
-        ),
+        {"message": {"report": []}},
+        {"message": {"report": {}}},
+        {"message": {"report": {**asdict(REPORT), "at_s": "now"}}},
         {"message": {"report": {**asdict(REPORT), "culprit": {"rank": 1}}}},
     ],
 )
