@@ -372,14 +372,14 @@ class FailureReport:
         anything else in it."""
         try:
             report = mapping(member(member(error_file_data, "message"), "report"))
-            culprit = report["culprit"]
+            culprit = report.get("culprit")
             return cls(
                 text(report["sentence"]),
                 integer(report["exit_code"]),
                 report["is_consequence"] is True,
                 report["is_silence"] is True,
-                text(report["detail"]),
-                number(report["at_s"]),
+                text(report.get("detail", "")),
+                number(report.get("at_s", 0.0)),
                 None if culprit is None else FaultOrigin.decode(culprit),
             )
         except (KeyError, TypeError, ValueError):
