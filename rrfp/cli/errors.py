@@ -116,14 +116,22 @@ def call_command(command: Callable[[], object]) -> int | Callable[[], int]:
     global _raises
     with tolerate_closed_streams():
         try:
-            return _call_handled(command)
+            done = _call_handled(command)
+            if not callable(done):
+                _ignore_interrupts()
+            return done
         except KeyboardInterrupt:  # possibly while another error is being printed
             _raises = False  # Before any call, in which another Ctrl-C could raise.
-            # Python drops Python-level handlers at exit, and another Ctrl-C would kill it.
-            if signal.getsignal(signal.SIGINT) is _interrupt:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _ignore_interrupts()
             _say("interrupted")
             return INTERRUPTED
+
+
+def _ignore_interrupts() -> None:
+    """Ignore SIGINT if `interrupt_once` has set its handler. Python drops that handler at exit, and
+    Ctrl-C would then kill the process."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _call_handled(command: Callable[[], object]) -> int | Callable[[], int]:

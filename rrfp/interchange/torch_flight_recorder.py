@@ -228,9 +228,9 @@ def _content(file: Path) -> Mapping[str, Any]:
 
 
 def _dump(file: Path) -> Dump:
-    """Read one dump. Invalid entries are skipped, and all operations of a batch get the state of
-    its last one. Raises RrfpError as `_content` does, and _NoDumpError without a rank in its
-    name."""
+    """Read one dump. Entries that are no objects are skipped, invalid fields of others become empty
+    or 0, and all operations of a batch get the state of its last one. Raises RrfpError as
+    `_content` does, and _NoDumpError without a rank in its name."""
     dump = Dump(file, _rank_of(file))
     content = _content(file)
     groups = content.get("pg_config")

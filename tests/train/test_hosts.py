@@ -268,8 +268,7 @@ def test_ctrl_c_ends_the_wait_for_another_host(tmp_path: Path, host: int) -> Non
             training.await_that(lambda: "joins host 0" in training.said(), "word of the wait")
         os.killpg(training.process.pid, signal.SIGINT)
         code, _, err = training.ended(timeout_s=10)
-    assert code == 130
-    assert err.splitlines()[-1] == "rrfp: interrupted"
+    assert (code, err.splitlines()[-1]) == (130, "rrfp: interrupted")
 
 
 # Records of other hosts: what host 0 gathers, and what it says of those that do not send.

@@ -598,8 +598,9 @@ class DeferredWeightGradients:
         return accumulator is not None and accumulator.hook() is not None
 
     def _add_in_backward(self, running: "_Microbatch", weight: torch.nn.Parameter) -> None:
-        """Let autograd add this weight's gradient, until the task ends. Does nothing if it does so
-        already."""
+        """Let autograd add this weight's gradient in the running task; for the rest of the
+        microbatch the weight counts as not deferred, so that W leaves it out. Does nothing if the
+        microbatch has already done so."""
         if weight not in running.added:
             running.undeferred.add(weight)
             running.added.add(weight)

@@ -402,8 +402,9 @@ class _Document:
 
 def parse_cut(document: Mapping[str, Any], name: str, resolve: Callable[[str], Costs]) -> CutCosts:
     """Build the costs of a TOML document with a `[cut]`; `name` is what errors call it, and
-    `resolve` reads the costs that it cuts. Raises UsageError for a wrong document, for costs that
-    do not say their layers, and for a split that does not fit."""
+    `resolve` reads the costs that it cuts. Costs that are not a model's need the table
+    `[cut.given]` with the layers of their stages. Raises UsageError for a wrong document, for such
+    costs without that table, and for a split that does not fit."""
     cut = cut_in(document, name)
     costs = resolve(cut.costs)
     if cut.given is not None:
