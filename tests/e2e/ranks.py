@@ -43,6 +43,9 @@ DEATH_AFTER_RAISE_S = 5.0
 """How long after a rank has raised the death of another is waited for. A rank that dies closes its
 connections before its process has ended, so its peers may raise before its death is seen."""
 
+AT_END_S = 10.0
+"""How long a rank that has returned its result may take to end before it is killed."""
+
 LAST_THREADS_S = 2.0
 """How long the threads that a rank has told to end may take to do so."""
 
@@ -87,7 +90,11 @@ def run_ranks(
             _start(index, num_ranks, store.port, target, args, timeout_s, fresh)
             for index in range(num_ranks)
         )
-        return _collect(ranks, time.monotonic() + timeout_s)
+        results = _collect(ranks, time.monotonic() + timeout_s)
+        for rank in ranks:
+            # What was registered for the end of the process, such as the last flush of records.
+            rank.process.join(AT_END_S)
+        return results
     finally:
         for rank in ranks:
             rank.process.kill()
