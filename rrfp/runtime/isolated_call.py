@@ -75,8 +75,9 @@ def _run_process(
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and its children, also those that it has left, and wait up to 5 s for it.
     Closes the pipe of its output."""
-    # No other process gets the number of a group in which a process is left.
-    with suppress(ProcessLookupError):
+    # No other process gets the number of a group in which a process is left, and the number of an
+    # empty one is not given anew before all others.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)

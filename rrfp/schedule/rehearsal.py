@@ -1,4 +1,5 @@
-"""A step rehearsed in lockstep: every task takes one unit of time, and messages take none.
+"""A step rehearsed in lockstep, where every task takes one unit of time and messages take none; and
+the policy of a step, which is completed for the step's shape by the order of a rehearsal.
 
 A rehearsal turns a round-based hint into an order, the one it produces "when all times are equal".
 A task's `hint_position` is its position in that order, and `fixed` dispatch binds to it. A

@@ -34,8 +34,8 @@ class _FindingsByDefault(TyperGroup):
     """A command group that runs `findings` unless the first argument names another subcommand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, after putting `findings` in front of them if there are none or the
-        first one is no subcommand, misspelled subcommand or help option (`_is_argument`)."""
+        """Parse the arguments, after putting `findings` in front of them if the list is empty or
+        the first one is no subcommand, misspelled subcommand or help option (`_is_argument`)."""
         # Completion of an empty word offers subcommands as well.
         is_open = not args and ctx.resilient_parsing
         if not is_open and (not args or self._is_argument(args[0], ctx.help_option_names)):

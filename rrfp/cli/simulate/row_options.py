@@ -120,7 +120,7 @@ def parse_rows(
     flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]
 ) -> list[RowOptions]:
     """Return the rows in order: for each combination of the sweeps one row for each of `rows`, or a
-    single row if there are none. A row's settings override the flags.
+    single row without `rows`. A row's settings override the flags.
 
     The first sweep varies slowest. Raises UsageError for an invalid text, a missing `pp` or
     `microbatches`, a swept setting that is also a flag or in a row, one that is swept twice or set
